@@ -72,11 +72,14 @@ def main() -> None:
     equal = equal and all(torch.equal(params[first], params[name]) for name in others)
     times = {name: statistics.median(x) for name, x in spent.items()}
     print(
-        f"{processor()}, {args.threads} thread, torch {torch.__version__}, bitsandbytes {bitsandbytes.__version__}, {platform.python_version()}; "
-        f"{args.width**2 / 1e6:.1f} M parameters, {args.rounds} rounds; weights and states of the first three are {'equal' if equal else 'NOT EQUAL'}\n"
+        f"{processor()}, {args.threads} thread, torch {torch.__version__}, "
+        f"bitsandbytes {bitsandbytes.__version__}, {platform.python_version()}; "
+        f"{args.width**2 / 1e6:.1f} M parameters, {args.rounds} rounds; "
+        f"weights and states of the first three are {'equal' if equal else 'NOT EQUAL'}\n"
     )
     print(
-        "| optimizer | milliseconds | × bitsandbytes | × fused | state, bytes a parameter |\n|---|---|---|---|---|"
+        "| optimizer | milliseconds | × bitsandbytes | × fused | state, bytes a parameter |\n"
+        "|---|---|---|---|---|"
     )
     for name, seconds in times.items():
         own = [
@@ -86,7 +89,8 @@ def main() -> None:
         ]
         size = sum(x.nbytes for x in own) / args.width**2
         print(
-            f"| {name} | {1e3 * seconds:.1f} | {seconds / times['bitsandbytes AdamW8bit']:.2f} | {seconds / times['torch AdamW, fused, float32']:.1f} | {size:.3f} |"
+            f"| {name} | {1e3 * seconds:.1f} | {seconds / times['bitsandbytes AdamW8bit']:.2f} | "
+            f"{seconds / times['torch AdamW, fused, float32']:.1f} | {size:.3f} |"
         )
 
 

@@ -66,7 +66,10 @@ def measure(title: str, tok: BPETokenizer, documents: list[str], rounds: int, sy
             for other in systems
         }
         print(
-            f"| {system} | {size / statistics.median(times[system]):.1f} | {ratio['tiktoken']:.2f} | {ratio.get('tokenizers', float('nan')):.2f} |",
+            (
+                f"| {system} | {size / statistics.median(times[system]):.1f} | "
+                f"{ratio['tiktoken']:.2f} | {ratio.get('tokenizers', float('nan')):.2f} |"
+            ),
             flush=True,
         )
 

@@ -96,7 +96,8 @@ def machine() -> str:
         for name in ("numba", "tokenizers", "tiktoken", "rustbpe", "regex")
     )
     return (
-        f"{datetime.date.today()}, {names[0] if names else platform.processor()}, {os.cpu_count()} cores, "
+        f"{datetime.date.today()}, {names[0] if names else platform.processor()}, "
+        f"{os.cpu_count()} cores, "
         f"{platform.system()}, Python {platform.python_version()}, {packages}"
     )
 
@@ -157,11 +158,13 @@ def main():
             times[system].append(time.perf_counter() - start)
     assert learned["trainkit pure"] == learned["trainkit compiled"] == learned["rustbpe"]
     print(
-        f"{sum(len(text.encode()) for text in texts) / 1e6:.1f} MB in {len(texts)} texts to {args.vocab:,} tokens, {args.rounds} rounds; "
+        f"{sum(len(text.encode()) for text in texts) / 1e6:.1f} MB in {len(texts)} texts to "
+        f"{args.vocab:,} tokens, {args.rounds} rounds; "
         "the merges of the first three are equal\n"
     )
     print(
-        "| system | seconds | × tokenizers, 1 thread | × tokenizers, 2 threads | × rustbpe |\n|---|---|---|---|---|"
+        "| system | seconds | × tokenizers, 1 thread | × tokenizers, 2 threads | × rustbpe |\n"
+        "|---|---|---|---|---|"
     )
     for system in systems:
         ratios = [

@@ -135,25 +135,31 @@ def main() -> None:
         shutil.rmtree(root, ignore_errors=True)
     median = statistics.median
     print(
-        f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}, {platform.system()}, Python {sys.version.split()[0]}\n"
+        f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, "
+        f"{os.cpu_count()} cores, "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}, {platform.system()}, "
+        f"Python {sys.version.split()[0]}\n"
     )
     print(
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters with AdamW, {size / 1e6:,.0f} MB; {args.rounds} rounds\n"
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters with AdamW, "
+        f"{size / 1e6:,.0f} MB; {args.rounds} rounds\n"
     )
     print("| way | seconds | × the bytes alone (less is better) |\n|---|---|---|")
     for name, took in seconds.items():
         print(
-            f"| {name} | {median(took):.2f} | {median(a / b for a, b in zip(took, seconds['bytes alone'], strict=True)):.2f} |"
+            f"| {name} | {median(took):.2f} | "
+            f"{median(a / b for a, b in zip(took, seconds['bytes alone'], strict=True)):.2f} |"
         )
     print(f"\nLoading it, every hash checked: {loading:.2f} s\n")
     print("| asynchronous | seconds |\n|---|---|")
     print(
-        f"| the run stands still, the first time | {standing[0]:.2f} |\n| the run stands still, later | {median(standing[1:]):.2f} |"
+        f"| the run stands still, the first time | {standing[0]:.2f} |\n"
+        f"| the run stands still, later | {median(standing[1:]):.2f} |"
     )
     print(f"| until the checkpoint is there | {median(writing[1:]):.2f} |")
     print(
-        f"| a step, nothing being written | {median(alone[1:]):.3f} |\n| a step meanwhile | {median(meanwhile):.3f} "
+        f"| a step, nothing being written | {median(alone[1:]):.3f} |\n"
+        f"| a step meanwhile | {median(meanwhile):.3f} "
         f"({median(meanwhile) / median(alone[1:]):.2f} ×) |"
     )
 

@@ -135,13 +135,16 @@ def main():
                 )
     base = median(seconds["trl"])
     print(
-        f"{machine()}\n\n{args.rows:,} chats, {tokens:,} tokens, {args.rounds} rounds; rows of 1,024 are "
-        f"{packing_efficiency(made, 1024):.1%} full, and those of trl {tokens / (1024 * len(theirs)):.1%}\n"
+        f"{machine()}\n"
+        f"\n{args.rows:,} chats, {tokens:,} tokens, {args.rounds} rounds; rows of 1,024 are "
+        f"{packing_efficiency(made, 1024):.1%} full, and those of trl "
+        f"{tokens / (1024 * len(theirs)):.1%}\n"
     )
     print("| render, mask and pack | CPU seconds | × trl (more is better) |\n|---|---|---|")
     for name, times in seconds.items():
         print(
-            f"| {name} | {median(times):.2f} | {median(a / b for a, b in zip(seconds['trl'], times, strict=True)):.1f} |"
+            f"| {name} | {median(times):.2f} | "
+            f"{median(a / b for a, b in zip(seconds['trl'], times, strict=True)):.1f} |"
         )
     assert base > 0
 
@@ -149,7 +152,8 @@ def main():
     optimizer = torch.optim.AdamW(net.parameters())
     examples = tokenize_examples(chats, hf)
     print(
-        "\n| batches of 8 | loader, ms | step, ms | loader is so many times as fast |\n|---|---|---|---|"
+        "\n| batches of 8 | loader, ms | step, ms | loader is so many times as fast |\n"
+        "|---|---|---|---|"
     )
     for name, batches in (
         ("padded", Batches(examples, 8)),
@@ -171,7 +175,8 @@ def main():
             optimizer.zero_grad()
             step.append(time.process_time() - start)
         print(
-            f"| {name} | {1000 * median(load):.2f} | {1000 * median(step):.0f} | {median(step) / median(load):.0f} |"
+            f"| {name} | {1000 * median(load):.2f} | {1000 * median(step):.0f} | "
+            f"{median(step) / median(load):.0f} |"
         )
 
 

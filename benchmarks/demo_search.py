@@ -95,7 +95,10 @@ def main():
         record = trainer.evaluate()
         bits.on_eval(trainer, record)
         print(
-            f"| {changes or 'as it is'} | {trainer.total_steps} | {seconds:.0f} | {budget:.0f} | {record['eval_bits_per_byte']:.3f} |",
+            (
+                f"| {changes or 'as it is'} | {trainer.total_steps} | {seconds:.0f} | "
+                f"{budget:.0f} | {record['eval_bits_per_byte']:.3f} |"
+            ),
             flush=True,
         )
 

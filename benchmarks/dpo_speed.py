@@ -164,7 +164,8 @@ def prepared_model(folder: str | None, into: str) -> str:
     file = next(Path(spec.origin).parent.rglob("*.gguf"))
     code = (
         "import sys, torch; from trainkit.interop.hf import load_pretrained, save_pretrained\n"
-        "model, tokenizer = load_pretrained(sys.argv[1], dtype=torch.float32); save_pretrained(model, tokenizer, sys.argv[2], verify=False)"
+        "model, tokenizer = load_pretrained(sys.argv[1], dtype=torch.float32); "
+        "save_pretrained(model, tokenizer, sys.argv[2], verify=False)"
     )
     subprocess.run([sys.executable, "-c", code, str(file), into], check=True)
     return into
@@ -200,10 +201,13 @@ def main():
         import torch
 
         print(
-            f"{platform.machine()}, {a.threads} threads, torch {torch.__version__}; {a.pairs} pairs, {a.epochs} epochs, batches of {BATCH}, {a.rounds} rounds\n"
+            f"{platform.machine()}, {a.threads} threads, torch {torch.__version__}; "
+            f"{a.pairs} pairs, {a.epochs} epochs, batches of {BATCH}, {a.rounds} rounds\n"
         )
         print(
-            "| reference | system | seconds | pairs/s | × TRL | CPU seconds | × TRL | peak memory, MB | of TRL's | first loss | last loss |\n|---|---|---|---|---|---|---|---|---|---|---|"
+            "| reference | system | seconds | pairs/s | × TRL | CPU seconds | × TRL | peak memory, "
+            "MB | of TRL's | first loss | last loss |\n"
+            "|---|---|---|---|---|---|---|---|---|---|---|"
         )
         for setting in a.setting:
             found: dict[str, list[dict]] = {"trainkit": [], "trl": []}
@@ -237,8 +241,10 @@ def main():
             for name, runs in found.items():
                 losses = runs[-1]["losses"]
                 print(
-                    f"| {setting} | {name} | {times[name]:.1f} | {a.pairs * a.epochs / times[name]:.2f} | {times['trl'] / times[name]:.2f} | "
-                    f"{cpu[name]:.1f} | {cpu['trl'] / cpu[name]:.2f} | {peaks[name]:.0f} | {peaks[name] / peaks['trl']:.2f} | {losses[0]:.4f} | {losses[-1]:.4f} |",
+                    f"| {setting} | {name} | {times[name]:.1f} | "
+                    f"{a.pairs * a.epochs / times[name]:.2f} | {times['trl'] / times[name]:.2f} | "
+                    f"{cpu[name]:.1f} | {cpu['trl'] / cpu[name]:.2f} | {peaks[name]:.0f} | "
+                    f"{peaks[name] / peaks['trl']:.2f} | {losses[0]:.4f} | {losses[-1]:.4f} |",
                     flush=True,
                 )
 

@@ -115,16 +115,19 @@ def main():
     for values, near in ((loops, 1e-5), (ours, 1e-5), (loops + ours, 1e-4)):
         assert max(values) - min(values) < near * min(values), values
     print(
-        f"{args.texts} texts of {min(map(len, texts))} to {max(map(len, texts)):,} characters, {args.rounds} rounds, {args.threads} thread(s); "
+        f"{args.texts} texts of {min(map(len, texts))} to {max(map(len, texts)):,} characters, "
+        f"{args.rounds} rounds, {args.threads} thread(s); "
         f"{cpu_name()}, torch {torch.__version__}, transformers {transformers.__version__}\n"
     )
     print(
-        "| system | tokens/s | × plain loop | × one text at a time | perplexity | tokens |\n|---|---|---|---|---|---|"
+        "| system | tokens/s | × plain loop | × one text at a time | perplexity | tokens |\n"
+        "|---|---|---|---|---|---|"
     )
     for name, times in seconds.items():
         ppl, tokens = found[name]
         print(
-            f"| {name} | {tokens / median(times):,.0f} | {base / median(times):.2f} | {one / median(times):.2f} | {ppl:.4f} | {tokens:,} |"
+            f"| {name} | {tokens / median(times):,.0f} | {base / median(times):.2f} | "
+            f"{one / median(times):.2f} | {ppl:.4f} | {tokens:,} |"
         )
 
 

@@ -130,12 +130,13 @@ def main() -> None:
         else:
             print(f"first text with compile=True: {time.perf_counter() - start:.0f} s")
     print(
-        f"{args.shape}, torch {torch.__version__}, transformers {transformers.__version__}, {args.threads} thread(s), {args.rounds} rounds, "
+        f"{args.shape}, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"{args.threads} thread(s), {args.rounds} rounds, "
         f"{args.tokens} tokens after 16"
     )
     print(
-        "| batch | lane | ms a step | × transformers (median, quartiles) | first token, ms | same ids |"
-        + " MB |" * args.memory
+        "| batch | lane | ms a step | × transformers (median, quartiles) | first token, ms | "
+        "same ids |" + " MB |" * args.memory
     )
     print("|---|---|---|---|---|---|" + "---|" * args.memory)
     for batch in args.batch:
@@ -163,7 +164,8 @@ def main() -> None:
             )
             same = (ids[name][1][:, 16:] == ids[peer][1][:, 16:]).float().mean().item()
             print(
-                f"| {batch} | {name} | {statistics.median(steps[name]):.2f} | {ratios[1]:.2f} ({ratios[0]:.2f} to {ratios[2]:.2f}) | "
+                f"| {batch} | {name} | {statistics.median(steps[name]):.2f} | "
+                f"{ratios[1]:.2f} ({ratios[0]:.2f} to {ratios[2]:.2f}) | "
                 f"{statistics.median(first[name]):.0f} | {same:.0%} |"
                 + (f" {peak_memory(name, args):.0f} |" if args.memory else ""),
                 flush=True,

@@ -51,7 +51,8 @@ def bare(steps):
     from trainkit.train.trainer import Trainer
 
     print(
-        "| layers x width, rows x tokens | bare loop, ms | Trainer, ms | bare / Trainer |\n|---|---|---|---|"
+        "| layers x width, rows x tokens | bare loop, ms | Trainer, ms | bare / Trainer |\n"
+        "|---|---|---|---|"
     )
     for layers, width, rows, length in SIZES:
         count = max(20, steps // (1 if length < 256 else 8))
@@ -181,7 +182,8 @@ def resident(field):  # MiB of this process, now ('VmRSS') or at most ('VmHWM')
 def peak(name, size, steps):
     "Memory that one run adds to a fresh, warmed-up process, model included, in MiB (Linux)."
     code = (
-        f"import sys; sys.path.insert(0, {os.path.dirname(os.path.abspath(__file__))!r}); import loop_overhead as b\n"
+        f"import sys; sys.path.insert(0, {os.path.dirname(os.path.abspath(__file__))!r}); "
+        "import loop_overhead as b\n"
         f"for run in b.RUNS.values(): run((1, 16, 1, 8), 1)\n"
         f'open("/proc/self/clear_refs", "w").write("5")\nbefore = b.resident("VmHWM")\n'
         f'b.RUNS[{name!r}]({size}, {steps})\nprint(b.resident("VmHWM") - before)'
@@ -196,7 +198,9 @@ def peak(name, size, steps):
 
 def peers(rounds):
     print(
-        "\n| layers x width, rows x tokens | loop | tokens/s, CPU time | times transformers.Trainer | peak memory, MiB |\n|---|---|---|---|---|"
+        "\n| layers x width, rows x tokens | loop | tokens/s, CPU time | "
+        "times transformers.Trainer | peak memory, MiB |\n"
+        "|---|---|---|---|---|"
     )
     import contextlib
     import io
@@ -220,7 +224,10 @@ def peers(rounds):
                 else ""
             )  # below, the difference drowns
             print(
-                f"| {size[0]} x {size[1]}, {size[2]} x {size[3]} | {name} | {speed:,.0f} | {ratio:.2f} | {memory} |",
+                (
+                    f"| {size[0]} x {size[1]}, {size[2]} x {size[3]} | {name} | {speed:,.0f} | "
+                    f"{ratio:.2f} | {memory} |"
+                ),
                 flush=True,
             )
 
@@ -250,7 +257,8 @@ def main():
         else ""
     )
     print(
-        f"{cpu or platform.processor()}, torch {torch.__version__}, transformers {transformers.__version__}, 1 thread, fp32; CPU time, medians\n"
+        f"{cpu or platform.processor()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, 1 thread, fp32; CPU time, medians\n"
     )
     if given.only != "peers":
         bare(given.steps)

@@ -197,7 +197,8 @@ def prepared_model(folder: str | None, into: str) -> str:
     file = next(Path(spec.origin).parent.rglob("*.gguf"))
     code = (
         "import sys, torch; from trainkit.interop.hf import load_pretrained, save_pretrained\n"
-        "model, tokenizer = load_pretrained(sys.argv[1], dtype=torch.float32); save_pretrained(model, tokenizer, sys.argv[2], verify=False)"
+        "model, tokenizer = load_pretrained(sys.argv[1], dtype=torch.float32); "
+        "save_pretrained(model, tokenizer, sys.argv[2], verify=False)"
     )
     subprocess.run([sys.executable, "-c", code, str(file), into], check=True)
     return into
@@ -265,10 +266,12 @@ def main():
             args.model, args.precision, args.rounds
         )
     print(
-        f"{platform.processor() or platform.machine()}, {args.threads} threads, {BATCH} x {LENGTH} tokens, rank {RANK}, all linear layers"
+        f"{platform.processor() or platform.machine()}, {args.threads} threads, "
+        f"{BATCH} x {LENGTH} tokens, rank {RANK}, all linear layers"
     )
     print(
-        "| setting | trainkit tokens/s | peft tokens/s | ratio | peak MB, trainkit | peft | ratio | last loss, trainkit | peft |"
+        "| setting | trainkit tokens/s | peft tokens/s | ratio | peak MB, trainkit | peft | "
+        "ratio | last loss, trainkit | peft |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:
@@ -290,8 +293,10 @@ def main():
             ]
             ratio = statistics.median(b["seconds"] / a["seconds"] for a, b in turns)
             print(
-                f"| {setting} | {speed[0]:,.0f} | {speed[1]:,.0f} | {ratio:.2f} | {ours[-1]['peak']:,.0f} | {theirs[-1]['peak']:,.0f} | "
-                f"{ours[-1]['peak'] / theirs[-1]['peak']:.2f} | {ours[-1]['loss']:.4f} | {theirs[-1]['loss']:.4f} |",
+                f"| {setting} | {speed[0]:,.0f} | {speed[1]:,.0f} | {ratio:.2f} | "
+                f"{ours[-1]['peak']:,.0f} | {theirs[-1]['peak']:,.0f} | "
+                f"{ours[-1]['peak'] / theirs[-1]['peak']:.2f} | {ours[-1]['loss']:.4f} | "
+                f"{theirs[-1]['loss']:.4f} |",
                 flush=True,
             )
 

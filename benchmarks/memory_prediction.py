@@ -145,7 +145,10 @@ def main():
                     else found["why"]
                 )
                 print(
-                    f"| {method} | {threads} | {known} | {found['measured'] / 1e6:,.0f} | {ratio} |",
+                    (
+                        f"| {method} | {threads} | {known} | {found['measured'] / 1e6:,.0f} | "
+                        f"{ratio} |"
+                    ),
                     flush=True,
                 )
                 if said.parts:

@@ -108,7 +108,8 @@ def main() -> None:
 
     n = sum(p.numel() for p in start("muon", 1e-3, 1)[0].parameters())
     print(
-        f"{processor()}, torch {torch.__version__}, {args.threads} thread(s), fp32; {facts.path}, {len(ids):,} tokens of text; "
+        f"{processor()}, torch {torch.__version__}, {args.threads} thread(s), fp32; {facts.path}, "
+        f"{len(ids):,} tokens of text; "
         f"{n:,} parameters, {args.steps} steps of {args.rows} x {args.length} tokens\n"
     )
     print("| optimizer | rate | held-out loss at the end |\n|---|---|---|")
@@ -121,17 +122,21 @@ def main() -> None:
             print(f"| {optim} | {rate:g} | {curve[-1][1]:.3f} |", flush=True)
     adam, muon = (dict(found[optim][0]) for optim in RATES)
     print(
-        f"\n| tokens | {' | '.join(f'{optim}, rate {rate:g}' for optim, rate in best.items())} | difference |\n|---|---|---|---|"
+        f"\n| tokens | {' | '.join(f'{optim}, rate {rate:g}' for optim, rate in best.items())} | "
+        "difference |\n"
+        "|---|---|---|---|"
     )
     for step in adam:
         print(
-            f"| {step * args.rows * args.length:,} | {adam[step]:.3f} | {muon[step]:.3f} | {adam[step] - muon[step]:+.3f} |"
+            f"| {step * args.rows * args.length:,} | {adam[step]:.3f} | {muon[step]:.3f} | "
+            f"{adam[step] - muon[step]:+.3f} |"
         )
     last = adam[args.steps]
     reached = next((step for step in muon if muon[step] <= last), None)
     if reached:
         print(
-            f"\nmuon has the last loss of adamw after {reached} steps, {reached / args.steps:.0%} of its tokens"
+            f"\nmuon has the last loss of adamw after {reached} steps, "
+            f"{reached / args.steps:.0%} of its tokens"
         )
     print("\n| optimizer | share of a step |\n|---|---|")
     for optim, (_, share) in found.items():
@@ -166,7 +171,8 @@ def main() -> None:
     fused = statistics.median(spent["fused"])
     for name, times in spent.items():
         print(
-            f"| {name} | {1e3 * statistics.median(times):.1f} | {statistics.median(times) / fused:.2f} |"
+            f"| {name} | {1e3 * statistics.median(times):.1f} | "
+            f"{statistics.median(times) / fused:.2f} |"
         )
 
 

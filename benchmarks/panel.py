@@ -19,8 +19,10 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 WORDS = (
-    "data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.vocab_size=400 model.d_model=64 model.n_heads=2 model.n_layers=2 "
-    "model.d_ff=128 train.logging_steps=1 train.eval_strategy=no train.save_strategy=no train.per_device_train_batch_size=8 train.progress=false"
+    "data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.vocab_size=400 "
+    "model.d_model=64 model.n_heads=2 model.n_layers=2 "
+    "model.d_ff=128 train.logging_steps=1 train.eval_strategy=no train.save_strategy=no "
+    "train.per_device_train_batch_size=8 train.progress=false"
 ).split()
 
 
@@ -86,12 +88,15 @@ def main():
         panel.session.wait()
         panel.close()
     print(
-        f"{platform.machine()}, {os.cpu_count()} cores, 1 thread; Python {platform.python_version()}, torch {torch.__version__}, ipywidgets {ipywidgets.__version__}\n"
+        f"{platform.machine()}, {os.cpu_count()} cores, 1 thread; Python "
+        f"{platform.python_version()}, torch {torch.__version__}, "
+        f"ipywidgets {ipywidgets.__version__}\n"
     )
     print("| | median | worst |\n|---|---|---|")
     print(f"| speed with a panel / without | {statistics.median(ratios):.3f} | {min(ratios):.3f} |")
     print(
-        f"| from a click to the widget that shows it, ms | {statistics.median(clicks):.1f} | {max(clicks):.1f} |"
+        f"| from a click to the widget that shows it, ms | {statistics.median(clicks):.1f} | "
+        f"{max(clicks):.1f} |"
     )
     print(f"| a chart, kB | {statistics.median(told) / 1000:.1f} | {max(told) / 1000:.1f} |")
 

@@ -127,7 +127,8 @@ def main() -> None:
     torch.manual_seed(0)
     device, on_gpu = torch.device(args.device), args.device.startswith("cuda")
     print(
-        f"{torch.cuda.get_device_name(device) if on_gpu else processor()}, {args.threads} thread(s), torch {torch.__version__}, bitsandbytes {bnb.__version__}\n"
+        f"{torch.cuda.get_device_name(device) if on_gpu else processor()}, "
+        f"{args.threads} thread(s), torch {torch.__version__}, bitsandbytes {bnb.__version__}\n"
     )
 
     weights = [0.05 * torch.randn(shape).to(device) for shape in LAYERS.values()]
@@ -166,7 +167,8 @@ def main() -> None:
 
     took, numbers = race(ways), 30 * sum(w.numel() for w in weights) + table.numel()
     print(
-        f"Quantizing {numbers / 1e6:.1f} M numbers to NF4 with quantized scales, {args.rounds} rounds; every byte is equal\n"
+        f"Quantizing {numbers / 1e6:.1f} M numbers to NF4 with quantized scales, "
+        f"{args.rounds} rounds; every byte is equal\n"
     )
     print("| way | seconds | × bitsandbytes (less is better) |\n|---|---|---|")
     for name, seconds in took.items():
@@ -220,7 +222,8 @@ def main() -> None:
         assert (a - b).norm() < 1e-4 * b.norm()
     took = race(steps)
     print(
-        f"\nForward and backward through the seven layers of a block with LoRA (r = 16), {args.tokens} tokens; gradients are equal\n"
+        "\nForward and backward through the seven layers of a block with LoRA (r = 16), "
+        f"{args.tokens} tokens; gradients are equal\n"
     )
     print("| way | milliseconds | × bitsandbytes in speed (more is better) |\n|---|---|---|")
     for name, seconds in took.items():

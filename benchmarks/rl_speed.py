@@ -143,8 +143,10 @@ def main():
     tokens = args.prompts * args.generations * args.length
     speed = {lane: tokens / statistics.median(times) for lane, times in found.items()}
     print(
-        f"{environment().get('cpu', '')}, {args.threads} thread(s), torch {torch.__version__}, trl {trl.__version__}; "
-        f"{args.prompts} prompts of 16, {args.generations} answers of {args.length} tokens each, {args.rounds} rounds of {args.steps} steps\n"
+        f"{environment().get('cpu', '')}, {args.threads} thread(s), torch {torch.__version__}, "
+        f"trl {trl.__version__}; "
+        f"{args.prompts} prompts of 16, {args.generations} answers of {args.length} tokens each, "
+        f"{args.rounds} rounds of {args.steps} steps\n"
     )
     print("| GRPO, answers and step | tokens a second | ratio |\n|---|---|---|")
     for lane, name in ((ours, "trainkit"), (theirs, "trl")):

@@ -120,12 +120,17 @@ def report(title: str, x_label: str, points: dict, rounds: int) -> str:
     rate = points[middle].work / points[middle].tokens / measured[middle]
     predicted = {x: p.work / p.tokens / rate for x, p in points.items()}
     print(
-        f"\n{title}\n\n| {x_label} | µs per token | closed form | MFLOPs per token | GFLOP/s |\n|---|---|---|---|---|"
+        f"\n{title}\n"
+        f"\n| {x_label} | µs per token | closed form | MFLOPs per token | GFLOP/s |\n"
+        "|---|---|---|---|---|"
     )
     for x, p in points.items():
         per_token = p.work / p.tokens
         print(
-            f"| {x:,} | {measured[x]:,.0f} | {predicted[x]:,.0f} | {per_token / 1e6:,.1f} | {per_token / 1e3 / measured[x]:,.1f} |",
+            (
+                f"| {x:,} | {measured[x]:,.0f} | {predicted[x]:,.0f} | {per_token / 1e6:,.1f} | "
+                f"{per_token / 1e3 / measured[x]:,.1f} |"
+            ),
             flush=True,
         )
     xs = list(points)
@@ -161,7 +166,8 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     print(
-        f"torch {torch.__version__}, {args.device}, {args.threads} thread(s), fp32, {args.rounds} rounds"
+        f"torch {torch.__version__}, {args.device}, {args.threads} thread(s), fp32, "
+        f"{args.rounds} rounds"
     )
     shape = f"{args.layers} layers of {args.width}"
     by_length = {

@@ -125,7 +125,9 @@ def main():
     print(machine())
     print(f"\n{size / 1e9:.2f} GB, {args.rounds} rounds; the bytes are equal\n")
     print(
-        "| way | MB/s | MB per CPU second of an encoding process | × the encoder | largest memory of a process, MB |\n|---|---|---|---|---|"
+        "| way | MB/s | MB per CPU second of an encoding process | × the encoder | "
+        "largest memory of a process, MB |\n"
+        "|---|---|---|---|---|"
     )
     for way, rows in found.items():
         share = statistics.median(
@@ -137,7 +139,8 @@ def main():
             else f"tokenize_to_disk, {way} process{'es' * (way != '1')}"
         )
         print(
-            f"| {name} | {statistics.median(row[0] for row in rows):.1f} | {statistics.median(row[4] for row in rows):.1f} | {share:.2f} "
+            f"| {name} | {statistics.median(row[0] for row in rows):.1f} | "
+            f"{statistics.median(row[4] for row in rows):.1f} | {share:.2f} "
             f"| {max(max(row[1:3]) for row in rows):.0f} |",
             flush=True,
         )

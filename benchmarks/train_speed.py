@@ -436,7 +436,8 @@ def compare(lanes: list[Lane], args) -> None:
     shape = SHAPES[args.shape]
     tokens, flops = shape[5] * shape[6], train_flops(shape)
     print(
-        "| setting | system | parameters | tokens/s | trainkit / it (median, quartiles) | by CPU seconds | first loss | peak MB | share of matmul peak |"
+        "| setting | system | parameters | tokens/s | trainkit / it (median, quartiles) | "
+        "by CPU seconds | first loss | peak MB | share of matmul peak |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for setting in args.setting:
@@ -456,8 +457,10 @@ def compare(lanes: list[Lane], args) -> None:
                 else f"{flops / lane.median('seconds') / peak:.0%} of {peak / 1e9:,.0f} GFLOP/s"
             )
             print(
-                f"| {setting} | {lane.name} | {lane.parameters:,} | {tokens / lane.median('seconds'):,.0f} | {mid:.2f} ({low:.2f} to {high:.2f}) "
-                f"| {statistics.median(by['cpu']):.2f} | {lane.first:.5f} | {lane.ask('memory')['memory']:,.0f} | {share} |",
+                f"| {setting} | {lane.name} | {lane.parameters:,} | "
+                f"{tokens / lane.median('seconds'):,.0f} | {mid:.2f} ({low:.2f} to {high:.2f}) "
+                f"| {statistics.median(by['cpu']):.2f} | {lane.first:.5f} | "
+                f"{lane.ask('memory')['memory']:,.0f} | {share} |",
                 flush=True,
             )  # type: ignore
 
@@ -474,7 +477,8 @@ def compare_losses(lanes: list[Lane], args) -> None:
                 flush=True,
             )
     print(
-        "| setting | system | loss of the last step | mean of the last 20 | largest difference of that mean of 20, anywhere |"
+        "| setting | system | loss of the last step | mean of the last 20 | "
+        "largest difference of that mean of 20, anywhere |"
     )
     print("|---|---|---|---|---|")
 
@@ -484,7 +488,8 @@ def compare_losses(lanes: list[Lane], args) -> None:
     for lane in lanes:
         gap = max(abs(mean(lane, i) - mean(lanes[0], i)) for i in range(20, args.steps + 1))
         print(
-            f"| {lane.setting} | {lane.name} | {lane.steps[-1]['loss']:.4f} | {mean(lane, args.steps):.4f} | {gap:.4f} |"
+            f"| {lane.setting} | {lane.name} | {lane.steps[-1]['loss']:.4f} | "
+            f"{mean(lane, args.steps):.4f} | {gap:.4f} |"
         )
 
 
@@ -543,8 +548,10 @@ def main() -> None:
         except RuntimeError as error:
             print(f"LEFT OUT: {error}", file=sys.stderr, flush=True)
     print(
-        f"shape {args.shape}: {SHAPES[args.shape]} (layers, width, heads, mlp, vocabulary, rows, tokens); torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, {args.device}, {args.threads} thread(s), {args.rounds} rounds\n"
+        f"shape {args.shape}: {SHAPES[args.shape]} (layers, width, heads, mlp, vocabulary, rows, "
+        f"tokens); torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, {args.device}, {args.threads} thread(s), "
+        f"{args.rounds} rounds\n"
     )
     (compare_losses if args.losses else compare)(lanes, args)
     for lane in lanes:

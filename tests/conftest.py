@@ -101,7 +101,10 @@ def browser():
     found = next((path for path in named if path and os.path.exists(path)), None)
     if found is None:
         warnings.warn(
-            "NO BROWSER: install chromium, or set CHROMIUM to its path; the browser tests are skipped",
+            (
+                "NO BROWSER: install chromium, or set CHROMIUM to its path; "
+                "the browser tests are skipped"
+            ),
             stacklevel=1,
         )
         pytest.skip("no Chromium on this machine")

@@ -204,7 +204,10 @@ def test_newer_pythons_read_the_package(tmp_path):
         if (python := shutil.which(f"python{version}")) and not subprocess.run(
             [python, "-c", ""], capture_output=True
         ).returncode:  # not a shim
-            code = 'import py_compile, sys\nfor f in sys.argv[2:]: py_compile.compile(f, sys.argv[1] + "/x.pyc", doraise=True)'
+            code = (
+                "import py_compile, sys\n"
+                'for f in sys.argv[2:]: py_compile.compile(f, sys.argv[1] + "/x.pyc", doraise=True)'
+            )
             subprocess.run(
                 [python, "-W", "error::SyntaxWarning", "-c", code, str(tmp_path), *map(str, files)],
                 check=True,
@@ -300,7 +303,10 @@ def colab(tmp_path_factory):
     )
     if done.returncode:
         warnings.warn(
-            f"NO COLAB PINS: the package index did not give them, so no lesson ran beside them: {done.stderr.strip().splitlines()[-1:]}",
+            (
+                "NO COLAB PINS: the package index did not give them, "
+                f"so no lesson ran beside them: {done.stderr.strip().splitlines()[-1:]}"
+            ),
             stacklevel=1,
         )
         pytest.skip("the pins of Colab cannot be had here")

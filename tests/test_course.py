@@ -157,7 +157,8 @@ def test_the_site_reads_and_searches_without_a_network(browser, tmp_path):
             "e => e.complete && e.naturalWidth > 0"
         )
         light = page.evaluate(
-            "getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).slice(0, 3).reduce((a, b) => a + +b, 0)"
+            "getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).slice(0, "
+            "3).reduce((a, b) => a + +b, 0)"
         )
         assert (light > 400) == (scheme == "light")
         page.keyboard.press("/")

@@ -98,7 +98,8 @@ def imported(module: str) -> set[str]:
 
 def test_modules_are_what_the_notebooks_say(tmp_path):
     code = (
-        'import sys, warnings; warnings.simplefilter("ignore")\nfrom nbdev.export import nb_export\n'
+        'import sys, warnings; warnings.simplefilter("ignore")\n'
+        "from nbdev.export import nb_export\n"
         "for p in sys.argv[2:]: nb_export(p, sys.argv[1])"
     )
     (tmp_path / "trainkit").mkdir()
@@ -350,7 +351,9 @@ def test_a_class_of_another_system_is_answered_with_ours():
 def test_help_needs_no_torch():
     code = (
         "import sys; sys.argv = ['trainkit', '--help']\nfrom trainkit.cli import main\n"
-        "try: main()\nexcept SystemExit: pass\nprint('torch' in sys.modules, 'transformers' in sys.modules)"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
     assert fresh(code).splitlines()[-1] == "False False"
 
@@ -405,7 +408,12 @@ def test_readme_code_runs(page, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
     code = "\n".join(blocks).replace(
         "name='mine')",
-        "name='mine')\nconfig.train.max_steps = 2\nconfig.data.max_chars = 100_000\nconfig.tokenizer.vocab_size = 400",
+        (
+            "name='mine')\n"
+            "config.train.max_steps = 2\n"
+            "config.data.max_chars = 100_000\n"
+            "config.tokenizer.vocab_size = 400"
+        ),
     )
     done = in_child(run_code, code, tmp_path, folder=tmp_path)
     assert done.returncode == 0, done.stderr

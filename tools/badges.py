@@ -60,7 +60,8 @@ def badges(name, repo):
     path = f"{repo.removeprefix('https://github.com/')}/blob/main/nbs/{name}.ipynb"
     return (
         f"{BADGE}https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/{path}) "
-        f"[![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/{path})"
+        "[![Open in "
+        f"Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/{path})"
     )
 
 
@@ -137,7 +138,8 @@ if __name__ == "__main__":
         if "--check" not in sys.argv:
             readme.write_text(text, encoding="utf-8")
     print(
-        f"{len(wrong)} lessons {'differ' if '--check' in sys.argv else 'written'}: {' '.join(wrong)}"
+        f"{len(wrong)} lessons {'differ' if '--check' in sys.argv else 'written'}: "
+        f"{' '.join(wrong)}"
         if repo
         else "No repository in pyproject.toml, so no badges"
     )

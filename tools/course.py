@@ -203,7 +203,8 @@ def table(names, notebooks, folder="", marked=True):
         star = " ★" if marked and name in main else ""
         book = notebooks[name]
         rows.append(
-            f"| [{title(book)}]({link(name, folder)}){star} | {sentence(book)} | {minutes(book)} min | {cpu_time(name)} |"
+            f"| [{title(book)}]({link(name, folder)}){star} | {sentence(book)} | "
+            f"{minutes(book)} min | {cpu_time(name)} |"
         )
     return "\n".join(rows)
 
@@ -215,10 +216,14 @@ def index(notebooks):
     text = [
         "# The course",
         "<!-- Written by tools/course.py: `make index` -->",
-        f"Build a language model from nothing, in {len(main)} lessons: the main road, marked ★ everywhere. Begin with the "
-        "[tour](00_tour.ipynb), which trains, tunes, aligns and shrinks a small model on one page. The other "
-        f"{len(notebooks) - len(main)} lessons show how each part is built, for whoever wants to open the box.",
-        "You need Python, and to have trained or at least seen a neural network in PyTorch. Reading the main road takes "
+        f"Build a language model from nothing, in {len(main)} lessons: the main road, "
+        "marked ★ everywhere. Begin with the "
+        "[tour](00_tour.ipynb), which trains, tunes, aligns and shrinks a small model on one page. "
+        "The other "
+        f"{len(notebooks) - len(main)} lessons show how each part is built, "
+        "for whoever wants to open the box.",
+        "You need Python, and to have trained or at least seen a neural network in PyTorch. "
+        "Reading the main road takes "
         f"about {reading // 60} hours; a lesson runs in seconds on one CPU core.",
         "## The main road ★",
         table(main, notebooks, marked=False),
@@ -232,7 +237,8 @@ def index(notebooks):
             table(names, notebooks),
         ]
     text.append(
-        "Reading time is computed from the length of a lesson; CPU time is measured on one core with the `quick` profile."
+        "Reading time is computed from the length of a lesson; "
+        "CPU time is measured on one core with the `quick` profile."
     )
     return "\n\n".join(text) + "\n"
 
@@ -258,7 +264,8 @@ def first_page(folder, names, notebooks):
     ]
     if modules:
         rows = [
-            f"| `trainkit.{module}` | {', '.join(f'[{title(notebooks[n])}]({link(n, folder)})' for n in pages)} |"
+            f"| `trainkit.{module}` | "
+            f"{', '.join(f'[{title(notebooks[n])}]({link(n, folder)})' for n in pages)} |"
             for module, pages in sorted(modules.items())
         ]
         text += [
@@ -275,10 +282,12 @@ def the_map(notebooks):
     for name in road():
         book = notebooks[name]
         rows.append(
-            f"| ![{picture_name(name).replace('_', ' ')}](images/{picture_name(name)}.svg) | [{title(book)}]({link(name)}): {sentence(book)} | {minutes(book)} min |"
+            f"| ![{picture_name(name).replace('_', ' ')}](images/{picture_name(name)}.svg) | "
+            f"[{title(book)}]({link(name)}): {sentence(book)} | {minutes(book)} min |"
         )
     others = [
-        f"- [{CHAPTERS[folder][0]}]({folder}/README.md): {CHAPTERS[folder][1]} ({len(names)} lessons)"
+        f"- [{CHAPTERS[folder][0]}]({folder}/README.md): {CHAPTERS[folder][1]} ({len(names)} "
+        "lessons)"
         for folder, names in chapters().items()
     ]
     return "\n".join(

@@ -161,7 +161,11 @@ def output(out):
     if "image/svg+xml" in data:
         return f'<div class="out">{joined(data["image/svg+xml"])}</div>'
     if "image/png" in data:
-        return f'<div class="out out-light"><img alt="{html.escape(joined(data.get("text/plain", "figure")))}" src="data:image/png;base64,{joined(data["image/png"]).strip()}"></div>'
+        return (
+            '<div class="out out-light"><img '
+            f'alt="{html.escape(joined(data.get("text/plain", "figure")))}" '
+            f'src="data:image/png;base64,{joined(data["image/png"]).strip()}"></div>'
+        )
     if "text/markdown" in data:
         return render(joined(data["text/markdown"]))
     return f'<div class="text">{html.escape(joined(data.get("text/plain", "")))}</div>'
@@ -215,7 +219,10 @@ def menu(current, titles, parts, root):
     "The course at the side of each page."
 
     def entry(n):
-        return f'<li><a href="{root}{n}.html"{" aria-current=page" if n == current else ""}>{html.escape(titles[n])}</a></li>'
+        return (
+            "<li><a "
+            f'href="{root}{n}.html"{" aria-current=page" if n == current else ""}>{html.escape(titles[n])}</a></li>'
+        )
 
     return "".join(
         f"<details{' open' if not i or (current in names and current not in parts['The main road']) else ''}><summary>{html.escape(course.CHAPTERS[title][0] if title in course.CHAPTERS else title)}</summary>"
@@ -278,7 +285,13 @@ def build(folder):
         return re.sub(r"(?m)^pre ", where + " pre ", only)
 
     (folder / "style.css").write_text(
-        f"{STYLE}{base}\n{nested('[data-look=dark]')}\n@media (prefers-color-scheme: dark) {{\n{nested(':root:not([data-look=light])')}\n}}\n",
+        (
+            f"{STYLE}{base}\n"
+            f"{nested('[data-look=dark]')}\n"
+            f"@media (prefers-color-scheme: dark) {{\n"
+            f"{nested(':root:not([data-look=light])')}\n"
+            f"}}\n"
+        ),
         encoding="utf-8",
     )
     (folder / "site.js").write_text(SCRIPT, encoding="utf-8")

@@ -52,7 +52,10 @@ def main(step=400):
         page.wait_for_timeout(3000)  # for the line about memory
         start.click()
         page.wait_for_function(
-            'step => [...document.querySelectorAll("div")].some(d => Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1]) >= step)',
+            (
+                'step => [...document.querySelectorAll("div")].some(d => '
+                "Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1]) >= step)"
+            ),
             arg=step,
         )
         box = page.locator(".jp-OutputArea-output").first.bounding_box()

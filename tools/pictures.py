@@ -28,7 +28,10 @@ def line(points, stroke=BLUE, width=2.0, dash=""):
 
 
 def text(x, y, words, fill=GREY, size=11, anchor="middle"):
-    return f'<text x="{x:.4g}" y="{y:.4g}" fill="{fill}" font-size="{size}" text-anchor="{anchor}">{words}</text>'
+    return (
+        f'<text x="{x:.4g}" y="{y:.4g}" fill="{fill}" font-size="{size}" '
+        f'text-anchor="{anchor}">{words}</text>'
+    )
 
 
 def bars(values, fills, base=54, height=46, left=10, right=110):
@@ -376,6 +379,7 @@ def picture(
 ):
     "A whole file of SVG."
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+        f'height="{HEIGHT}" role="img" '
         f'font-family="system-ui,sans-serif"><title>{label}</title>{globals()[name]()}</svg>\n'
     )

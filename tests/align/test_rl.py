@@ -571,7 +571,10 @@ def test_answers_that_nobody_judges_teach_nothing(method):
     rollouts = Rollouts(net, Signs(), prompts, even, knobs)
     with pytest.warns(
         UserWarning,
-        match=f"{2 * size} of {4 * size} answers were judged by no reward function, the first to .*1.1",
+        match=(
+            f"{2 * size} of {4 * size} answers were judged by no reward function, "
+            "the first to .*1.1"
+        ),
     ):
         batch = rollouts.collect([0, 1, 2, 3], 1)
     with warnings.catch_warnings():

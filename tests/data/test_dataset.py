@@ -323,7 +323,8 @@ def test_split_vectors():
 def test_splits_do_not_depend_on_the_process():
     code = (
         "import json\nfrom trainkit.data.dataset import load_examples, split_examples\n"
-        "parts = split_examples(load_examples('arithmetic', max_examples=200), 0.1, 3, 0.1, by='source')\n"
+        "parts = split_examples(load_examples('arithmetic', max_examples=200), 0.1, 3, 0.1, "
+        "by='source')\n"
         "print(json.dumps([[r['question'] for r in part] for part in parts]))"
     )
     outs = {
@@ -1010,7 +1011,10 @@ def test_a_parquet_file_that_is_made_to_fill_the_memory_is_named(
     seen, before = 0, pa.total_allocated_bytes()
     with pytest.raises(
         ValueError,
-        match=r"bomb\.parquet: .* bytes have become more than 2,000,000 of data.*TRAINKIT_MAX_UNPACKED",
+        match=(
+            r"bomb\.parquet: .* bytes have become more than 2,000,000 of "
+            r"data.*TRAINKIT_MAX_UNPACKED"
+        ),
     ):
         for _ in read_rows(path):
             seen += 1

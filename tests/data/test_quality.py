@@ -513,7 +513,10 @@ WORLD = {
     "Hebrew": "זה המשפט מספר {} על העיר (Tel Aviv)\u200f.",
     "Hindi": "यह वाक्य संख्या {} है। क्\u200dष और र्\u200d भी ठीक है।",
     "Thai": "นี่คือ\u200bประโยค\u200bที่ {} เกี่ยวกับเมือง",
-    "emoji": "Number {} 👩🏽‍🚀 🏳️‍🌈 👨‍👩‍👧 ❤️ \U0001f3f4\U000e0067\U000e0062\U000e0073\U000e0063\U000e0074\U000e007f is fun.",
+    "emoji": (
+        "Number {} 👩🏽‍🚀 🏳️‍🌈 👨‍👩‍👧 ❤️ "
+        "\U0001f3f4\U000e0067\U000e0062\U000e0073\U000e0063\U000e0074\U000e007f is fun."
+    ),
     "maths": "x² + y² ≤ {} µm, ΔT = 5 °C ± 2 %, ½ × √2.",
 }
 
@@ -559,8 +562,8 @@ def test_clean_data_raises_no_alarm(name, most):
 
 def test_a_long_instruction_makes_no_duplicates_and_no_leaks():
     form = (
-        "You are a careful geographer who answers in one short sentence and never guesses, whatever is asked of you. "
-        * 2
+        "You are a careful geographer who answers in one short sentence and never guesses, "
+        "whatever is asked of you. " * 2
     )
     good, held = (put(rows, range(len(rows)), prompt=lambda t: form + t) for rows in facts())
     assert not {"near_duplicates", "near_leak", "question_leak", "leak"} & {
@@ -772,7 +775,10 @@ def test_edges_of_the_search():
     assert (signatures(texts, seed=1) == signatures(texts)).mean() < 0.01
     assert near_pairs([]) == near_pairs(["a"]) == near_pairs(["a", "a"]) == []
     assert near_pairs(["One two three four.", "one two  three four."]) == [(0, 1, 1.0)]
-    letter = "Dear customer, we are glad to tell you that your order has been sent today and will arrive within a week. "
+    letter = (
+        "Dear customer, we are glad to tell you that your order has been sent today and will "
+        "arrive within a week. "
+    )
     many = [
         letter * 2 + f"Yours, number {i}" for i in range(300)
     ]  # a run longer than the reach of the search

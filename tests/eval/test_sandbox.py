@@ -38,7 +38,12 @@ FORGERIES = {
         "assert abs(f(3) - 6.0) < 1e-6",
     ),
     "an object that says what it is": (
-        "class Liar:\n    __class__ = property(lambda self: int)\n    def __eq__(self, other): return True\ndef f(x): return Liar()",
+        (
+            "class Liar:\n"
+            "    __class__ = property(lambda self: int)\n"
+            "    def __eq__(self, other): return True\n"
+            "def f(x): return Liar()"
+        ),
         "y = f(3)\nassert isinstance(y, int) and y == 6",
     ),
     "a builtin of its own": (
@@ -70,19 +75,38 @@ FORGERIES = {
     "gone in the middle": ("import os\ndef f(x): os._exit(0)", SHOULD_RAISE + "\nassert f(3) == 6"),
     "an end taken for an error": ("import os\ndef f(x): os._exit(0)", SHOULD_RAISE),
     "a broken pipe taken for an error": (
-        'import os\ndef f(x):\n    for i in range(3, 64):\n        try: os.write(i, b"x"*99)\n        except OSError: pass',
+        (
+            "import os\n"
+            "def f(x):\n"
+            "    for i in range(3, 64):\n"
+            '        try: os.write(i, b"x"*99)\n'
+            "        except OSError: pass"
+        ),
         SHOULD_RAISE,
     ),
     "a verdict in every pipe": (
-        "import os\ndef f(x):\n    for i in range(64):\n        for text in VERDICTS:\n            try: os.write(i, text)\n            except OSError: pass\n"
+        "import os\n"
+        "def f(x):\n"
+        "    for i in range(64):\n"
+        "        for text in VERDICTS:\n"
+        "            try: os.write(i, text)\n"
+        "            except OSError: pass\n"
         "    os._exit(0)",
         RIGHT,
     ),
     "sys.modules of the main program": (
-        "import sys\nfor frame in sys._current_frames().values():\n    while frame:\n        for space in (frame.f_globals, frame.f_locals):\n"
-        '            for k, v in list(space.items()):\n                if "status" in k: space[k] = "passed"\n'
-        '                if k == "verdict": __import__("os").write(v if isinstance(v, int) else 1, space.get("token", "").encode())\n        frame = frame.f_back\n'
-        'sys.modules["__main__"].__dict__["status"] = "passed"\ndef f(x): return 0\nimport os; os._exit(0)',
+        "import sys\n"
+        "for frame in sys._current_frames().values():\n"
+        "    while frame:\n"
+        "        for space in (frame.f_globals, frame.f_locals):\n"
+        "            for k, v in list(space.items()):\n"
+        '                if "status" in k: space[k] = "passed"\n'
+        '                if k == "verdict": __import__("os").write(v if isinstance(v, int) else 1, '
+        'space.get("token", "").encode())\n'
+        "        frame = frame.f_back\n"
+        'sys.modules["__main__"].__dict__["status"] = "passed"\n'
+        "def f(x): return 0\n"
+        "import os; os._exit(0)",
         RIGHT,
     ),
     "an exit that is caught": ("def f(x): raise SystemExit(0)", RIGHT),
@@ -104,15 +128,28 @@ ESCAPES = {
     ),
     "renames with dir_fd": (
         "landlock",
-        'import os\nd = os.open({folder!r}, os.O_RDONLY)\nos.rename("canary", "mark", src_dir_fd=d, dst_dir_fd=d)',
+        (
+            "import os\n"
+            "d = os.open({folder!r}, os.O_RDONLY)\n"
+            'os.rename("canary", "mark", src_dir_fd=d, dst_dir_fd=d)'
+        ),
     ),
     "sqlite3": (
         "landlock",
-        'import sqlite3\nsqlite3.connect({mark!r}).execute("create table t (x)").connection.commit()',
+        (
+            "import sqlite3\n"
+            'sqlite3.connect({mark!r}).execute("create table t (x)").connection.commit()'
+        ),
     ),
     "sqlite3 attaches": (
         "landlock",
-        'import sqlite3\nc = sqlite3.connect(":memory:")\nc.execute("attach ? as o", ({mark!r},))\nc.execute("create table o.t (x)")\nc.commit()',
+        (
+            "import sqlite3\n"
+            'c = sqlite3.connect(":memory:")\n'
+            'c.execute("attach ? as o", ({mark!r},))\n'
+            'c.execute("create table o.t (x)")\n'
+            "c.commit()"
+        ),
     ),
     "C library writes": (
         "landlock",
@@ -128,14 +165,27 @@ ESCAPES = {
     "changes a date": ("seccomp", "import os\nos.utime({canary!r}, (1, 1))"),
     "pickle": (
         "landlock",
-        "class Bomb:\n    def __reduce__(self): return (eval, ({canary_code!r},))\ndef f(x): return Bomb()\nimport pickle\npickle.loads(pickle.dumps(Bomb()))",
+        (
+            "class Bomb:\n"
+            "    def __reduce__(self): return (eval, ({canary_code!r},))\n"
+            "def f(x): return Bomb()\n"
+            "import pickle\n"
+            "pickle.loads(pickle.dumps(Bomb()))"
+        ),
     ),
     "shared memory with a name": ("landlock", 'open("/dev/shm/" + {name!r}, "w").write("x")'),
     # Secrets
     "reads a file": ("landlock", "def f(x): return open({secret_file!r}).read()"),
     "reads with C": (
         "landlock",
-        "import ctypes\ndef f(x):\n    c = ctypes.CDLL(None)\n    b = ctypes.create_string_buffer(99)\n    c.read(c.open({secret_file!r}.encode(), 0), b, 99)\n    return b.value.decode()",
+        (
+            "import ctypes\n"
+            "def f(x):\n"
+            "    c = ctypes.CDLL(None)\n"
+            "    b = ctypes.create_string_buffer(99)\n"
+            "    c.read(c.open({secret_file!r}.encode(), 0), b, 99)\n"
+            "    return b.value.decode()"
+        ),
     ),
     "reads the environment": (
         "always",
@@ -143,7 +193,10 @@ ESCAPES = {
     ),
     "reads the environment of another": (
         "landlock",
-        'def f(x): return open("/proc/{victim}/environ").read().partition("TRAINKIT_SECRET=")[2].partition(chr(0))[0]',
+        (
+            "def f(x): return "
+            'open("/proc/{victim}/environ").read().partition("TRAINKIT_SECRET=")[2].partition(chr(0))[0]'
+        ),
     ),
     "sees a size": (
         "namespace",
@@ -156,39 +209,75 @@ ESCAPES = {
     ),
     "UDP": (
         "seccomp",
-        'import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", {udp}))',
+        (
+            "import socket\n"
+            'socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", {udp}))'
+        ),
     ),
     "socket of the file system": (
         "seccomp",
-        'import socket\ns = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\ns.sendto(b"x", {unix!r})',
+        (
+            "import socket\n"
+            "s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+            's.sendto(b"x", {unix!r})'
+        ),
     ),
     "half of a pair": (
         "seccomp",
-        'import socket\na, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\na.connect({unix!r})\na.send(b"x")',
+        (
+            "import socket\n"
+            "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+            "a.connect({unix!r})\n"
+            'a.send(b"x")'
+        ),
     ),
     "asyncio": (
         "seccomp",
-        'import asyncio\nasync def go():\n    r, w = await asyncio.open_connection("127.0.0.1", {port})\n    w.write(b"x"); await w.drain()\nasyncio.run(go())',
+        (
+            "import asyncio\n"
+            "async def go():\n"
+            '    r, w = await asyncio.open_connection("127.0.0.1", {port})\n'
+            '    w.write(b"x"); await w.drain()\n'
+            "asyncio.run(go())"
+        ),
     ),
     # Other processes
     "a shell": ("seccomp", 'import os\nos.system("echo x > {mark}")'),
     "another interpreter": (
         "seccomp",
-        'import subprocess, sys\nsubprocess.run([sys.executable, "-c", "open({mark!r}, chr(119))"], check=True)',
+        (
+            "import subprocess, sys\n"
+            'subprocess.run([sys.executable, "-c", "open({mark!r}, chr(119))"], check=True)'
+        ),
     ),
     "becomes another": (
         "seccomp",
-        'import os, sys\nos.execv(sys.executable, [sys.executable, "-c", "open({mark!r}, chr(119))"])',
+        (
+            "import os, sys\n"
+            'os.execv(sys.executable, [sys.executable, "-c", "open({mark!r}, chr(119))"])'
+        ),
     ),
     "a child that stays": (
         "seccomp",
-        'import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(0.5)\n        open({mark!r}, "w").write("x")\n    os._exit(0)',
+        (
+            "import os, time\n"
+            "if os.fork() == 0:\n"
+            "    os.setsid()\n"
+            "    if os.fork() == 0:\n"
+            "        time.sleep(0.5)\n"
+            '        open({mark!r}, "w").write("x")\n'
+            "    os._exit(0)"
+        ),
     ),
     "kills another": ("seccomp", "import os\nos.kill({victim}, 9)"),
     "kills through a pipe": (
         "seccomp",
-        "import fcntl, os\nr, w = os.pipe()\nfcntl.fcntl(r, fcntl.F_SETOWN, {victim})\nfcntl.fcntl(r, 10, 9)\n"
-        'fcntl.fcntl(r, fcntl.F_SETFL, fcntl.fcntl(r, fcntl.F_GETFL) | os.O_ASYNC)\nos.write(w, b"x")',
+        "import fcntl, os\n"
+        "r, w = os.pipe()\n"
+        "fcntl.fcntl(r, fcntl.F_SETOWN, {victim})\n"
+        "fcntl.fcntl(r, 10, 9)\n"
+        "fcntl.fcntl(r, fcntl.F_SETFL, fcntl.fcntl(r, fcntl.F_GETFL) | os.O_ASYNC)\n"
+        'os.write(w, b"x")',
     ),
     "limits another": (
         "seccomp",
@@ -197,7 +286,11 @@ ESCAPES = {
     "slows another": ("seccomp", "import os\nos.setpriority(os.PRIO_PROCESS, {victim}, 19)"),
     "holds a core of another": (
         "seccomp",
-        "import os\nassert len(os.sched_getaffinity({victim})) > 1\nos.sched_setaffinity({victim}, {{0}})",
+        (
+            "import os\n"
+            "assert len(os.sched_getaffinity({victim})) > 1\n"
+            "os.sched_setaffinity({victim}, {{0}})"
+        ),
     ),
     "memory that stays": (
         "seccomp",
@@ -459,14 +552,25 @@ def test_what_is_used_up_is_limited(program, isolation, monkeypatch, tmp_path):
 def test_a_program_that_hangs_is_killed_with_its_threads(isolation):
     kept(isolation)
     outcome = run_code(
-        "import threading, time\nfor _ in range(3): threading.Thread(target=time.sleep, args=(600,)).start()\ndef f(x):\n    while True: pass",
+        (
+            "import threading, time\n"
+            "for _ in range(3): threading.Thread(target=time.sleep, args=(600,)).start()\n"
+            "def f(x):\n"
+            "    while True: pass"
+        ),
         RIGHT,
         timeout=1.5,
         isolation=isolation,
     )
     assert outcome.status == "timeout" and outcome.seconds < 60
     busy = run_code(
-        "import threading\ndef g():\n    while True: pass\nfor _ in range(2): threading.Thread(target=g).start()\ng()",
+        (
+            "import threading\n"
+            "def g():\n"
+            "    while True: pass\n"
+            "for _ in range(2): threading.Thread(target=g).start()\n"
+            "g()"
+        ),
         timeout=1.5,
         isolation=isolation,
     )

@@ -120,7 +120,9 @@ def python(tree: Path, folder: Path, *words: str) -> str:
     )
     if done.returncode:
         raise SystemExit(
-            f"{' '.join(words)[:300]}\nfailed in {tree}:\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+            f"{' '.join(words)[:300]}\n"
+            f"failed in {tree}:\n"
+            f"{done.stdout[-2000:]}{done.stderr[-3000:]}"
         )
     return done.stdout
 
@@ -181,7 +183,8 @@ def encode(tree: Path, folder: Path) -> dict[str, object]:
     code = (
         "import argparse, json, sys\n"
         "from trainkit.tokenizer import BPETokenizer\n"
-        "text = open(argparse.__file__, encoding='utf-8').read() + 'Ünïcödé 你好 １２３ \\u0301x\\r\\n\\t 12345 it\\'s' * 20\n"
+        "text = open(argparse.__file__, encoding='utf-8').read() + 'Ünïcödé 你好 １２３ "
+        "\\u0301x\\r\\n\\t 12345 it\\'s' * 20\n"
         "for pattern in sys.argv[1:]:\n"
         "    tokenizer = BPETokenizer.train([text], 600, pattern=pattern)\n"
         "    print(json.dumps([pattern, tokenizer.encode(text)]))\n"
@@ -262,7 +265,8 @@ def main() -> int:
     print(*wrong[:50], sep="\n")
     compared = sum(map(len, found["base"].values()))
     print(
-        f"{len(wrong)} differences in {compared} numbers, tensors and files of {len(found['base'])} cases"
+        f"{len(wrong)} differences in {compared} numbers, tensors and files of "
+        f"{len(found['base'])} cases"
     )
     return bool(wrong)
 

@@ -952,7 +952,8 @@ def test_llamafactory_starts_where_it_is(home, monkeypatch):
     tool.parent.mkdir()
     tool.write_text(
         '#!/bin/sh\ntest "$1" = train || exit 3\nmkdir -p "$(dirname "$2")/output"\n'
-        'echo \'{"current_steps": 5, "loss": 1.5, "lr": 1e-4, "epoch": 1.0}\' > "$(dirname "$2")/output/trainer_log.jsonl"\n'
+        'echo \'{"current_steps": 5, "loss": 1.5, "lr": 1e-4, "epoch": '
+        '1.0}\' > "$(dirname "$2")/output/trainer_log.jsonl"\n'
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tool.parent), prepend=":")

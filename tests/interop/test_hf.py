@@ -24,8 +24,10 @@ from trainkit.model.transformer import Transformer
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
 TEXT = (
-    "One summer morning a little tailor sat on his table by the window; he was in good spirits, and sewed with all his might. "
-    "Then came a peasant woman down the street crying: Good jams, cheap! Good jams, cheap! 0123456789"
+    "One summer morning a little tailor sat on his table by the window; he was in good spirits, "
+    "and sewed with all his might. "
+    "Then came a peasant woman down the street crying: Good jams, cheap! Good jams, "
+    "cheap! 0123456789"
 )
 BASE = dict(vocab_size=320, d_model=32, n_heads=4, n_layers=3, d_ff=48, max_seq_len=64)
 LLAMA3 = dict(
@@ -631,7 +633,10 @@ def test_smollm2(tmp_path, monkeypatch):
         to_hf_config(ModelConfig.preset("smollm2-135m")).to_dict()
         == to_hf_config(rounded).to_dict()
     )
-    text = "Gravity is the force by which a planet draws objects toward its center. naïve café 你好 1234"
+    text = (
+        "Gravity is the force by which a planet draws objects toward its center. "
+        "naïve café 你好 1234"
+    )
     assert list(words.encode(text)) == auto.encode(text)
     ids = torch.tensor([words.encode(text)])
     assert close(logits(ours, ids), logits(theirs, ids), 1e-4)

@@ -314,10 +314,15 @@ def test_free_memory_on_a_run():
 @pytest.mark.slow
 def test_a_model_of_a_billion_parameters_in_little_time_and_memory():
     code = (
-        "import resource, time; from trainkit.memory.estimate import predict_memory; from trainkit.model.config import ModelConfig; from trainkit.model.transformer import Transformer\n"
-        "config = ModelConfig(vocab_size=32000, d_model=2048, n_heads=32, n_kv_heads=4, n_layers=22, d_ff=5632, max_seq_len=2048, tie_embeddings=False)\n"
-        "began = time.process_time(); found = predict_memory(lambda: Transformer(config), 2, 2048)\n"
-        "print(found.parts['parameters'], time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*1024)"
+        "import resource, time; from trainkit.memory.estimate import predict_memory; from "
+        "trainkit.model.config import ModelConfig; from trainkit.model.transformer import "
+        "Transformer\n"
+        "config = ModelConfig(vocab_size=32000, d_model=2048, n_heads=32, n_kv_heads=4, "
+        "n_layers=22, d_ff=5632, max_seq_len=2048, tie_embeddings=False)\n"
+        "began = time.process_time(); found = predict_memory(lambda: Transformer(config), 2, "
+        "2048)\n"
+        "print(found.parts['parameters'], time.process_time() - began, "
+        "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*1024)"
     )
     size, seconds, most = map(
         float,

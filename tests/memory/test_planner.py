@@ -402,7 +402,10 @@ def test_a_batch_that_cannot_fit_is_refused_before_the_first_step(rows, monkeypa
     trainer.callbacks.append(MemoryWatch(64, said.append))
     with pytest.raises(
         MemoryError,
-        match="needs .*, as predicted, and this machine has .*per_device_train_batch_size = .*watch_memory",
+        match=(
+            "needs .*, as predicted, and this machine has .*per_device_train_batch_size = "
+            ".*watch_memory"
+        ),
     ):
         trainer.train()
     assert trainer.state.step == 0 and max(asked) <= 2048

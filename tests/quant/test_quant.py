@@ -651,7 +651,10 @@ print('equal')
 def test_the_fused_product_in_tritons_interpreter():
     pytest.importorskip(
         "triton",
-        reason="NO TRITON: the kernel of trainkit.quant.linear was not run (pip install triton, a gigabyte; it ran with 3.9.0)",
+        reason=(
+            "NO TRITON: the kernel of trainkit.quant.linear was not run (pip install triton, "
+            "a gigabyte; it ran with 3.9.0)"
+        ),
     )
     done = subprocess.run(
         [sys.executable, "-c", FUSED],

@@ -130,8 +130,10 @@ def test_every_figure_of_the_demo_says_what_it_was_measured_on(demo):
     text = f"the {held_out} held-out characters of stdlib, read in rows of 64 tokens"
     assert f"Bits per byte of {text}" in said and f"one byte of {text}" in report
     measured_on = (
-        f"Right answers, and answers in a sentence: of the same 3 held-out questions. Finds the sentence likelier: in 3 held-out pairs. "
-        f"Bits per byte: of the same {held_out} held-out characters that pre-training was evaluated on, in rows of 64 tokens as there."
+        "Right answers, and answers in a sentence: of the same 3 held-out questions. "
+        "Finds the sentence likelier: in 3 held-out pairs. "
+        f"Bits per byte: of the same {held_out} held-out characters that pre-training was "
+        "evaluated on, in rows of 64 tokens as there."
     )
     assert measured_on in said and measured_on in report
     assert notes["models"][0]["bits per byte of text"] == pytest.approx(
@@ -600,8 +602,19 @@ def test_from_a_config_of_another_library_to_a_model_that_chats(demo, tmp_path):
     rows = [dict(instruction=f"Say {n}.", output=f"{n}") for n in range(40)]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "theirs.yaml").write_text(
-        f"base_model: {base}\nadapter: lora\nlora_r: 2\ndatasets:\n  - path: mine.jsonl\n    type: alpaca\nsequence_len: 64\nval_set_size: 0.2\n"
-        "chat_template: plain\nmicro_batch_size: 4\nmax_steps: 4\nlogging_steps: 2\nuse_unsloth: true\n"
+        f"base_model: {base}\n"
+        "adapter: lora\n"
+        "lora_r: 2\n"
+        "datasets:\n"
+        "  - path: mine.jsonl\n"
+        "    type: alpaca\n"
+        "sequence_len: 64\n"
+        "val_set_size: 0.2\n"
+        "chat_template: plain\n"
+        "micro_batch_size: 4\n"
+        "max_steps: 4\n"
+        "logging_steps: 2\n"
+        "use_unsloth: true\n"
     )
     made = call("config", "convert", "theirs.yaml", "-o", "ours.yaml", cwd=tmp_path)
     assert (
@@ -965,7 +978,12 @@ def test_what_a_dry_launch_prints_can_be_pasted(words, tmp_path):
 def test_a_strategy_of_ones_own(tmp_path):
     "In settings.ini or in a file of its own; a run's own words win over both."
     (tmp_path / "settings.ini").write_text(
-        "[strategy.mine]\ndoc = Slow and careful\noptim.learning_rate = 1e-5\ntrain.per_device_train_batch_size = 3\nmethod = lora\nlora.target_modules = [q_proj, v_proj]\n"
+        "[strategy.mine]\n"
+        "doc = Slow and careful\n"
+        "optim.learning_rate = 1e-5\n"
+        "train.per_device_train_batch_size = 3\n"
+        "method = lora\n"
+        "lora.target_modules = [q_proj, v_proj]\n"
     )
     (tmp_path / "thin.yaml").write_text("lora: {r: 2}\noptim.warmup_ratio: 0.5\n")
     made = shown_with(

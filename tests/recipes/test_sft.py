@@ -535,7 +535,10 @@ def test_a_part_and_a_split_of_a_hub_folder_are_read(home):
     (home / "hub" / "README.md").write_text(
         "---\nconfigs:\n"
         + "".join(
-            f"- config_name: {part}\n  data_files:\n  - {{split: train, path: {part}/train.parquet}}\n  - {{split: validation, path: {part}/dev.parquet}}\n"
+            f"- config_name: {part}\n"
+            "  data_files:\n"
+            f"  - {{split: train, path: {part}/train.parquet}}\n"
+            f"  - {{split: validation, path: {part}/dev.parquet}}\n"
             for part in ("digits", "tens")
         )
         + "---\n"

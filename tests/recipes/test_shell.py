@@ -594,7 +594,10 @@ def test_a_full_disk_leaves_the_old_tokenizer_whole(tmp_path, monkeypatch, files
     full_after(monkeypatch, files)
     with pytest.raises(
         OSError,
-        match=r"Nothing was written to .*t.(tokenizer|tokenizer_config|chat_template)\.j\w+: the disk is full",
+        match=(
+            r"Nothing was written to .*t.(tokenizer|tokenizer_config|chat_template)\.j\w+: "
+            r"the disk is full"
+        ),
     ):
         new.save(tmp_path / "t")
     assert everything(tmp_path) == before
@@ -714,7 +717,8 @@ def test_a_session_on_a_disk_that_fills_up_says_so(tmp_path, room):
         )
     )
     words = (
-        f"data.path={tmp_path}/words.txt data.max_length=32 tokenizer.vocab_size=300 model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 "
+        f"data.path={tmp_path}/words.txt data.max_length=32 tokenizer.vocab_size=300 "
+        "model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 "
         "train.max_steps=2 train.per_device_train_batch_size=2 sampling.max_new_tokens=2"
     )
     (disk := tmp_path / "disk").mkdir()
@@ -906,8 +910,10 @@ def test_output_never_ends_a_run(how, by_command, tmp_path):
         "\n".join(f"Other {i} words say less." for i in range(300))
     )
     words = (
-        "data.path=words.txt data.eval_file=others.txt data.max_length=32 tokenizer.vocab_size=300 model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 "
-        "train.max_steps=2 train.per_device_train_batch_size=2 train.logging_steps=1 sampling.max_new_tokens=3 name=quiet"
+        "data.path=words.txt data.eval_file=others.txt data.max_length=32 tokenizer.vocab_size=300 "
+        "model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 "
+        "train.max_steps=2 train.per_device_train_batch_size=2 train.logging_steps=1 "
+        "sampling.max_new_tokens=3 name=quiet"
     ).split()
     done = in_child(unheard, how, words, tmp_path, by_command, folder=tmp_path)
     assert done.returncode == 0 and (tmp_path / "runs" / "quiet" / "report.html").exists(), done

@@ -726,8 +726,12 @@ def test_no_run_folder_holds_a_secret(tmp_path):
     "`${HF_TOKEN}` is filled in where it is used, and written down as it stood."
     secret = "hf_verysecretindeed"
     (tmp_path / "c.yaml").write_text(
-        "name: quiet\ndata: {path: stdlib, max_chars: 60000, max_length: 32, eval_fraction: 0.1}\ntokenizer: {vocab_size: 300}\nmodel: {d_model: 32, n_heads: 2, n_layers: 1, d_ff: 64}\n"
-        "train: {max_steps: 2, per_device_train_batch_size: 2, sample_steps: 0, output_dir: 'out', torch_compile_backend: '${HF_TOKEN}'}\n"
+        "name: quiet\n"
+        "data: {path: stdlib, max_chars: 60000, max_length: 32, eval_fraction: 0.1}\n"
+        "tokenizer: {vocab_size: 300}\n"
+        "model: {d_model: 32, n_heads: 2, n_layers: 1, d_ff: 64}\n"
+        "train: {max_steps: 2, per_device_train_batch_size: 2, sample_steps: 0, output_dir: 'out', "
+        "torch_compile_backend: '${HF_TOKEN}'}\n"
     )
     done = trainkit("train", "c.yaml", cwd=tmp_path, HF_TOKEN=secret)
     assert done.returncode == 0, done.stderr
@@ -830,11 +834,22 @@ def test_two_trackers_are_no_contradiction():
 
 KNOWN = {  # what an argument is, and what stands around it -> its value
     "an attribute of the object": (
-        "class P:\n  def __init__(self, output_dir='mine'):\n    self.output_dir = output_dir\n  def go(self): return TrainConfig(x=self.output_dir)",
+        (
+            "class P:\n"
+            "  def __init__(self, output_dir='mine'):\n"
+            "    self.output_dir = output_dir\n"
+            "  def go(self): return TrainConfig(x=self.output_dir)"
+        ),
         "mine",
     ),
     "the same, made with another value": (
-        "class P:\n  def __init__(self, output_dir='mine'):\n    self.output_dir = output_dir\n  def go(self): return TrainConfig(x=self.output_dir)\nP('yours').go()",
+        (
+            "class P:\n"
+            "  def __init__(self, output_dir='mine'):\n"
+            "    self.output_dir = output_dir\n"
+            "  def go(self): return TrainConfig(x=self.output_dir)\n"
+            "P('yours').go()"
+        ),
         "yours",
     ),
     "a constant of the class": (
@@ -859,11 +874,26 @@ KNOWN = {  # what an argument is, and what stands around it -> its value
         2e-4,
     ),
     "a field with a factory": (
-        "@dataclass\nclass C:\n  names: list = field(default_factory=lambda: ['a', 'b'])\ncfg = C()\nTrainConfig(x=cfg.names)",
+        (
+            "@dataclass\n"
+            "class C:\n"
+            "  names: list = field(default_factory=lambda: ['a', 'b'])\n"
+            "cfg = C()\n"
+            "TrainConfig(x=cfg.names)"
+        ),
         ["a", "b"],
     ),
     "a field of a field": (
-        "@dataclass\nclass A:\n  r: int = 8\n@dataclass\nclass C:\n  lora: A = field(default_factory=A)\ncfg = C()\nTrainConfig(x=cfg.lora.r)",
+        (
+            "@dataclass\n"
+            "class A:\n"
+            "  r: int = 8\n"
+            "@dataclass\n"
+            "class C:\n"
+            "  lora: A = field(default_factory=A)\n"
+            "cfg = C()\n"
+            "TrainConfig(x=cfg.lora.r)"
+        ),
         8,
     ),
     "a parameter with a class": (
@@ -886,7 +916,11 @@ KNOWN = {  # what an argument is, and what stands around it -> its value
     "a path": ("ROOT = Path('runs')\nTrainConfig(x=str(ROOT/'a'))", "runs/a"),
     "a joined path": ("ROOT = 'runs'\nTrainConfig(x=os.path.join(ROOT, 'a'))", "runs/a"),
     "an option of the command line": (
-        "parser.add_argument('--lr', type=float, default=1e-5)\nargs = parser.parse_args()\nTrainConfig(x=args.lr)",
+        (
+            "parser.add_argument('--lr', type=float, default=1e-5)\n"
+            "args = parser.parse_args()\n"
+            "TrainConfig(x=args.lr)"
+        ),
         1e-5,
     ),
     "two names at once": ("a, b = 1, 2\nTrainConfig(x=b)", 2),
@@ -906,19 +940,38 @@ UNKNOWN = {  # only a run would tell
     "a parameter without a default": "def go(lr): return TrainConfig(x=lr)",
     "called with two values": "def go(lr): return TrainConfig(x=lr)\ngo(1)\ngo(2)",
     "called with a list": "def go(lr=1): return TrainConfig(x=lr)\ngo(*more)",
-    "self, set by a parameter": "class P:\n  def __init__(self, out): self.out = out\n  def go(self): return TrainConfig(x=self.out)",
+    "self, set by a parameter": (
+        "class P:\n"
+        "  def __init__(self, out): self.out = out\n"
+        "  def go(self): return TrainConfig(x=self.out)"
+    ),
     "an f-string": "TrainConfig(x=f'runs/{name()}')",
     "a subscript": "TrainConfig(x=table[key])",
     "a list that grows": "NAMES = ['a']\nNAMES.append('b')\nTrainConfig(x=NAMES)",
     "a table that is changed": "T = {'a': 1}\nT['a'] = 2\nTrainConfig(x=T['a'])",
     "a global": "LR = 1\ndef change():\n  global LR\n  LR = 2\nTrainConfig(x=LR)",
-    "an option without a default": "parser.add_argument('--lr')\nargs = parser.parse_args()\nTrainConfig(x=args.lr)",
-    "set by name": "@dataclass\nclass C:\n  lr: float = 1\ncfg = C()\nfor k, v in more: setattr(cfg, k, v)\nTrainConfig(x=cfg.lr)",
+    "an option without a default": (
+        "parser.add_argument('--lr')\nargs = parser.parse_args()\nTrainConfig(x=args.lr)"
+    ),
+    "set by name": (
+        "@dataclass\n"
+        "class C:\n"
+        "  lr: float = 1\n"
+        "cfg = C()\n"
+        "for k, v in more: setattr(cfg, k, v)\n"
+        "TrainConfig(x=cfg.lr)"
+    ),
     "handed to somebody": "def go(lr=1): return TrainConfig(x=lr)\npool.submit(go, 2)",
     "a name of itself": "a = b\nb = a\nTrainConfig(x=a)",
     "a condition": "TrainConfig(x=True if cuda() else False)",
     "too large": "TrainConfig(x=9**9**9)",
-    "what an heir makes of it": "class P:\n  def __init__(self, out='a'): self.out = out\n  def go(self): return TrainConfig(x=self.out)\nclass Q(P):\n  def __init__(self): super().__init__(folder())",
+    "what an heir makes of it": (
+        "class P:\n"
+        "  def __init__(self, out='a'): self.out = out\n"
+        "  def go(self): return TrainConfig(x=self.out)\n"
+        "class Q(P):\n"
+        "  def __init__(self): super().__init__(folder())"
+    ),
 }
 
 
@@ -1139,7 +1192,10 @@ def test_fp16_with_zero_becomes_bf16_and_says_so(where, tmp_path):
         for own in ({}, {"fp16": True}, {"train": {"mixed_precision": "fp16"}}):
             with pytest.warns(
                 UserWarning,
-                match="fp16 in the DeepSpeed file: zero2 is not combined with it here, and bf16 takes its place",
+                match=(
+                    "fp16 in the DeepSpeed file: zero2 is not combined with it here, "
+                    "and bf16 takes its place"
+                ),
             ):
                 plan, rest = translate(
                     {"deepspeed_config": str(tmp_path / "ds.json"), "num_gpus": 8, **own}

@@ -21,7 +21,10 @@ from torch.utils._pytree import tree_leaves
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 true_device = torch.Tensor.device  # Where memory is by torch's own account
 aten = torch.ops.aten
-TWO = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! ({})"
+TWO = (
+    "Expected all tensors to be on the same device, but found at least two devices, "
+    "cuda:0 and cpu! ({})"
+)
 ANYWHERE = {  # Takes tensors of both kinds
     "copy_",
     "_to_copy",
@@ -110,7 +113,8 @@ class Watch(TorchDispatchMode):
             if name in BY_INDEX:
                 if not on_gpu(args[0]):
                     raise RuntimeError(
-                        "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
+                        "indices should be either on cpu or on the same device as the indexed "
+                        "tensor (cpu)"
                     )
                 if len(args) > 2 and args[2].ndim and not on_gpu(args[2]):
                     raise RuntimeError(TWO.format(name))
@@ -123,7 +127,8 @@ class Watch(TorchDispatchMode):
         generator = kwargs.get("generator")
         if generator is not None and tensors and gpu != getattr(generator, "gpu", False):
             raise RuntimeError(
-                f"Expected a '{'cuda' if gpu else 'cpu'}' device type for generator but found the other ({name})"
+                f"Expected a '{'cuda' if gpu else 'cpu'}' device type for generator but found the "
+                f"other ({name})"
             )
         if gpu and name == "_local_scalar_dense":
             Watch.syncs += 1
@@ -170,7 +175,8 @@ def placed(make):
         generator = kwargs.get("generator")
         if device is not None and generator is not None and gpu != getattr(generator, "gpu", False):
             raise RuntimeError(
-                f"Expected a '{'cuda' if gpu else 'cpu'}' device type for generator but found the other ({make.__name__})"
+                f"Expected a '{'cuda' if gpu else 'cpu'}' device type for generator but found the "
+                f"other ({make.__name__})"
             )
         if make.__name__ in ("tensor", "as_tensor", "asarray") and args and is_plain(args[0]):
             if device is None:
@@ -471,7 +477,10 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
     for name in ("numpy", "__array__"):
         guarded(
             name,
-            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.",
+            (
+                "can't convert cuda:0 device type tensor to numpy. "
+                "Use Tensor.cpu() to copy the tensor to host memory first."
+            ),
         )
     true_type = torch.Tensor.type
     torch.Tensor.type = lambda self, kind=None, **kwargs: (

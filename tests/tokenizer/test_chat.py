@@ -26,7 +26,8 @@ from trainkit.tokenizer.chat_template import _WORKERS, TEMPLATES, render_text, r
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
 TEXT = (
-    "The quick brown fox jumps over the lazy dog. What is the capital of Chile? Santiago.\n\n1969, 42 + 7 = 49! "
+    "The quick brown fox jumps over the lazy dog. What is the capital of Chile? Santiago.\n"
+    "\n1969, 42 + 7 = 49! "
     "Ünïcödé — 你好 😀 def f(x): return x**2\n"
 ) * 30
 WORDS = st.text(alphabet=st.sampled_from("ab Zé.\n?4你😀<|>[]/#"), max_size=20)
@@ -139,9 +140,17 @@ def test_formats_that_are_known_by_heart():
         " q  [", " q ["
     )
     assert text["mistral"] == "<s>[INST] S\n\n q [/INST] a</s>[INST] r[/INST] b</s>"
-    assert (
-        text["alpaca"]
-        == "<s>S\n\n### Instruction:\nq\n\n### Response:\na</s>\n\n### Instruction:\nr\n\n### Response:\nb</s>\n\n"
+    assert text["alpaca"] == (
+        "<s>S\n"
+        "\n### Instruction:\n"
+        "q\n"
+        "\n### Response:\n"
+        "a</s>\n"
+        "\n### Instruction:\n"
+        "r\n"
+        "\n### Response:\n"
+        "b</s>\n"
+        "\n"
     )
     assert text["plain"] == "S q  a </s>rb</s>"
 
@@ -425,7 +434,9 @@ def test_no_tool_call_is_left_out_in_silence(name):
         dict(role="assistant", content="It is."),
     ]
     own = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n"
+        "' + m.content + '<|im_end|>\n"
+        "' }}{% endfor %}"
         if name == "smollm2"
         else TEMPLATES[name].jinja
     )
@@ -761,8 +772,11 @@ def control_counts(tok, ids) -> dict:
 
 
 PARTS = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{{ '<|im_end|>' }}{% if m.role != 'assistant' %}{{ '\n' }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n"
+    "' }}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{{ '<|im_end|>' }}{% if m.role != "
+    "'assistant' %}{{ '\n"
+    "' }}{% endif %}{% endfor %}"
 )
 
 
@@ -938,23 +952,47 @@ HOSTILE = {
     "batch": "{{ [1] | batch(1000000000, 0) | list | length }}",
     "slice": "{{ [1] | slice(1000000000, 0) | list | length }}",
     "tojson": "{{ range(90000) | list | tojson(indent=100000) }}",
-    "tilde": "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "tilde": (
+        "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% "
+        "endfor %}"
+    ),
     "times": "{{ ('a' * 9000000) * 1000 }}",
     "list times": "{{ ([0] * 9000000) * 100 }}",
     "power": "{{ 10 ** 10 ** 8 }}",
     "nested powers": "{{ ((1000000 ** 64) ** 64) ** 64 }}",
-    "products": "{% set ns = namespace(n=999999) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}{{ ns.n % 7 }}",
+    "products": (
+        "{% set ns = namespace(n=999999) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n "
+        "%}{% endfor %}{{ ns.n % 7 }}"
+    ),
     "nested loops": "{% for i in range(90000) %}{% for j in range(90000) %}{{ i }}{% endfor %}{% endfor %}",
-    "macros": "{% macro f(n) %}{% for i in range(20) %}{{ f(n - 1) if n else '' }}{% endfor %}{% endmacro %}{{ f(20) }}",
+    "macros": (
+        "{% macro f(n) %}{% for i in range(20) %}{{ f(n - 1) if n else '' }}{% endfor %}{% "
+        "endmacro %}{{ f(20) }}"
+    ),
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "recursive loop": "{% for i in [1] recursive %}{{ loop([1]) }}{% endfor %}",
-    "set blocks": "{% set a %}{{ 'a' * 9000000 }}{% endset %}{% set b %}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{% endset %}{{ b | length }}",
+    "set blocks": (
+        "{% set a %}{{ 'a' * 9000000 }}{% endset %}{% set b %}{{ a }}{{ a }}{{ a }}{{ a }}{{ a "
+        "}}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{% endset %}{{ b | length }}"
+    ),
     "filter blocks": "{% filter center(1000000000) %}a{% endfilter %}",
     "autoescape": "{% autoescape 'a' | center(1000000000) %}{% endautoescape %}",
-    "a growing list": "{% set ns = namespace(l=[]) %}{% for i in range(90000) %}{% set ns.l = ns.l + ['a' * 9000] %}{% endfor %}",
-    "a growing namespace": "{% set ns = namespace() %}{% for i in range(90000) %}{% set ns.x = (ns.x or []) + ['a' * 9000] %}{% endfor %}",
-    "slow search": "{% set s = 'a' * 9000000 %}{% for i in range(99999) %}{{ (s ~ 'b') in (s ~ s) }}{% endfor %}",
-    "sums": "{% for i in range(900) %}{{ range(99999) | sum }}{% endfor %}{% for i in range(99999) %}{{ range(99999) | sort | first }}{% endfor %}",
+    "a growing list": (
+        "{% set ns = namespace(l=[]) %}{% for i in range(90000) %}{% set ns.l = ns.l + ['a' * "
+        "9000] %}{% endfor %}"
+    ),
+    "a growing namespace": (
+        "{% set ns = namespace() %}{% for i in range(90000) %}{% set ns.x = (ns.x or []) + ['a' "
+        "* 9000] %}{% endfor %}"
+    ),
+    "slow search": (
+        "{% set s = 'a' * 9000000 %}{% for i in range(99999) %}{{ (s ~ 'b') in (s ~ s) }}{% "
+        "endfor %}"
+    ),
+    "sums": (
+        "{% for i in range(900) %}{{ range(99999) | sum }}{% endfor %}{% for i in range(99999) "
+        "%}{{ range(99999) | sort | first }}{% endfor %}"
+    ),
     "lorem": "{{ lipsum(n=100000, max=1000) }}",
     "a long text": "{% set x = 'a' * 9000000 %}{{ x }}{{ x }}",
     "sort": "{% for i in range(999) %}{{ range(99999) | map('string') | sort | length }}{% endfor %}",

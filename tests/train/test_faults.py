@@ -256,7 +256,10 @@ def test_an_infinite_gradient_is_traced_to_its_parameters_and_can_be_skipped(cli
     config = dict(max_steps=6, gradient_accumulation_steps=1, logging_steps=1, max_grad_norm=clip)
     with pytest.raises(
         TrainingError,
-        match=r"Step 4: the norm of the gradient is (nan|inf) \(batch 4 of epoch 1, rows .*the gradient of model.embed_tokens.weight",
+        match=(
+            r"Step 4: the norm of the gradient is (nan|inf) \(batch 4 of epoch 1, "
+            r"rows .*the gradient of model.embed_tokens.weight"
+        ),
     ):
         trainer(loss=loss, **config).train()
     calls.clear()

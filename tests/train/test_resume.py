@@ -179,7 +179,10 @@ def test_a_run_whose_every_checkpoint_is_damaged_does_not_begin_again(tmp_path, 
     before = sorted(home.rglob("*"))
     with pytest.raises(
         ValueError,
-        match=r"checkpoint-12 is damaged: model.safetensors has 4 of .*checkpoint-6 is damaged.*under another name",
+        match=(
+            r"checkpoint-12 is damaged: model.safetensors has 4 of .*checkpoint-6 is "
+            r"damaged.*under another name"
+        ),
     ):
         trainer(tmp_path / "run").train(how)
     with pytest.raises(

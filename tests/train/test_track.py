@@ -64,7 +64,10 @@ def test_every_line_is_strict_json(tmp_path):
 def test_killed_while_writing(tmp_path):
     "SIGKILL among thousands of lines: every line but the last is there, and a resume appends."
     code = (
-        'import sys; from trainkit.train.runs import RunFolder\nf = RunFolder(sys.argv[1], "a: 1")\nf.record("start", dict(start_step=0))\ni = 0\n'
+        "import sys; from trainkit.train.runs import RunFolder\n"
+        'f = RunFolder(sys.argv[1], "a: 1")\n'
+        'f.record("start", dict(start_step=0))\n'
+        "i = 0\n"
         'while True:\n    i += 1; f.record("log", dict(step=i, loss=1/i)); print(i, flush=True)'
     )
     process = subprocess.Popen(
@@ -104,7 +107,10 @@ def test_every_cut_of_the_file_is_readable(tmp_path):
 
 
 def test_many_processes_want_one_name(tmp_path):
-    code = 'import sys; from trainkit.train.runs import RunFolder; print(RunFolder(sys.argv[1], "a: 1").path.name)'
+    code = (
+        'import sys; from trainkit.train.runs import RunFolder; print(RunFolder(sys.argv[1], "a: '
+        '1").path.name)'
+    )
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(tmp_path / "demo")],
@@ -149,7 +155,8 @@ def test_tensorboard_reads_it_back(tmp_path):
 
 
 TRACK = (
-    'import sys; sys.path[:0] = ["tests", "tests/train"]; from test_track import a_run; from trainkit.train.runs import read_run\n'
+    'import sys; sys.path[:0] = ["tests", "tests/train"]; from test_track import a_run; '
+    "from trainkit.train.runs import read_run\n"
     "print(a_run(sys.argv[1], sys.argv[2]).path.name)"
 )
 
@@ -195,7 +202,8 @@ def test_wandb_offline(tmp_path):
     home.mkdir()
     code = (
         'import sys; sys.path[:0] = ["tests", "tests/train"]; from test_track import a_run\n'
-        'path = a_run(sys.argv[1], "wandb").path; a_run(path, "wandb", steps=24, start=10, resume=True); print(path.name)'
+        'path = a_run(sys.argv[1], "wandb").path; a_run(path, "wandb", steps=24, start=10, '
+        "resume=True); print(path.name)"
     )
     quiet = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "XDG"))}
     environment = quiet | {
@@ -325,7 +333,10 @@ def test_a_file_in_the_way(tmp_path):
 
 
 def test_reading_needs_no_torch():
-    code = 'import sys; import trainkit.train.loggers; print("torch" in sys.modules, "accelerate" in sys.modules)'
+    code = (
+        'import sys; import trainkit.train.loggers; print("torch" in sys.modules, '
+        '"accelerate" in sys.modules)'
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
@@ -399,7 +410,8 @@ def test_curves_in_a_browser(tmp_path, browser):
     page = browser.new_page(viewport=dict(width=1000, height=900))
     page.goto(path.as_uri())
     boxes = page.evaluate(
-        '[...document.querySelectorAll("svg svg")].map(s => { const b = s.getBoundingClientRect(); return [b.x, b.y, b.width, b.height] })'
+        '[...document.querySelectorAll("svg svg")].map(s => { const b = s.getBoundingClientRect(); '
+        "return [b.x, b.y, b.width, b.height] })"
     )
     assert len(boxes) >= 4
     for i, (x, y, w, h) in enumerate(boxes):

@@ -66,7 +66,10 @@ def test_report_reads_well(browser, report, width, scheme):
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (
         "nothing sticks out to the side"
     )
-    light = "c => { const [r, g, b] = c.match(/[0-9.]+/g).map(Number); return .2126*r + .7152*g + .0722*b }"
+    light = (
+        "c => { const [r, g, b] = c.match(/[0-9.]+/g).map(Number); "
+        "return .2126*r + .7152*g + .0722*b }"
+    )
     ground, ink = (
         page.evaluate(f"({light})(getComputedStyle(document.body).{kind})")
         for kind in ("backgroundColor", "color")
@@ -198,7 +201,8 @@ def open_notebook(browser, lab, name, cells, **look):
     page.goto(f"{address}/doc/tree/{name}", wait_until="domcontentloaded")
     page.wait_for_selector(".jp-Notebook .jp-Cell")
     page.wait_for_function(
-        "document.querySelector('.jp-NotebookPanel .jp-Notebook-ExecutionIndicator')?.dataset.status === 'idle'"
+        "document.querySelector('.jp-NotebookPanel "
+        ".jp-Notebook-ExecutionIndicator')?.dataset.status === 'idle'"
     )
     from playwright.sync_api import TimeoutError as Late
 
@@ -260,7 +264,11 @@ def test_a_panel_trains_in_a_notebook(browser, lab):
     chart.wait_for()
     before = chart.get_attribute("aria-label")
     page.wait_for_function(
-        'before => document.querySelector(\'svg[role=img][aria-label^="Loss"]\').getAttribute("aria-label") !== before',
+        (
+            "before => "
+            'document.querySelector(\'svg[role=img][aria-label^="Loss"]\').getAttribute("aria-label") '
+            "!== before"
+        ),
         arg=before,
     )
     taken = page.evaluate("""() => new Promise(done => {
@@ -283,7 +291,11 @@ def test_a_panel_trains_in_a_notebook(browser, lab):
         page.screenshot(path=f"{shots}/panel-1200.png")
     button("Resume").click()
     page.wait_for_function(
-        'held => [...document.querySelectorAll("div")].some(d => Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1].replace(",", "")) > held)',
+        (
+            'held => [...document.querySelectorAll("div")].some(d => '
+            'Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1].replace(",", '
+            '"")) > held)'
+        ),
         arg=held,
     )
     button("Stop").click()
@@ -532,7 +544,10 @@ model = Transformer(ModelConfig(vocab_size=290, d_model=32, n_heads=4, n_layers=
     "SamplingExplorer(model, tok, prompt=text[:30]).show()",
     "TokenizerExplorer(tok, text=text[:60], word=' language').show()",
     "CurriculumExplorer().show()",
-    "MaskViewer([dict(prompt='the earth', completion=' was'), dict(prompt='one', completion=' of')], tok).show()",
+    (
+        "MaskViewer([dict(prompt='the earth', completion=' was'), dict(prompt='one', "
+        "completion=' of')], tok).show()"
+    ),
     "ScheduleExplorer().show()",
     "DPOExplorer().show()",
     "LoRAExplorer().show()",
@@ -612,7 +627,11 @@ def test_every_explorer_is_turned_in_a_notebook(browser, lab, scheme):
         before = seen()
         field(label).fill(value)
         page.wait_for_function(
-            'before => JSON.stringify([...document.querySelectorAll("[role=group][aria-label]")].map(e => e.ariaLabel)) !== before',
+            (
+                "before => "
+                'JSON.stringify([...document.querySelectorAll("[role=group][aria-label]")].map(e '
+                "=> e.ariaLabel)) !== before"
+            ),
             arg=json.dumps(before, ensure_ascii=False, separators=(",", ":")),
         )
     page.locator("button:text-is('Compute'):visible").click()
@@ -715,7 +734,10 @@ def test_a_panel_for_each_method(browser, lab, scheme):
         panel.locator('.lm-TabBar-tab:has-text("Code")').click()
         panel.locator("button:text-is('Copy as code')").click()
         page.wait_for_function(
-            "i => document.querySelectorAll('.jp-OutputArea-output textarea')[i]?.value.includes('load_config(RunConfig')",
+            (
+                "i => document.querySelectorAll('.jp-OutputArea-output "
+                "textarea')[i]?.value.includes('load_config(RunConfig')"
+            ),
             arg=i,
         )
     photograph(page, len(shown), f"methods-{scheme}")
@@ -748,7 +770,10 @@ def classic(tmp_path_factory):
             )
         if made.returncode:
             warnings.warn(
-                f"NO COLAB-LIKE SERVER: {', '.join(COLAB)} could not be installed, and its browser test is skipped: {made.stderr[-500:]}",
+                (
+                    f"NO COLAB-LIKE SERVER: {', '.join(COLAB)} could not be installed, "
+                    f"and its browser test is skipped: {made.stderr[-500:]}"
+                ),
                 stacklevel=1,
             )
             pytest.skip("no notebook server with the libraries of Colab")
@@ -794,7 +819,8 @@ def test_panel_and_explorers_with_the_libraries_of_colab(browser, classic):
     page.on("pageerror", lambda e: errors.append(str(e)))
     page.goto(f"{address}/notebooks/colab.ipynb", wait_until="domcontentloaded")
     page.wait_for_function(
-        '() => window.Jupyter?.notebook?.kernel?.is_connected() && document.querySelector("#run_all_cells")'
+        "() => window.Jupyter?.notebook?.kernel?.is_connected() && "
+        'document.querySelector("#run_all_cells")'
     )
     page.evaluate("Jupyter.notebook.execute_all_cells()")
     page.locator("text=kernel of 6.17.1 7.34.0 7.7.1").first.wait_for()
@@ -832,7 +858,11 @@ def test_panel_and_explorers_with_the_libraries_of_colab(browser, classic):
         page.screenshot(path=f"{shots}/colab-panel.png", full_page=True)
     button("Resume").click()
     page.wait_for_function(
-        'held => [...document.querySelectorAll("div")].some(d => Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1].replace(",", "")) > held)',
+        (
+            'held => [...document.querySelectorAll("div")].some(d => '
+            'Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1].replace(",", '
+            '"")) > held)'
+        ),
         arg=held,
     )
     button("Stop").click()

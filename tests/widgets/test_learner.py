@@ -230,7 +230,10 @@ def test_an_absurd_size_is_given_up(monkeypatch):
         "trainkit.widgets.panel.expect_memory",
         lambda config: expect_memory(config, seconds=seconds.pop(0)),
     )
-    small = "model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 tokenizer.vocab_size=300 data.max_length=64".split()
+    small = (
+        "model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 "
+        "tokenizer.vocab_size=300 data.max_length=64"
+    ).split()
     made = TrainerPanel(load_config(RunConfig, {}, small), job=count, key="absurd")
     rows = made.form.field("train.per_device_train_batch_size").widget
     rows.value = "1000000"

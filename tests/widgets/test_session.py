@@ -24,8 +24,10 @@ def small(folder, **train):
         RunConfig,
         dict(runs_dir=str(folder), name="small", train=train),
         (
-            "data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.vocab_size=400 model.d_model=32 model.n_heads=2 "
-            "model.n_layers=1 model.d_ff=64 train.logging_steps=1 train.per_device_train_batch_size=4 sampling.max_new_tokens=5"
+            "data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.vocab_size=400 "
+            "model.d_model=32 model.n_heads=2 "
+            "model.n_layers=1 model.d_ff=64 train.logging_steps=1 "
+            "train.per_device_train_batch_size=4 sampling.max_new_tokens=5"
         ).split(),
     )
 
@@ -320,8 +322,10 @@ def twenty(folder):
     write("words.txt", lambda i: f"The {i} little words that {i * 7} say more than {i * i} others.")
     write("others.txt", lambda i: f"Other {i} words say less.")
     words = (
-        f"data.path={folder}/words.txt data.eval_file={folder}/others.txt data.max_length=32 tokenizer.vocab_size=300 model.d_model=32 model.n_heads=2 "
-        "model.n_layers=1 model.d_ff=64 model.tie_embeddings=true train.max_steps=2 train.per_device_train_batch_size=2 sampling.max_new_tokens=2"
+        f"data.path={folder}/words.txt data.eval_file={folder}/others.txt data.max_length=32 "
+        "tokenizer.vocab_size=300 model.d_model=32 model.n_heads=2 "
+        "model.n_layers=1 model.d_ff=64 model.tie_embeddings=true train.max_steps=2 "
+        "train.per_device_train_batch_size=2 sampling.max_new_tokens=2"
     )
     sessions = [
         TrainSession(

@@ -249,7 +249,8 @@ def test_the_code_of_every_method_is_its_config(method):
 
 
 SMALL = (
-    "train.max_steps=4 train.logging_steps=1 train.progress=false train.per_device_train_batch_size=4 train.gradient_accumulation_steps=1 "
+    "train.max_steps=4 train.logging_steps=1 train.progress=false "
+    "train.per_device_train_batch_size=4 train.gradient_accumulation_steps=1 "
     "data.max_length=64"
 ).split()
 LIKE = {
@@ -271,7 +272,10 @@ def small_start(folder):
     from trainkit.recipes.config import method_config
     from trainkit.recipes.runner import run
 
-    words = "data.path=stdlib data.max_chars=60000 tokenizer.vocab_size=400 model.d_model=32 model.n_heads=2 model.n_layers=2 model.d_ff=64 model.max_seq_len=128"
+    words = (
+        "data.path=stdlib data.max_chars=60000 tokenizer.vocab_size=400 model.d_model=32 "
+        "model.n_heads=2 model.n_layers=2 model.d_ff=64 model.max_seq_len=128"
+    )
     base = run(
         method_config(dict(name="base", runs_dir=str(folder)), [*SMALL, *words.split()]),
         verbose=False,
