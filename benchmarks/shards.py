@@ -45,16 +45,18 @@ if __name__ == '__main__':
             tok.encoder.encode_flat([text])
             seconds += time.perf_counter() - start
             work += cpu(resource.RUSAGE_SELF) - before
-        found = ''
+        digest = ''
     else:
         start = time.perf_counter()
         shards = tokenize_to_disk(source, tok, folder, int(way), progress=False)
         seconds = time.perf_counter() - start
         work = cpu(resource.RUSAGE_CHILDREN) or cpu(resource.RUSAGE_SELF) - began
         size = sum(r['text_bytes'] for r in shards.index['shards'])
-        found = hashlib.sha256(''.join(r['sha256'] for r in shards.index['shards']).encode()).hexdigest()
-    own, child = (resource.getrusage(who).ru_maxrss/1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    print(json.dumps([size/1e6/seconds, own, child, found, size/1e6/work]))
+        hashes = ''.join(r['sha256'] for r in shards.index['shards'])
+        digest = hashlib.sha256(hashes.encode()).hexdigest()
+    def peak(who): return resource.getrusage(who).ru_maxrss / 1024
+    own, child = peak(resource.RUSAGE_SELF), peak(resource.RUSAGE_CHILDREN)
+    print(json.dumps([size/1e6/seconds, own, child, digest, size/1e6/work]))
 """
 
 

@@ -157,7 +157,9 @@ def test_words_stay_inside_the_frame(browser, width):
     )
     outside = page.evaluate("""[...document.querySelectorAll('svg text')].map(t => {
         const a = t.getBoundingClientRect(), b = t.closest('svg').getBoundingClientRect()
-        return [t.textContent, Math.max(b.left - a.left, a.right - b.right, b.top - a.top, a.bottom - b.bottom)]}).filter(([_, d]) => d > 1.5)""")
+        const sideways = Math.max(b.left - a.left, a.right - b.right)
+        return [t.textContent, Math.max(sideways, b.top - a.top, a.bottom - b.bottom)]
+    }).filter(([_, distance]) => distance > 1.5)""")
     assert outside == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
@@ -174,8 +176,11 @@ def test_an_image_brings_colours_along(browser, scheme):
     shade = page.evaluate("""async () => {
         const img = document.querySelector('img'); await img.decode()
         const c = document.createElement('canvas'); c.width = 480; c.height = 260
-        const g = c.getContext('2d'); g.drawImage(img, 0, 0, 480, 260); const d = g.getImageData(0, 0, 60, 18).data
-        let ink = []; for (let i = 0; i < d.length; i += 4) if (d[i + 3] > 200) ink.push(d[i]); return ink.reduce((a, b) => a + b, 0)/ink.length}""")
+        const g = c.getContext('2d'); g.drawImage(img, 0, 0, 480, 260)
+        const d = g.getImageData(0, 0, 60, 18).data, ink = []
+        for (let i = 0; i < d.length; i += 4) if (d[i + 3] > 200) ink.push(d[i])
+        return ink.reduce((a, b) => a + b, 0) / ink.length
+    }""")
     assert shade > 180 if scheme == "dark" else shade < 80
 
 

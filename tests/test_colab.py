@@ -261,7 +261,9 @@ RUNNER = """
 import importlib.metadata as metadata, os, re, sys, warnings
 root, name, pins = sys.argv[1], sys.argv[2], sys.argv[3].split()
 text = open(f"{root}/nbs/{name}.ipynb", encoding="utf-8").read()
-absent = {n for n in ("trl", "bitsandbytes") if not re.search(f"(import|from) {n}|engine.{{0,5}} .trl", text)} # Colab has neither, unless a lesson brings it
+# Colab has neither, unless a lesson brings it
+def brings(n): return re.search(f"(import|from) {n}|engine.{{0,5}} .trl", text)
+absent = {n for n in ("trl", "bitsandbytes") if not brings(n)}
 find = metadata.Distribution.from_name.__func__
 def from_name(cls, name):
     if name.lower() in absent: raise metadata.PackageNotFoundError(name)
@@ -269,9 +271,12 @@ def from_name(cls, name):
 metadata.Distribution.from_name = classmethod(from_name)
 for n in absent: sys.modules[n] = None
 import torch, nbdev.test, IPython, transformers, ipywidgets
-for pin in pins: assert metadata.version(pin.split("==")[0]) == pin.split("==")[1], pin + " is not what runs"
+for pin in pins:
+    package, version = pin.split("==")
+    assert metadata.version(package) == version, pin + " is not what runs"
 os.chdir(root); warnings.simplefilter("ignore")
-ok, _ = nbdev.test.test_nb(f"{root}/nbs/{name}.ipynb", skip_flags=["gpu", "slow"], force_flags=[], basepath=root)
+options = dict(skip_flags=["gpu", "slow"], force_flags=[], basepath=root)
+ok, _ = nbdev.test.test_nb(f"{root}/nbs/{name}.ipynb", **options)
 sys.stdout.flush(); sys.stderr.flush(); os._exit(not ok)
 """
 

@@ -142,7 +142,8 @@ def test_two_trackers_may_be_switched_on():
         load_config(DataConfig, {"use_wandb": True})
 
 
-# Defaults come from one place: what a profile does not name is what the class, or the field that holds a group, says
+# Defaults come from one place: a value that no profile names is the default of the class, or of
+# the field that holds a group
 
 
 def config_classes() -> list[type]:

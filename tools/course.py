@@ -48,7 +48,8 @@ CHAPTERS = {  # folder -> title, what a reader can do after it
         "look up files, configs, charts and progress bars; nothing here must be read first",
     ),
 }
-ROAD = [  # the main road, in the order in which a person learns; the picture has the name of the lesson
+# The main road, in the order in which a person learns; a picture has the name of its lesson
+ROAD = [
     "00_tour",
     "01_tokenizer/bpe",
     "01_tokenizer/tokenizer",

@@ -410,7 +410,7 @@ def test_a_run_is_trls_run_step_by_step(tmp_path, loss, more):
         return torch.cat([p.detach().flatten() for p in net.parameters()])
 
     start = flat(tiny_llama())
-    # Adam divides a gradient by its own size, so where it is nothing but rounding the weights may part
+    # Adam divides a gradient by its own size, so weights may differ where it is only rounding
     assert (flat(model) - flat(their.model)).norm() < 1e-3 * (flat(model) - start).norm()
 
 

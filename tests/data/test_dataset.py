@@ -525,8 +525,11 @@ def test_mixtures_are_exact_and_fair(sizes, total, temperature):
 def test_cache_is_shared_by_processes(tmp_path):
     code = f"""
 from trainkit.parallel import cached
-def make(): open({str(tmp_path / "calls")!r}, 'a').write('x'); return [dict(input_ids=[1, 2], labels=[-100, 2])]
-print([e['labels'].tolist() for e in cached(make, [dict(a=1.5, b=None), 'v1'], {str(tmp_path / "cache")!r})])"""
+def make():
+    open({str(tmp_path / "calls")!r}, 'a').write('x')
+    return [dict(input_ids=[1, 2], labels=[-100, 2])]
+rows = cached(make, [dict(a=1.5, b=None), 'v1'], {str(tmp_path / "cache")!r})
+print([row['labels'].tolist() for row in rows])"""
     outs = [
         subprocess.run(
             [sys.executable, "-c", code],

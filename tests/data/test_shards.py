@@ -28,8 +28,12 @@ from trainkit.data.shards import tokenize_to_disk
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 if __name__ == '__main__':
     source, tokenizer, folder, num_proc = sys.argv[1:]
-    shards = tokenize_to_disk(source, BPETokenizer.load(tokenizer), folder, int(num_proc), shard_chars=1_200_000, progress=False)
-    own = next(int(line.split()[1]) for line in open('/proc/self/status') if line.startswith('VmHWM')) # ru_maxrss starts with the parent's
+    tok = BPETokenizer.load(tokenizer)
+    options = dict(shard_chars=1_200_000, progress=False)
+    shards = tokenize_to_disk(source, tok, folder, int(num_proc), **options)
+    # VmHWM, as ru_maxrss starts with the parent's
+    status = open('/proc/self/status')
+    own = next(int(line.split()[1]) for line in status if line.startswith('VmHWM'))
     peak = [own // 1024, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024]
     print(len(shards), *peak, 'torch' in sys.modules)
 """

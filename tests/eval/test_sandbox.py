@@ -653,8 +653,9 @@ def pair(): return Pair(1, Counter('aab'))
 import math
 node = Node(1, Node(2, Node(3)))
 back = reverse(node)
-assert list(back) == [3, 2, 1] and back[0] == 3 and 2 in back and 9 not in back and str(back) == 'Node(3)'
-assert back.next.next.next is None and Node.count == 6 and back is not node and back == back and back != None
+assert list(back) == [3, 2, 1] and back[0] == 3 and 2 in back and 9 not in back
+assert str(back) == 'Node(3)' and back.next.next.next is None and Node.count == 6
+assert back is not node and back == back and back != None
 back.value = 7
 assert list(back)[0] == 7
 try: back == node
@@ -674,8 +675,10 @@ inner = d['k']['x']
 grow(d, 'k', to=5)
 assert d == {'k': {'x': [1, 5]}} and inner == [1, 5]
 assert pair() == (1, {'a': 2, 'b': 1}) and type(pair()) is tuple
-assert math.isnan(deep(float('nan'))) and deep(-0.0).hex() == '-0x0.0p+0' and deep(complex('inf')) == complex('inf') and deep(10**5000) == 10**5000
-assert deep({1: {2}, (3, None): frozenset([b'x', 'y'])}) == {1: {2}, (3, None): frozenset([b'x', 'y'])}
+assert math.isnan(deep(float('nan'))) and deep(-0.0).hex() == '-0x0.0p+0'
+assert deep(complex('inf')) == complex('inf') and deep(10**5000) == 10**5000
+nested = {1: {2}, (3, None): frozenset([b'x', 'y'])}
+assert deep(nested) == nested
 try: missing()
 except NameError: pass
 else: assert False
@@ -724,12 +727,17 @@ SIBLINGS = """
 import os
 def f(x):
     for process in filter(str.isdigit, os.listdir('/proc')):
-        try: parent, words = open(f'/proc/{process}/stat').read().rsplit(')', 1)[1].split()[1], open(f'/proc/{process}/cmdline').read()
+        try:
+            parent = open(f'/proc/{process}/stat').read().rsplit(')', 1)[1].split()[1]
+            words = open(f'/proc/{process}/cmdline').read()
         except OSError: continue
-        if int(parent) != os.getppid() or int(process) == os.getpid() or 'marshal' not in words: continue
+        if int(parent) != os.getppid() or int(process) == os.getpid(): continue
+        if 'marshal' not in words: continue
         print('seen')
         for place in [f'fd/{i}' for i in range(12)] + ['mem']:
-            try: os.write(os.open(f'/proc/{process}/{place}', os.O_WRONLY), VERDICT); print('written')
+            try:
+                os.write(os.open(f'/proc/{process}/{place}', os.O_WRONLY), VERDICT)
+                print('written')
             except OSError: pass
     return 0
 """

@@ -150,7 +150,7 @@ def test_the_real_model_there_and_back(tmp_path):
     source = next(Path(package.submodule_search_locations[0]).rglob("*.gguf"))
     model, tokenizer = load_pretrained(source)
     folder = save_pretrained(model, tokenizer, tmp_path / "m")
-    # transformers forgets how digits were split: in this vocabulary no token has two of them, so the ids are the same
+    # transformers forgets how digits were split: no token here has two, so the ids are the same
     export_gguf(folder, tmp_path / "f16.gguf", "f16", pre="smollm", progress=False)
     old, new = gguf.GGUFReader(source), gguf.GGUFReader(tmp_path / "f16.gguf")
     for key in ("tokens", "merges", "token_type", "eos_token_id", "pre"):

@@ -527,16 +527,23 @@ from safetensors.torch import save_file
 from trainkit.lora.merge import merge_folder, stream_tensors
 where, n = Path(sys.argv[1]), 12
 (where/'base').mkdir()
-names = {f'model.layers.{i}.mlp.up_proj.weight': (torch.float32, (2560, 4096)) for i in range(n)}
-with open(where/'base'/'model.safetensors', 'wb') as file: write_tensors(file, names, ((k, torch.ones(2560, 4096)) for k in names))
+layers = [f'model.layers.{i}.mlp.up_proj' for i in range(n)]
+names = {f'{layer}.weight': (torch.float32, (2560, 4096)) for layer in layers}
+with open(where/'base'/'model.safetensors', 'wb') as file:
+    write_tensors(file, names, ((k, torch.ones(2560, 4096)) for k in names))
 (where/'a').mkdir()
-save_file({f'base_model.model.model.layers.{i}.mlp.up_proj.lora_{x}.weight': torch.ones(s) for i in range(n) for x, s in (('A', (2, 4096)), ('B', (2560, 2)))}, where/'a'/'adapter_model.safetensors')
-(where/'a'/'adapter_config.json').write_text(json.dumps(dict(peft_type='LORA', r=2, lora_alpha=4, target_modules=['up_proj'])))
+shapes = dict(A=(2, 4096), B=(2560, 2))
+adapter = {f'base_model.model.{layer}.lora_{x}.weight': torch.ones(shape)
+           for layer in layers for x, shape in shapes.items()}
+save_file(adapter, where/'a'/'adapter_model.safetensors')
+config = dict(peft_type='LORA', r=2, lora_alpha=4, target_modules=['up_proj'])
+(where/'a'/'adapter_config.json').write_text(json.dumps(config))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 merge_folder(where/'base', where/'a', where/'out')
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 from safetensors import safe_open
-with safe_open(where/'out'/'model.safetensors', 'pt') as f: assert all((f.get_tensor(k) == 5).all() for k in names)
+with safe_open(where/'out'/'model.safetensors', 'pt') as f:
+    assert all((f.get_tensor(k) == 5).all() for k in names)
 print((after - before) // 1024)
 """
     done = subprocess.run(
@@ -546,7 +553,8 @@ print((after - before) // 1024)
     assert int(done.stdout) < 240, done.stdout
 
 
-# What learns as a whole, and beside what kind of update; PEFT's `modules_to_save` fits by the end of a name
+# Modules that are trained whole, and the kind of update next to them; PEFT's `modules_to_save`
+# matches the end of a name
 WHOLE = {
     "nothing": [],
     "every norm": ["norm"],

@@ -509,7 +509,8 @@ def test_broken_weights_are_an_error(ours):
         choose(logits, torch.ones(2, 1, dtype=torch.int64), SamplingConfig(), torch.ones(2))
 
 
-FAMILIES = {  # What the knobs of the families change in a step; each must be the same with a plan as without
+# What the knobs of the families change in a step; each must be the same with a plan as without
+FAMILIES = {
     "llama": {},
     "mha": dict(n_kv_heads=4),
     "mqa": dict(n_kv_heads=1),

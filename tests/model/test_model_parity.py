@@ -458,7 +458,7 @@ def test_cache_padding_and_packing(name: str) -> None:
     theirs.eval()
     ids, _ = batch()
     with torch.no_grad():
-        # Left padding, all at once and in parts with a cache: every real token as transformers has it
+        # Left padding, whole and in parts with a cache: every real token as in transformers
         mask = torch.ones_like(ids)
         mask[0, :7] = 0
         mask[2, :1] = 0
@@ -1128,9 +1128,7 @@ def test_long_padded_rows(side: str, monkeypatch) -> None:
     labels = ids.masked_fill(mask == 0, -100)
     labels[0, 11 if side != "right" else 0] = -100
     more, cuts = {}, ([30], [30])
-    if (
-        side == "documents"
-    ):  # Their positions say nothing of the padding, and the second row has two
+    if side == "documents":  # Their positions do not show the padding; the second row has two
         more, cuts = (
             dict(position_ids=torch.stack((torch.arange(30), torch.arange(30) % 15))),
             ([30], [15, 15]),
@@ -1140,10 +1138,10 @@ def test_long_padded_rows(side: str, monkeypatch) -> None:
     got.loss.backward()
     together = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
-    for row, real, logits, sizes in zip(ids, mask.bool(), got.logits, cuts, strict=True):
+    for row, kept, scores, sizes in zip(ids, mask.bool(), got.logits, cuts, strict=True):
         for part, real, logits in zip(
-            row.split(sizes), real.split(sizes), logits.split(sizes), strict=True
-        ):  # noqa: B020
+            row.split(sizes), kept.split(sizes), scores.split(sizes), strict=True
+        ):
             alone = model(part[real][None], labels=part[real][None], num_items_in_batch=1)
             close(logits[real], alone.logits[0])
             alone.loss.backward()
@@ -1189,7 +1187,8 @@ from trainkit.model import attention
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 attention.DENSE = int(sys.argv[1])
-model = Transformer(ModelConfig(vocab_size=61, d_model=32, n_heads=2, n_layers=4, d_ff=32, max_seq_len=4096))
+shape = dict(vocab_size=61, d_model=32, n_heads=2, n_layers=4, d_ff=32, max_seq_len=4096)
+model = Transformer(ModelConfig(**shape))
 ids, positions = torch.randint(61, (1, 4096)), torch.arange(512).repeat(8)[None]
 model(ids, position_ids=positions, labels=ids, return_logits=False).loss.backward()
 print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))

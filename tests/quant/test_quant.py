@@ -78,7 +78,8 @@ def test_every_byte_is_the_librarys(bnb, dtype, quant_type):
                     )
 
 
-# Mean and deviation of the mean absolute and relative errors, from bitsandbytes' tests (tests/test_functional.py, test_4bit_quant)
+# Mean and deviation of the mean absolute and relative errors, from bitsandbytes' own
+# tests/test_functional.py, test_4bit_quant
 ERRORS = {
     "fp4": {
         32: (0.088925, 0.000091, 0.242443, 0.000330),
@@ -582,9 +583,12 @@ from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.quant.quantize import load_quantized
 shape = ModelConfig(vocab_size=256, d_model=512, n_heads=8, n_layers=8, d_ff=1536, max_seq_len=64)
-def peak(): return next(int(line.split()[1]) * 1024 for line in open('/proc/self/status') if line.startswith('VmHWM'))
+def peak():
+    status = open('/proc/self/status')
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith('VmHWM'))
 from trainkit.quant.quantize import _no_weights
-with _no_weights(): Transformer(ModelConfig(vocab_size=64, d_model=64, n_heads=4, n_layers=1, d_ff=64)) # what torch loads for it
+with _no_weights(): # what torch loads for a model
+    Transformer(ModelConfig(vocab_size=64, d_model=64, n_heads=4, n_layers=1, d_ff=64))
 before = peak()
 model = load_quantized(lambda: Transformer(shape), sys.argv[1])
 print(peak() - before)
@@ -634,16 +638,20 @@ assert can_fuse(torch.ones(1))
 for shape in ((70, 33), (64, 96)): # Odd sizes: tiles that are not full, bytes that two rows share
     for quant_type, double, rows in (('nf4', True, 1), ('fp4', False, 70)):
         q = quantize_4bit(torch.randn(shape), quant_type, 64, double)
+        tolerances = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 0.5}
         for back in (False, True):
-            for dtype, tolerance in ((torch.float32, 1e-4), (torch.float16, 5e-2), (torch.bfloat16, 0.5)):
-                x, W = torch.randn(rows, shape[0 if back else 1]).to(dtype), dequantize_4bit(q, dtype)
-                found, right = fused_product(x, q, back), x @ W if back else x @ W.T
-                assert found.dtype == dtype and (found - right).abs().max() < tolerance, (shape, quant_type, back, dtype)
+            for dtype, tolerance in tolerances.items():
+                x = torch.randn(rows, shape[0 if back else 1]).to(dtype)
+                W = dequantize_4bit(q, dtype)
+                y, right = fused_product(x, q, back), x @ W if back else x @ W.T
+                case = (shape, quant_type, back, dtype)
+                assert y.dtype == dtype and (y - right).abs().max() < tolerance, case
 layer, x = Linear4bit.from_weight(torch.randn(48, 64)), torch.randn(2, 3, 64, requires_grad=True)
 y = layer(x)
 y.sum().backward()
 W = layer.dequantize()
-assert torch.allclose(y, x @ W.T, atol=1e-4) and torch.allclose(x.grad, W.sum(0).expand(2, 3, 64), atol=1e-4)
+assert torch.allclose(y, x @ W.T, atol=1e-4)
+assert torch.allclose(x.grad, W.sum(0).expand(2, 3, 64), atol=1e-4)
 print('equal')
 """
 
@@ -873,7 +881,7 @@ def test_real_layers_are_closer_on_text_that_calibration_has_not_seen(smollm2):
             for method in ("nearest", "awq", "gptq")
         }
         assert off["awq"] < 0.95 * off["nearest"], (name, off)
-        # 4,096 tokens are few for 1,536 inputs: there GPTQ learns them by heart and is no closer on others
+        # 4,096 tokens are few for 1,536 inputs: GPTQ overfits them and is no closer on others
         assert name.endswith("down_proj") or off["gptq"] < 0.95 * off["nearest"], (name, off)
 
 

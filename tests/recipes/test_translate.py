@@ -994,7 +994,8 @@ def test_what_a_script_computes_is_reported_with_its_place(tmp_path):
         self.output_dir, self.model_name = output_dir, model_name
     def go(self):
         model = AutoModelForCausalLM.from_pretrained(self.model_name)
-        args = SFTConfig(output_dir=self.output_dir, learning_rate=rate(), logging_steps=self.every, max_steps=3)
+        args = SFTConfig(output_dir=self.output_dir, learning_rate=rate(),
+                         logging_steps=self.every, max_steps=3)
         return SFTTrainer(model=model, args=args, train_dataset=load_rows(), reward_funcs=mine)
 """)
     done = call("config", "convert", "train.py", "-o", "ours.yaml", cwd=tmp_path)

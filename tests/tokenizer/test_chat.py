@@ -533,17 +533,36 @@ def test_tools_are_written_as_the_family_was_published(ours, theirs, calls, syst
     )
 
 
-MISTRAL = """{%- if messages[0]["role"] == "system" %}{%- set system_message = messages[0]["content"] %}{%- set loop_messages = messages[1:] %}{%- else %}{%- set loop_messages = messages %}{%- endif %}
-{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}{{- bos_token }}
+# v0.3, without its checks, and with the system's text in the first question
+MISTRAL = """{%- if messages[0]["role"] == "system" %}
+{%- set system_message = messages[0]["content"] %}
+{%- set loop_messages = messages[1:] %}
+{%- else %}{%- set loop_messages = messages %}{%- endif %}
+{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
+{{- bos_token }}
 {%- for message in loop_messages %}{%- if message["role"] == "user" %}
-{%- if tools is not none and (message == user_messages[-1]) %}{{- "[AVAILABLE_TOOLS] [" }}{%- for tool in tools %}{%- set tool = tool.function %}{{- '{"type": "function", "function": {' }}
-{%- for key, val in tool.items() if key != "return" %}{%- if val is string %}{{- '"' + key + '": "' + val + '"' }}{%- else %}{{- '"' + key + '": ' + val|tojson }}{%- endif %}{%- if not loop.last %}{{- ", " }}{%- endif %}{%- endfor %}
-{{- "}}" }}{%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" }}{%- endif %}{%- endfor %}{{- "[/AVAILABLE_TOOLS]" }}{%- endif %}
-{%- if loop.first and system_message is defined %}{{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}{%- else %}{{- "[INST] " + message["content"] + "[/INST]" }}{%- endif %}
-{%- elif message.tool_calls is defined and message.tool_calls is not none %}{{- "[TOOL_CALLS] [" }}{%- for tool_call in message.tool_calls %}{%- set out = tool_call.function|tojson %}{{- out[:-1] }}
-{{- ', "id": "' + tool_call.id + '"}' }}{%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" + eos_token }}{%- endif %}{%- endfor %}
+{%- if tools is not none and (message == user_messages[-1]) %}{{- "[AVAILABLE_TOOLS] [" }}
+{%- for tool in tools %}{%- set tool = tool.function %}
+{{- '{"type": "function", "function": {' }}
+{%- for key, val in tool.items() if key != "return" %}
+{%- if val is string %}{{- '"' + key + '": "' + val + '"' }}
+{%- else %}{{- '"' + key + '": ' + val|tojson }}{%- endif %}
+{%- if not loop.last %}{{- ", " }}{%- endif %}{%- endfor %}
+{{- "}}" }}{%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" }}{%- endif %}{%- endfor %}
+{{- "[/AVAILABLE_TOOLS]" }}{%- endif %}
+{%- if loop.first and system_message is defined %}
+{{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+{%- else %}{{- "[INST] " + message["content"] + "[/INST]" }}{%- endif %}
+{%- elif message.tool_calls is defined and message.tool_calls is not none %}
+{{- "[TOOL_CALLS] [" }}{%- for tool_call in message.tool_calls %}
+{%- set out = tool_call.function|tojson %}{{- out[:-1] }}
+{{- ', "id": "' + tool_call.id + '"}' }}
+{%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" + eos_token }}{%- endif %}{%- endfor %}
 {%- elif message["role"] == "assistant" %}{{- " " + message["content"]|trim + eos_token}}
-{%- elif message["role"] == "tool" %}{{- '[TOOL_RESULTS] {"content": ' + message.content|string + ", " }}{{- '"call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}{%- endif %}{%- endfor %}"""  # v0.3, without its checks, and with the system's text in the first question
+{%- elif message["role"] == "tool" %}
+{{- '[TOOL_RESULTS] {"content": ' + message.content|string + ", " }}
+{{- '"call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+{%- endif %}{%- endfor %}"""
 
 
 @pytest.mark.parametrize("system", [True, False])
@@ -953,49 +972,53 @@ HOSTILE = {
     "slice": "{{ [1] | slice(1000000000, 0) | list | length }}",
     "tojson": "{{ range(90000) | list | tojson(indent=100000) }}",
     "tilde": (
-        "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% "
-        "endfor %}"
+        "{% set ns = namespace(s='ab') %}"
+        "{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
     ),
     "times": "{{ ('a' * 9000000) * 1000 }}",
     "list times": "{{ ([0] * 9000000) * 100 }}",
     "power": "{{ 10 ** 10 ** 8 }}",
     "nested powers": "{{ ((1000000 ** 64) ** 64) ** 64 }}",
     "products": (
-        "{% set ns = namespace(n=999999) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n "
-        "%}{% endfor %}{{ ns.n % 7 }}"
+        "{% set ns = namespace(n=999999) %}"
+        "{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}{{ ns.n % 7 }}"
     ),
-    "nested loops": "{% for i in range(90000) %}{% for j in range(90000) %}{{ i }}{% endfor %}{% endfor %}",
+    "nested loops": (
+        "{% for i in range(90000) %}{% for j in range(90000) %}{{ i }}{% endfor %}{% endfor %}"
+    ),
     "macros": (
-        "{% macro f(n) %}{% for i in range(20) %}{{ f(n - 1) if n else '' }}{% endfor %}{% "
-        "endmacro %}{{ f(20) }}"
+        "{% macro f(n) %}{% for i in range(20) %}{{ f(n - 1) if n else '' }}{% endfor %}"
+        "{% endmacro %}{{ f(20) }}"
     ),
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "recursive loop": "{% for i in [1] recursive %}{{ loop([1]) }}{% endfor %}",
     "set blocks": (
-        "{% set a %}{{ 'a' * 9000000 }}{% endset %}{% set b %}{{ a }}{{ a }}{{ a }}{{ a }}{{ a "
-        "}}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{% endset %}{{ b | length }}"
+        "{% set a %}{{ 'a' * 9000000 }}{% endset %}"
+        "{% set b %}" + "{{ a }}" * 10 + "{% endset %}{{ b | length }}"
     ),
     "filter blocks": "{% filter center(1000000000) %}a{% endfilter %}",
     "autoescape": "{% autoescape 'a' | center(1000000000) %}{% endautoescape %}",
     "a growing list": (
-        "{% set ns = namespace(l=[]) %}{% for i in range(90000) %}{% set ns.l = ns.l + ['a' * "
-        "9000] %}{% endfor %}"
+        "{% set ns = namespace(l=[]) %}"
+        "{% for i in range(90000) %}{% set ns.l = ns.l + ['a' * 9000] %}{% endfor %}"
     ),
     "a growing namespace": (
-        "{% set ns = namespace() %}{% for i in range(90000) %}{% set ns.x = (ns.x or []) + ['a' "
-        "* 9000] %}{% endfor %}"
+        "{% set ns = namespace() %}"
+        "{% for i in range(90000) %}{% set ns.x = (ns.x or []) + ['a' * 9000] %}{% endfor %}"
     ),
     "slow search": (
-        "{% set s = 'a' * 9000000 %}{% for i in range(99999) %}{{ (s ~ 'b') in (s ~ s) }}{% "
-        "endfor %}"
+        "{% set s = 'a' * 9000000 %}"
+        "{% for i in range(99999) %}{{ (s ~ 'b') in (s ~ s) }}{% endfor %}"
     ),
     "sums": (
-        "{% for i in range(900) %}{{ range(99999) | sum }}{% endfor %}{% for i in range(99999) "
-        "%}{{ range(99999) | sort | first }}{% endfor %}"
+        "{% for i in range(900) %}{{ range(99999) | sum }}{% endfor %}"
+        "{% for i in range(99999) %}{{ range(99999) | sort | first }}{% endfor %}"
     ),
     "lorem": "{{ lipsum(n=100000, max=1000) }}",
     "a long text": "{% set x = 'a' * 9000000 %}{{ x }}{{ x }}",
-    "sort": "{% for i in range(999) %}{{ range(99999) | map('string') | sort | length }}{% endfor %}",
+    "sort": (
+        "{% for i in range(999) %}{{ range(99999) | map('string') | sort | length }}{% endfor %}"
+    ),
     "urlize": "{{ ('www.a.b ' * 1000000) | urlize }}",
     "xmlattr": "{{ {'a': 'b' * 9000000, 'c': '&' * 9000000} | xmlattr }}",
     "escape": "{{ ('&' * 9000000) | escape | length }}{{ ('&' * 9000000) | forceescape }}",
@@ -1006,9 +1029,11 @@ HOSTILE = {
 
 MEASURED = """
 import json, resource, sys, time
-from trainkit.tokenizer.chat_template import MEMORY, SECONDS, _WORKERS, compile_template, render_text, render_texts
+from trainkit.tokenizer.chat_template import (
+    MEMORY, _WORKERS, compile_template, render_text, render_texts
+)
 chat, slack = [dict(role='user', content='hello')], 64_000_000
-used = lambda who=resource.RUSAGE_SELF: resource.getrusage(who).ru_maxrss*1024
+def used(who=resource.RUSAGE_SELF): return resource.getrusage(who).ru_maxrss*1024
 first, child, words = used(), 0, {}
 for name, hostile in json.load(sys.stdin).items():
     begin = time.monotonic()
@@ -1019,7 +1044,9 @@ for name, hostile in json.load(sys.stdin).items():
     except ValueError: pass
 good = render_texts([chat]*3, '{{ messages[0].content }}')
 _WORKERS.end()
-print(json.dumps(dict(words=words, good=good, mine=used() - first, theirs=used(resource.RUSAGE_CHILDREN) - first, room=MEMORY + slack)))
+report = dict(words=words, good=good, room=MEMORY + slack)
+report.update(mine=used() - first, theirs=used(resource.RUSAGE_CHILDREN) - first)
+print(json.dumps(report))
 """
 
 

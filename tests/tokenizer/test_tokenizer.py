@@ -763,8 +763,9 @@ def texts(left=100_000_000):
                 left -= len(text)
                 if left < 0: return
 BPETokenizer.train(texts(), 8192, lane={lane!r}, num_proc=1)
-status = Path('/proc/self/status') # its VmHWM is this program's alone; ru_maxrss begins with the parent's
-peak = [int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith('VmHWM')] if status.exists() else []
+status = Path('/proc/self/status') # VmHWM is this program's; ru_maxrss begins with the parent's
+lines = status.read_text().splitlines() if status.exists() else []
+peak = [int(line.split()[1]) for line in lines if line.startswith('VmHWM')]
 print((peak or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss])[0] // 1024)
 """
     done = subprocess.run(
@@ -779,11 +780,12 @@ print((peak or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss])[0] // 1024)
 
 # ---- the spelling of patterns, surrogates, normal forms, names
 
-READERS_KNOW = {  # As gigatoken recognises a tokenizer (src/pretokenize/options.rs of marcelroed/gigatoken)
+# As gigatoken recognises a tokenizer (src/pretokenize/options.rs of marcelroed/gigatoken)
+READERS_KNOW = {
     "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "cl100k": (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
-        r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
     "o200k": (
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"

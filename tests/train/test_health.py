@@ -55,8 +55,8 @@ def said(history):
     return {f.name for n in range(len(history)) for f in check_health(history[: n + 1])}
 
 
-# What the tables of symptoms of other toolkits list, and the check that does it here. The made record shows that it fires;
-# the lessons show the same on runs that have the fault.
+# What the tables of symptoms of other toolkits list, and the check that covers it here. The
+# record shows that it fires; the lessons show the same on runs that have the fault.
 FALL = [4 - 0.05 * i for i in range(40)]
 TABLE = {
     "overfitting: training loss falls, evaluation loss rises": (

@@ -840,7 +840,8 @@ def tree(t):
 
 
 FIVE = dict(gradient_accumulation_steps=3)  # 15 batches of 2 rows: epochs of 5 steps
-OPTIONS = {  # name: (what trainer() gets, what OptimConfig gets, what must hold of trainer, result and callbacks)
+# name: (arguments of trainer(), of OptimConfig, a check of trainer, result and callbacks)
+OPTIONS = {
     "max_steps over epochs": (
         dict(max_steps=7, num_train_epochs=1),
         {},
@@ -1119,7 +1120,8 @@ def test_option(name, tmp_path):
         )  # polynomial ends at 1e-7 there
 
 
-SCHEDULE_KNOBS = {  # schedule -> our knobs, and what they are called in transformers for so many steps after the warm-up
+# schedule -> our knobs, and their names in transformers, for so many steps after the warm-up
+SCHEDULE_KNOBS = {
     "constant": [({}, {})],
     "constant_with_warmup": [({}, {})],
     "linear": [({}, {})],
@@ -1153,6 +1155,16 @@ SCHEDULE_KNOBS = {  # schedule -> our knobs, and what they are called in transfo
 }
 
 
+def rates_of(optimizer, schedule, steps):
+    "The learning rate before each step and after the last."
+    rates = []
+    for _ in range(steps + 1):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_a_schedule_is_transformers_over_a_grid_of_knobs(kind):
     "At every step and at the end, with and without warm-up, for every knob of a schedule."
@@ -1163,24 +1175,15 @@ def test_a_schedule_is_transformers_over_a_grid_of_knobs(kind):
             named = dict(theirs)
             if "decay" in named:
                 named["num_decay_steps"] = named.pop("decay") * (total - warmup)
-            rates = []
-            for build in (
-                lambda o: make_schedule(
-                    o,
-                    OptimConfig(
-                        learning_rate=0.01, lr_scheduler_type=kind, warmup_steps=warmup, **mine
-                    ),
-                    total,
-                ),  # noqa: B023
-                lambda o: get_scheduler(kind, o, warmup, total, named),
-            ):  # noqa: B023
-                optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.01)
-                schedule, found = build(optimizer), []
-                for _ in range(total + 1):
-                    found.append(optimizer.param_groups[0]["lr"])
-                    optimizer.step(), schedule.step()
-                rates.append(found)
-            assert rates[0] == pytest.approx(rates[1], abs=1e-15), (mine, total, warmup)
+            ours, reference = (torch.optim.SGD([torch.zeros(1)], lr=0.01) for _ in range(2))
+            config = OptimConfig(
+                learning_rate=0.01, lr_scheduler_type=kind, warmup_steps=warmup, **mine
+            )
+            rates = rates_of(ours, make_schedule(ours, config, total), total)
+            expected = rates_of(
+                reference, get_scheduler(kind, reference, warmup, total, named), total
+            )
+            assert rates == pytest.approx(expected, abs=1e-15), (mine, total, warmup)
 
 
 def test_every_knob_of_the_loop_has_a_test():

@@ -85,9 +85,11 @@ from trainkit.config import load_config
 from trainkit.recipes.config import RunConfig
 from trainkit.widgets.panel import TrainerPanel
 
-words = ('data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.vocab_size=400 model.d_model=32 model.n_heads=2 '
-         'model.n_layers=1 model.d_ff=64 train.max_steps=20000 train.logging_steps=1 train.eval_strategy=steps train.eval_steps=100 '
-         'train.sample_steps=50 train.per_device_train_batch_size=4 sampling.max_new_tokens=10').split()
+words = ('data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.vocab_size=400 '
+         'model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 train.max_steps=20000 '
+         'train.logging_steps=1 train.eval_strategy=steps train.eval_steps=100 '
+         'train.sample_steps=50 train.per_device_train_batch_size=4 '
+         'sampling.max_new_tokens=10').split()
 panel = TrainerPanel(load_config(RunConfig, dict(runs_dir='runs', name='seen'), words))
 panel.show()
 """
@@ -264,17 +266,18 @@ def test_a_panel_trains_in_a_notebook(browser, lab):
     chart.wait_for()
     before = chart.get_attribute("aria-label")
     page.wait_for_function(
-        (
-            "before => "
-            'document.querySelector(\'svg[role=img][aria-label^="Loss"]\').getAttribute("aria-label") '
-            "!== before"
-        ),
+        "before => document.querySelector('svg[role=img][aria-label^=\"Loss\"]')"
+        '.getAttribute("aria-label") !== before',
         arg=before,
     )
     taken = page.evaluate("""() => new Promise(done => {
-        const pause = [...document.querySelectorAll('button')].find(b => b.textContent.trim() === 'Pause'), begin = performance.now()
+        const buttons = [...document.querySelectorAll('button')]
+        const pause = buttons.find(b => b.textContent.trim() === 'Pause')
+        const begin = performance.now()
         new MutationObserver((_, all) => {
-            if (pause.textContent.includes('Resume')) { all.disconnect(); done(performance.now() - begin) }
+            if (!pause.textContent.includes('Resume')) return
+            all.disconnect()
+            done(performance.now() - begin)
         }).observe(pause, {childList: true, subtree: true, characterData: true})
         pause.click()
     })""")
@@ -371,7 +374,9 @@ from trainkit.train.runs import RunFolder
 if not Path('seen').exists():
     for rate in (0.003, 0.01, 0.03):
         with RunFolder(f'seen/rate{rate}', f'optim:\\n  learning_rate: {rate}\\n') as folder:
-            for step in range(1, 200): folder.record('log', dict(step=step, loss=2 + 4*math.exp(-step*rate) + 0.1*math.sin(step), grad_norm=1/step))
+            for step in range(1, 200):
+                loss = 2 + 4*math.exp(-step*rate) + 0.1*math.sin(step)
+                folder.record('log', dict(step=step, loss=loss, grad_norm=1/step))
             folder.record('end', dict(step=199, reason='finished'))
 browser = RunBrowser('seen')
 browser.show()
@@ -432,8 +437,10 @@ from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 torch.manual_seed(0)
-tokenizer = BPETokenizer.train(['what colour is the sky? the sky is blue.']*4, 270, special_tokens=['<|endoftext|>'])
-base = Transformer(ModelConfig(vocab_size=tokenizer.vocab_size, d_model=64, n_heads=4, n_layers=2, d_ff=128, max_seq_len=256))
+texts = ['what colour is the sky? the sky is blue.'] * 4
+tokenizer = BPETokenizer.train(texts, 270, special_tokens=['<|endoftext|>'])
+shape = dict(d_model=64, n_heads=4, n_layers=2, d_ff=128, max_seq_len=256)
+base = Transformer(ModelConfig(vocab_size=tokenizer.vocab_size, **shape))
 set_template(tokenizer, 'chatml', base)
 tuned = copy.deepcopy(base)
 with torch.no_grad():
@@ -443,7 +450,8 @@ CHAT = (
     VOICES
     + """
 from trainkit.widgets.chat_compare import ChatCompare
-chat = ChatCompare(dict(base=(base, tokenizer), tuned=(tuned, tokenizer), twin=(base, tokenizer)), max_new_tokens=30, system='Be brief.')
+models = dict(base=(base, tokenizer), tuned=(tuned, tokenizer), twin=(base, tokenizer))
+chat = ChatCompare(models, max_new_tokens=30, system='Be brief.')
 chat.show()
 """
 )
@@ -451,7 +459,9 @@ LABELS = (
     VOICES
     + """
 from trainkit.widgets.labeler import PreferenceLabeler
-labeler = PreferenceLabeler.sample('%s.jsonl', base, tokenizer, [f'what colour is {x}?' for x in ('the sky', 'grass', 'snow')], max_new_tokens=20, who='me')
+questions = [f'what colour is {x}?' for x in ('the sky', 'grass', 'snow')]
+options = dict(max_new_tokens=20, who='me')
+labeler = PreferenceLabeler.sample('%s.jsonl', base, tokenizer, questions, **options)
 labeler.show()
 """
 )
@@ -537,7 +547,8 @@ from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 text = 'the whole of the earth was of one language, and of one speech. '*20
 tok = BPETokenizer.train([text], 290, special_tokens=['<|endoftext|>'], progress=False)
 torch.manual_seed(0)
-model = Transformer(ModelConfig(vocab_size=290, d_model=32, n_heads=4, n_layers=2, d_ff=64, max_seq_len=64))
+shape = dict(vocab_size=290, d_model=32, n_heads=4, n_layers=2, d_ff=64, max_seq_len=64)
+model = Transformer(ModelConfig(**shape))
 """,
     "PackingExplorer().show()",
     "AttentionExplorer(model, tok, text=text[:60]).show()",
