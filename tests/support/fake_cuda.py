@@ -67,9 +67,8 @@ def on_gpu(x) -> bool:
 
 
 def is_nowhere(x) -> bool:
-    return (
-        is_plain(x) and mark(x) is None
-    )  # Autograd's own zeros, which on a real GPU would be in the right place
+    "Autograd's own zeros, which on a real GPU would be in the right place."
+    return is_plain(x) and mark(x) is None
 
 
 def put(x, gpu=True):
@@ -91,6 +90,23 @@ def wants_gpu(device) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
+def refuse_mixed(function, name, args, tensors):
+    "Raise CUDA's error where an operation may not take tensors of both kinds."
+    if name in BY_INDEX:
+        if not on_gpu(args[0]):
+            raise RuntimeError(
+                "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
+            )
+        if len(args) > 2 and args[2].ndim and not on_gpu(args[2]):
+            raise RuntimeError(TWO.format(name))
+        return
+    writes_to_cpu = function._schema.is_mutable and any(
+        is_plain(t) and not on_gpu(t) for t in tree_leaves(args[:1])
+    )
+    if writes_to_cpu or name == "_fused_adamw_" or any(t.ndim and not on_gpu(t) for t in tensors):
+        raise RuntimeError(TWO.format(name))
+
+
 class Watch(TorchDispatchMode):
     "Check that the tensors of every operation, backward included, are on one device."
 
@@ -99,31 +115,15 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+        created_there = wants_gpu(kwargs.get("device"))
+        if created_there:
             kwargs = {**kwargs, "device": CPU}
-            forced = True
-        else:
-            forced = None
         tensors = [t for t in tree_leaves((args, kwargs)) if is_plain(t) and not is_nowhere(t)]
         places = [on_gpu(t) for t in tensors]
         name = function._schema.name.split("::")[-1]
         gpu = any(places)
         if gpu and not all(places) and name not in ANYWHERE:
-            first = tree_leaves(args[:1])
-            if name in BY_INDEX:
-                if not on_gpu(args[0]):
-                    raise RuntimeError(
-                        "indices should be either on cpu or on the same device as the indexed "
-                        "tensor (cpu)"
-                    )
-                if len(args) > 2 and args[2].ndim and not on_gpu(args[2]):
-                    raise RuntimeError(TWO.format(name))
-            elif any(t.ndim and not there for t, there in zip(tensors, places, strict=True)):
-                raise RuntimeError(TWO.format(name))
-            elif function._schema.is_mutable and any(is_plain(t) and not on_gpu(t) for t in first):
-                raise RuntimeError(TWO.format(name))
-            elif name == "_fused_adamw_":
-                raise RuntimeError(TWO.format(name))
+            refuse_mixed(function, name, args, tensors)
         generator = kwargs.get("generator")
         if generator is not None and tensors and gpu != getattr(generator, "gpu", False):
             raise RuntimeError(
@@ -134,14 +134,12 @@ class Watch(TorchDispatchMode):
             Watch.syncs += 1
         if gpu and name == "mm" and args[0].numel() >= 2**26:
             return kwargs.get("out", args[0])  # Somebody measures the speed of a GPU
-        found = function(*args, **kwargs)
+        out = function(*args, **kwargs)
         if name in ("copy_", "_foreach_copy_", "set_"):
-            return found  # In place
-        if forced is not None:
-            gpu = forced
-        elif name == "zeros" and torch._C._current_graph_task_id() != -1:
-            return put(found, None)
-        return put(found) if gpu else found
+            return out  # In place
+        if not created_there and name == "zeros" and torch._C._current_graph_task_id() != -1:
+            return put(out, None)
+        return put(out) if created_there or gpu else out
 
 
 def entered(run):
@@ -184,14 +182,12 @@ def placed(make):
             if gpu != on_gpu(args[0]):
                 return move(args[0], GPU if gpu else CPU, dtype=kwargs.get("dtype"))
         if device is None:
-            made = make(*args, **kwargs)
-            return put(made, False) if is_nowhere(made) else made
-        made = make(*args, device=CPU if gpu else device, **kwargs)
-        return (
-            put(made, gpu)
-            if gpu or not is_plain(made) or not on_gpu(made)
-            else put(made.clone(), False)
-        )
+            out = make(*args, **kwargs)
+            return put(out, False) if is_nowhere(out) else out
+        out = make(*args, device=CPU if gpu else device, **kwargs)
+        if gpu or not is_plain(out) or not on_gpu(out):
+            return put(out, gpu)
+        return put(out.clone(), False)
 
     return maker
 
@@ -300,6 +296,19 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
 
     narrow: autocast really computes in 16 bits.
     """
+    patch_cuda(capability, memory)
+    patch_accelerator()
+    patch_constructors()
+    patch_tensor()
+    patch_queries()
+    patch_autocast(narrow)
+    patch_loading()
+    threading.Thread.run = entered(threading.Thread.run)  # type: ignore
+    Watch().__enter__()
+
+
+def patch_cuda(capability, memory):
+    "What torch.cuda answers."
 
     def used():
         return 0
@@ -370,6 +379,10 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
     torch._C._cuda_getDevice = lambda: 0  # type: ignore
     for name in ("get_rng_state", "get_rng_state_all", "set_rng_state", "set_rng_state_all"):
         setattr(torch.cuda.random, name, getattr(torch.cuda, name))
+
+
+def patch_accelerator():
+    "What torch.accelerator answers."
     for name, value in dict(
         is_available=lambda: True,
         current_accelerator=lambda *a, **k: torch.device("cuda"),
@@ -380,6 +393,10 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
         set_device_index=lambda *a: None,
     ).items():
         setattr(torch.accelerator, name, value)
+
+
+def patch_constructors():
+    "Functions that create tensors take `cuda`, and `with torch.device('cuda')` works."
     fake = FakeTensor.__new__
     FakeTensor.__new__ = staticmethod(
         lambda cls, mode, elem, device, *args, **kwargs: fake(
@@ -431,6 +448,22 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
     ):
         setattr(torch, name, placed(getattr(torch, name)))
     torch.Generator = Generator  # type: ignore
+
+
+def placed_method(true):
+    "A method as `new_zeros`, for any device."
+
+    def method(self, *args, device=None, **kwargs):
+        if not is_plain(self):
+            return true(self, *args, **kwargs, **({} if device is None else dict(device=device)))
+        gpu = on_gpu(self) if device is None else wants_gpu(device)
+        return put(true(self, *args, **kwargs), gpu)
+
+    return method
+
+
+def patch_tensor():
+    "Where a tensor is, how it moves, and what fails on the GPU."
     for name in (
         "new_empty",
         "new_zeros",
@@ -439,19 +472,7 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
         "new_tensor",
         "new_empty_strided",
     ):
-        true = getattr(torch.Tensor, name)
-
-        def method(self, *args, device=None, true=true, **kwargs):
-            if not is_plain(self):
-                return true(
-                    self, *args, **kwargs, **({} if device is None else dict(device=device))
-                )
-            return put(
-                true(self, *args, **kwargs), on_gpu(self) if device is None else wants_gpu(device)
-            )
-
-        setattr(torch.Tensor, name, method)
-
+        setattr(torch.Tensor, name, placed_method(getattr(torch.Tensor, name)))
     torch.Tensor.device = property(
         lambda self: GPU if is_plain(self) and on_gpu(self) else true_device.__get__(self)
     )  # type: ignore
@@ -477,19 +498,21 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
     for name in ("numpy", "__array__"):
         guarded(
             name,
-            (
-                "can't convert cuda:0 device type tensor to numpy. "
-                "Use Tensor.cpu() to copy the tensor to host memory first."
-            ),
+            "can't convert cuda:0 device type tensor to numpy. "
+            "Use Tensor.cpu() to copy the tensor to host memory first.",
         )
     true_type = torch.Tensor.type
-    torch.Tensor.type = lambda self, kind=None, **kwargs: (
-        true_type(self)
-        if kind is None
-        else self.to(kind)
-        if isinstance(kind, torch.dtype)
-        else true_type(self, kind)
-    )  # type: ignore
+
+    def of_type(self, kind=None, **kwargs):
+        if kind is None:
+            return true_type(self)
+        return self.to(kind) if isinstance(kind, torch.dtype) else true_type(self, kind)
+
+    torch.Tensor.type = of_type  # type: ignore
+
+
+def patch_queries():
+    "Torch's own questions about devices: how it parses them and groups tensors by them."
 
     def parse_to(*args, true=torch._C._nn._parse_to, **kwargs):
         args = [GPU if isinstance(a, int) and not isinstance(a, bool) else a for a in args]
@@ -497,15 +520,17 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
 
     torch._C._nn._parse_to = parse_to
 
-    def grouped(
-        lists, *args, true=torch._C._group_tensors_by_device_and_dtype
-    ):  # As optimizers ask
-        return {
+    def grouped(lists, *args, true=torch._C._group_tensors_by_device_and_dtype):
+        return {  # As optimizers ask
             (next((x.device for x in group[0][0] if x is not None), device), dtype): group
             for (device, dtype), group in true(lists, *args).items()
         }
 
     torch._C._group_tensors_by_device_and_dtype = grouped  # type: ignore
+
+
+def patch_autocast(narrow):
+    "Autocast and gradient scaling for `cuda`."
 
     class Autocast(torch.autocast):  # Numbers in 16 bits are slow on most CPUs
         def __init__(self, device_type, *args, **kwargs):
@@ -542,6 +567,9 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
 
     torch.amp.GradScaler = torch.cuda.amp.GradScaler = Scaler  # type: ignore
 
+
+def patch_loading():
+    "Files of tensors open on the GPU."
     import safetensors
     import safetensors.torch
 
@@ -555,10 +583,8 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
 
     class Opened:
         def __init__(self, path, framework="pt", device="cpu", **kwargs):
-            self.gpu, self.file = (
-                wants_gpu(device),
-                true_open(path, framework=framework, device="cpu", **kwargs),
-            )
+            self.gpu = wants_gpu(device)
+            self.file = true_open(path, framework=framework, device="cpu", **kwargs)
 
         def __enter__(self):
             self.file.__enter__()
@@ -578,13 +604,8 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
 
     def load(*args, map_location=None, **kwargs):
         gpu = isinstance(map_location, (str, torch.device)) and wants_gpu(map_location)
-        return (
-            put(true_torch_load(*args, map_location="cpu" if gpu else map_location, **kwargs), gpu)
-            if gpu
-            else true_torch_load(*args, map_location=map_location, **kwargs)
-        )
+        if gpu:
+            return put(true_torch_load(*args, map_location="cpu", **kwargs))
+        return true_torch_load(*args, map_location=map_location, **kwargs)
 
     torch.load = load
-
-    threading.Thread.run = entered(threading.Thread.run)  # type: ignore
-    Watch().__enter__()
