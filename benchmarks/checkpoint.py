@@ -81,6 +81,50 @@ def spent(do) -> float:
     return time.perf_counter() - began
 
 
+def time_ways(
+    root: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rounds: int
+) -> dict[str, list[float]]:
+    "Seconds of each way to write the state, in turns; the first round is not counted."
+    ways = {"bytes alone": bytes_alone, "torch.save": pickled, "save_checkpoint": ours}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for n in range(rounds + 1):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            way(root / "one", model, optimizer)
+            duration = time.perf_counter() - began
+            shutil.rmtree(root / "one")
+            if n:
+                seconds[name].append(duration)
+    return seconds
+
+
+def time_writer(
+    root: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rounds: int
+) -> tuple[list[float], ...]:
+    "Seconds of steps alone and during a write, of the calls to save, and of the writes."
+    batch = torch.randint(49152, (1, 32))
+
+    def step():
+        optimizer.zero_grad()
+        model(batch, labels=batch).loss.backward()
+        optimizer.step()
+
+    alone, meanwhile, standing, writing = [], [], [], []
+    with CheckpointWriter(root / "run", 1, asynchronous=True) as writer:
+        for n in range(rounds + 1):
+            alone += [spent(step) for _ in range(3)]
+            began = time.perf_counter()
+            writer.save(take_snapshot(model, optimizer, state=dict(step=n)))
+            standing.append(time.perf_counter() - began)
+            steps = []
+            while writer.busy:
+                steps.append(spent(step))
+            writing.append(time.perf_counter() - began)
+            if n:
+                meanwhile.extend(steps[:-1] or steps)
+    return alone, meanwhile, standing, writing
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -92,48 +136,18 @@ def main() -> None:
     )
     args = parser.parse_args()
     model, optimizer = state(args.layers)
-    root, size = (
-        Path(tempfile.mkdtemp(dir=args.folder)),
-        take_snapshot(model, optimizer, state=dict(step=1)).bytes,
-    )
-    ways = {"bytes alone": bytes_alone, "torch.save": pickled, "save_checkpoint": ours}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    size = take_snapshot(model, optimizer, state=dict(step=1)).bytes
+    root = Path(tempfile.mkdtemp(dir=args.folder))
     try:
-        for n in range(args.rounds + 1):  # The first round is not counted
-            for name, way in ways.items():
-                took = spent(lambda: way(root / "one", model, optimizer))  # noqa: B023
-                shutil.rmtree(root / "one")
-                if n:
-                    seconds[name].append(took)
+        seconds = time_ways(root, model, optimizer, args.rounds)
         once = save_checkpoint(root, model, optimizer, state=dict(step=1))
         loading = spent(lambda: load_checkpoint(once, model, optimizer))
         shutil.rmtree(once)
-
-        batch = torch.randint(49152, (1, 32))
-
-        def step():
-            optimizer.zero_grad()
-            model(batch, labels=batch).loss.backward()
-            optimizer.step()
-
-        alone, meanwhile, standing, writing = [], [], [], []
-        with CheckpointWriter(root / "run", 1, asynchronous=True) as writer:
-            for n in range(args.rounds + 1):
-                for _ in range(3):
-                    alone.append(spent(step))
-                began = time.perf_counter()
-                standing.append(
-                    spent(lambda: writer.save(take_snapshot(model, optimizer, state=dict(step=n))))
-                )  # noqa: B023
-                steps = []
-                while writer.busy:
-                    steps.append(spent(step))
-                writing.append(time.perf_counter() - began)
-                if n:
-                    meanwhile.extend(steps[:-1] or steps)
+        times = time_writer(root, model, optimizer, args.rounds)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     median = statistics.median
+    alone, meanwhile, standing, writing = times
     print(
         f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, "
         f"{os.cpu_count()} cores, "

@@ -464,10 +464,9 @@ def test_a_template_that_does_not_fit_is_found():
         text = render_text(
             bare[3]["messages"], TEMPLATES[name].jinja, dict(bos_token="<s>", eos_token="</s>")
         )[0]
-        for rows in (
-            put(good, [7, 9], prompt=lambda t: text),
-            put([dict(text=r["completion"]) for r in good], [7, 9], text=lambda t: text),
-        ):  # noqa: B023
+        answers = [dict(text=r["completion"]) for r in good]
+        for key, plain in (("prompt", good), ("text", answers)):
+            rows = put(plain, [7, 9], **{key: lambda old, text=text: text})
             seen = found(rows, held, tokenizer=tok)["template_in_rows"]
             assert seen.count == 2 and name in seen.says or "chatml" in seen.says, name
         assert ("template_refuses" in found(chats, tokenizer=tok)) == (name == "gemma")
