@@ -68,7 +68,7 @@ def test_without_a_repository_there_are_no_badges(tmp_path):
     )
     assert badges.repository(tmp_path / "pyproject.toml") == "https://github.com/a/b"
     text = badges.with_badges(LESSONS[0], None)
-    assert badges.BADGE not in text and "#@title" not in text
+    assert badges.BADGE not in text and "# @title" not in text
     (tmp_path / LESSONS[0].name).write_text(text)
     again = badges.with_badges(tmp_path / LESSONS[0].name, "https://github.com/a/b")
     assert (

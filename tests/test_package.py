@@ -21,7 +21,7 @@ NOTEBOOKS = sorted(
 CHECKED_BY_HAND = {"__init__", "__main__", "_modidx", "_lazy"}
 
 # Who may import whom: a package imports from those in its line, and from what those may import.
-# The modules outside packages (config, files, ...) import from no package; the command line from all.
+# Modules outside packages (config, files, ...) import from no package; the command line from all.
 LAYERS = {
     "tokenizer": "",
     "data": "tokenizer",

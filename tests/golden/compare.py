@@ -63,7 +63,7 @@ STEPS = ["train.max_steps=6", "train.per_device_train_batch_size=4", "data.max_l
 ADAPTER = ["lora.r=4", "lora.lora_dropout=0.1"]
 SCORED = ["rl.num_prompts=4", "rl.num_generations=4", "rl.max_completion_length=8", "rl.beta=0.05"]
 
-# name -> the data file it reads, and what it changes; all but the first start from the first's model
+# name -> the data file it reads, and its changes; all but the first start from the first's model
 CASES = {
     "pretrain": ("", [*TEXT, "train.max_steps=12", "train.per_device_train_batch_size=8"]),
     "pretrain-muon": ("", [*TEXT, *STEPS, "optim.optim=muon", "optim.learning_rate=0.02"]),
