@@ -19,7 +19,7 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-LANES = {  # What `generate` is told; the first is the peer
+LANES = {  # Arguments of `generate`; the first is the peer
     "transformers": None,
     "trainkit, fast=False": dict(fast=False),
     "trainkit": {},

@@ -83,7 +83,7 @@ def make_batches(kind: str):
 def train(
     folder: str, kind: str, moment: tuple[str, int] | None, asynchronous: bool | None
 ) -> None:
-    "A run that goes on where it was, and kills itself at a moment: at the n-th call of something."
+    "A run that resumes, and kills itself at a moment: at the n-th call of something."
     multiprocessing.set_start_method(
         "fork", force=True
     )  # Workers of the loader are to die with the run

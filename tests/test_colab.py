@@ -310,7 +310,7 @@ def colab(tmp_path_factory):
         warnings.warn(
             (
                 "NO COLAB PINS: the package index did not give them, "
-                f"so no lesson ran beside them: {done.stderr.strip().splitlines()[-1:]}"
+                f"so no lesson ran with them: {done.stderr.strip().splitlines()[-1:]}"
             ),
             stacklevel=1,
         )

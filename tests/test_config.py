@@ -147,7 +147,7 @@ def test_two_trackers_may_be_switched_on():
 
 
 def config_classes() -> list[type]:
-    "Every config class of the package: RunConfig, its groups, and the small ones beside it."
+    "Every config class of the package: RunConfig, its groups, and the small ones next to it."
     found = {}
     for info in pkgutil.walk_packages(trainkit.__path__, "trainkit."):
         if info.name.rpartition(".")[2].startswith("_") or "lessons" in info.name:

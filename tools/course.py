@@ -173,7 +173,7 @@ def picture_name(name):
 
 
 def neighbours():
-    "Lesson -> (the one before it, the one after it): along the main road, and by number beside it."
+    "Lesson -> (the one before, the one after): along the main road, elsewhere by number."
     every, main, out = [name_of(path) for path in lessons()], road(), {}
     for i, name in enumerate(every):
         order, at = (main, main.index(name)) if name in main else (every, i)
@@ -222,7 +222,7 @@ def index(notebooks):
         "[tour](00_tour.ipynb), which trains, tunes, aligns and shrinks a small model on one page. "
         "The other "
         f"{len(notebooks) - len(main)} lessons show how each part is built, "
-        "for whoever wants to open the box.",
+        "for anyone who wants to open the box.",
         "You need Python, and to have trained or at least seen a neural network in PyTorch. "
         "Reading the main road takes "
         f"about {reading // 60} hours; a lesson runs in seconds on one CPU core.",

@@ -1,4 +1,4 @@
-"RL beside TRL's trainers, and on models of transformers."
+"RL compared with TRL's trainers, and on models of transformers."
 
 import asyncio
 import copy

@@ -305,7 +305,7 @@ HELD_OUT = [4, 9, 10, 11, 12, 13, 14, 18]
 
 
 def test_split_vectors():
-    "The published places: whoever splits elsewhere, in whatever language, must get these."
+    "The published places: a split in any other program or language must get these."
     assert [side(t) for t in ("trainkit", "", "Why is the sky blue?", "déjà vu", "日本語")] == [
         0.6157926122048922,
         0.5151522356031434,

@@ -422,7 +422,7 @@ def test_side_by_side_is_the_same_for_the_same_model(models, tok):
 
 
 def test_the_harness_runs_a_local_task(models, tok, tmp_path):
-    "The real lm-evaluation-harness beside `multiple_choice` and `perplexity`."
+    "The real lm-evaluation-harness agrees with `multiple_choice` and `perplexity`."
     pytest.importorskip("lm_eval", reason="pip install lm-eval")
     draw = random.Random(0)
     rows = [

@@ -1,4 +1,4 @@
-"Numbers about text, beside the programs that papers use."
+"Numbers about text, compared with the programs that papers use."
 
 import random
 

@@ -447,7 +447,7 @@ def test_no_program_gets_out(name, isolation, world):
         words = dict(
             namespace="names, sizes", landlock="files of this user", seccomp="network can be used"
         )[needs]
-        assert words in find_isolation("process").note  # It was said
+        assert words in find_isolation("process").note  # It was reported
     else:
         assert not out, (outcome, world.marked())
 
@@ -508,7 +508,7 @@ def test_without_a_namespace_the_run_says_so_or_refuses(script, why, monkeypatch
 
 @pytest.mark.filterwarnings("ignore:Programs run in a process")
 def test_a_system_with_neither_landlock_nor_seccomp(monkeypatch, tmp_path, fresh):
-    "As macOS: the verdict holds, clumsy programs are stopped, and the rest is said."
+    "As macOS: the verdict holds, clumsy programs are stopped, and the rest is reported."
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     note = find_isolation().note
     assert (

@@ -379,7 +379,7 @@ def test_stream_shows_whole_characters_and_stops():
 
 
 def test_texts_of_a_batch_end_each_in_its_place(ours):
-    "Rows that have ended write nothing more, while the others go on."
+    "Rows that have ended write nothing more, while the others continue."
 
     class Letters:
         def encode(self, text):

@@ -402,7 +402,7 @@ def family(kind):
 
 @pytest.mark.parametrize("kind", [k for k in FAMILIES if k not in ("neox", "mixtral")])
 def test_families_straight_into_four_bits(kind, tmp_path):
-    "A tensor at a time gives what quantizing the whole gives, and LoRA goes on top."
+    "A tensor at a time gives what quantizing the whole gives, and LoRA can be added."
     from trainkit.lora.targets import LoRAConfig
     from trainkit.lora.inject import adapted, add_lora
 

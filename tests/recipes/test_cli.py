@@ -296,7 +296,7 @@ WRONG = {
     "unknown knob": (["demo", "train.max_step=3"], "Did you mean 'max_steps'"),
     "zero steps": (["demo", "train.max_steps=0"], "train.max_steps"),
     "negative steps": (["demo", "train.max_steps=-5"], "train.max_steps"),
-    "learning rate that is no number": (["demo", "optim.learning_rate=.nan"], "finite number"),
+    "learning rate that is NaN": (["demo", "optim.learning_rate=.nan"], "finite number"),
     "width and heads": (["demo", "model.d_model=100", "model.n_heads=3"], "divisible"),
     "rows too long": (
         [
@@ -400,7 +400,7 @@ WRONG = {
         ["train", "--method", "sft", "quant.bits=4", "--model", "x", "--dataset", "pairs.jsonl"],
         "qlora",
     ),
-    "a value that is no number": (
+    "a value that is not a number": (
         ["train", "foreign.yaml", "train.max_steps=abc"],
         "train.max_steps = 'abc': must be a valid integer",
     ),
@@ -769,7 +769,7 @@ def plain(text):
     return " ".join(text.translate({ord(c): " " for c in "│╭╮╰╯─"}).split())
 
 
-ANSWERS = {  # what is no knob -> what is said instead
+ANSWERS = {  # a name that is not a knob -> the answer
     "train --leraning_rate 1": "Did you mean 'learning_rate'",
     "train --num_procesess 2": "Did you mean",
     "train --num_processes 2": "trainkit launch FILE --processes",
@@ -922,7 +922,7 @@ def test_what_a_dry_launch_prints_can_be_pasted(words, tmp_path):
     assert shown.returncode == 0 and [p.name for p in tmp_path.iterdir()] == ["c.yaml"], (
         shown.stderr
     )
-    if "--profile" in words:  # what is said beside a script is no line of it
+    if "--profile" in words:  # the note next to a script is not one of its lines
         swapped = call(
             "launch",
             "--processes",

@@ -162,7 +162,7 @@ def test_stopped_and_resumed_it_ends_the_same(home):
 
 
 def test_min_length_counts_tokens_and_min_chars_characters(home):
-    "Beside max_length it is in its unit; what is dropped is counted, for text as for examples."
+    "It has the unit of max_length; what is dropped is counted, for text as for examples."
     from trainkit.config import ConfigError
 
     short = config(home, "short")

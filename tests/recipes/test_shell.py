@@ -107,7 +107,7 @@ def pressed(words, cwd, env, what, person=False):
 @POSIX
 @pytest.mark.parametrize("person", [True, False])
 def test_ctrl_c_ends_an_answer(home, tmp_path, person):
-    "At a terminal the chat goes on with the next question; elsewhere the program ends."
+    "At a terminal the chat asks the next question; elsewhere the program ends."
     words = ["chat", "-m", str(home / "model"), "--max-new-tokens", "9", "--seed", "1"]
     done = in_child(pressed, words, tmp_path, {}, "answer", person, folder=tmp_path)
     assert done.returncode == (0 if person else 130) and "Traceback" not in done.stderr, done.stderr
@@ -794,7 +794,7 @@ def test_a_warning_is_a_line_without_source_code(tmp_path):
 
 
 def test_what_a_run_notes_is_not_in_its_json(home, tmp_path):
-    "Going on with other data or knobs is noted aloud, and a program still reads one JSON value."
+    "Resuming with other data or knobs is noted, and a program still reads one JSON value."
     train = [
         "train",
         "--method",
@@ -829,7 +829,7 @@ def test_what_a_run_notes_is_not_in_its_json(home, tmp_path):
 
 @pytest.mark.parametrize("colour", [True, False])
 def test_no_color_is_heard(colour, tmp_path, monkeypatch):
-    "Also by what is said of an error in a terminal (no-color.org)."
+    "Also in the message of an error in a terminal (no-color.org)."
     from trainkit.cli import main
 
     monkeypatch.setenv("NO_COLOR", "" if colour else "1")

@@ -549,7 +549,7 @@ def with_preset(name, method, home):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_suits_a_method_or_says_why_not(name, method, tmp_path):
-    "Whoever names a method gets it; four bits need an adapter, and nothing else is refused."
+    "A named method is used; 4 bits need an adapter, and nothing else is refused."
     few = "quant" in PRESETS[name].knobs and method in ("pretrain", "sft", "freeze")
     if few:
         with pytest.raises(

@@ -26,7 +26,7 @@ SERVER = forkserver._forkserver
 
 
 def serve():
-    "Begin the server from which fresh processes are forked, if there is none."
+    "Start the server from which fresh processes are forked, unless it runs."
     with patch.dict(
         os.environ,
         PYTHONPATH=os.pathsep.join(

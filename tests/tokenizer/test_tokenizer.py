@@ -623,7 +623,7 @@ def test_imported_ranks_go_to_hugging_face():
     assert hf.backend_tokenizer.encode(text).ids == tok.encode(text)
 
 
-# ---- what cannot be done is said, and nothing is half done
+# ---- what cannot be done raises an error, and nothing is half done
 
 
 def test_more_merges_than_the_text_holds():

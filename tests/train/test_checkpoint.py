@@ -31,7 +31,7 @@ from trainkit.train.checkpoint import find_checkpoints, latest_checkpoint, rotat
 
 
 def learn(folder: Path, ready, steps: int = 40) -> None:
-    "A run that saves every other step and goes on from what it finds."
+    "A run that saves every other step and resumes from what it finds."
     warnings.simplefilter("error")
     with run_lock(folder):
         seed_everything(0)

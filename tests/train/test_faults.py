@@ -131,7 +131,7 @@ def test_pieces_survive_a_resume(tmp_path):
     run("cut", loss=limited(2, start=3), callbacks=[StopAt(5)]).train()
     again = run(
         "cut", loss=limited(99)
-    )  # a machine with room, which must go on in pieces all the same
+    )  # a machine with room, which must continue in pieces all the same
     rest = again.train(resume=True)
     assert (
         same(whole.model, again.model)

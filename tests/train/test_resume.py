@@ -245,7 +245,7 @@ def test_folder_that_is_removed_while_the_run_goes_on(tmp_path):
 
 
 def test_slow_disk_does_not_stop_the_run_and_loses_nothing(tmp_path, monkeypatch):
-    "Steps go on while the checkpoint is held up; the next save waits for it."
+    "Steps continue while the checkpoint is held up; the next save waits for it."
     gate, real, steps = threading.Event(), checkpoint.write_tensors, []
 
     def slow(path, tensors, *rest):

@@ -1018,7 +1018,7 @@ OPTIONS = {
             and same(t.model, run_option(dict(seed=7, kind="dropout"))[0].model)
         ),
     ),
-    "tf32 where there is none": (
+    "tf32 on a device without it": (
         dict(tf32=True),
         {},
         lambda t, r, h: torch.cuda.is_available() or not torch.backends.cuda.matmul.allow_tf32,
@@ -1272,7 +1272,7 @@ def test_training_in_a_thread_and_stopping_from_another(tmp_path):
     t.control.pause()
     last = time.monotonic() + 60
     while not rests(thread):
-        assert time.monotonic() < last, "it goes on"
+        assert time.monotonic() < last, "it does not end"
         time.sleep(0.005)
     step = t.state.step
     time.sleep(0.1)

@@ -419,7 +419,7 @@ def run_browser(browser, lab, scheme="light"):
 
 
 def test_runs_are_browsed_in_a_notebook(browser, lab):
-    "The quick one: a filter, a choice, an error that is said, and what the saved notebook shows."
+    "The quick one: a filter, a choice, an error message, and what the saved notebook shows."
     page, errors = run_browser(browser, lab)
     assert page.locator(".trainkit-still").first.is_hidden(), (
         "the picture is for those who have no widgets"

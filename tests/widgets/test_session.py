@@ -1,4 +1,4 @@
-"A run with buttons: what it imports, Ctrl-C, and a process that outlives whoever started it."
+"A run with buttons: what it imports, Ctrl-C, and a process that outlives its parent."
 
 import asyncio
 import linecache
@@ -89,7 +89,7 @@ def test_an_interrupt_ends_the_step_and_keeps_the_model(how, reason, tmp_path):
 
 
 def test_buttons_from_many_threads_at_once():
-    "Whoever presses what, the state stays one of the seven, and the run ends."
+    "Whatever is pressed, the state stays one of the seven, and the run ends."
     session = TrainSession(
         load_config(RunConfig, dict(train=dict(max_steps=100_000, seed=0))), count
     )

@@ -353,7 +353,7 @@ def test_every_method_trains_from_its_panel(method, of_method):
 
 
 def test_a_torn_journal_loses_at_most_its_last_line(tmp_path):
-    "Cut anywhere, the labels are those of the whole lines, and labeling goes on from there."
+    "Cut anywhere, the labels are those of the whole lines, and labeling resumes there."
     from trainkit.widgets.labeler import PreferenceLabels
 
     pairs = [dict(prompt=f"é{i}", answers=["a\n", "b"]) for i in range(4)]
@@ -385,7 +385,7 @@ def test_a_torn_journal_loses_at_most_its_last_line(tmp_path):
 
 
 def test_a_chat_that_is_closed_stops_writing():
-    "Nothing goes on in the background, no widget is left, and what was written is kept."
+    "Nothing runs in the background, no widget is left, and what was written is kept."
     import torch
 
     from trainkit.tokenizer.chat import set_template
