@@ -49,23 +49,23 @@ def main() -> None:
         "bitsandbytes AdamW8bit": bitsandbytes.optim.AdamW8bit,
         "torch AdamW, fused, float32": lambda p: torch.optim.AdamW(p, fused=True),
     }
-    params, made, spent = {}, {}, {name: [] for name in makers}
+    params, optimizers, spent = {}, {}, {name: [] for name in makers}
     for name, make in makers.items():
         torch.manual_seed(0)
         params[name] = torch.nn.Parameter(torch.randn(args.width, args.width))
-        made[name] = make([params[name]])
+        optimizers[name] = make([params[name]])
     for turn in range(args.rounds + 2):
         grad = torch.randn(args.width, args.width)
-        for name, optimizer in made.items():
+        for name, optimizer in optimizers.items():
             params[name].grad = grad.clone()
             began = clock()
             optimizer.step()
             if turn > 1:
                 spent[name].append(clock() - began)
     first, *others = list(makers)[:3]
-    one = made[first].state[params[first]]
+    one = optimizers[first].state[params[first]]
     equal = all(
-        torch.equal(one[k], made[name].state[params[name]][k])
+        torch.equal(one[k], optimizers[name].state[params[name]][k])
         for name in others
         for k in ("state1", "state2", "absmax1", "absmax2")
     )
@@ -84,7 +84,7 @@ def main() -> None:
     for name, seconds in times.items():
         own = [
             x
-            for x in made[name].state[params[name]].values()
+            for x in optimizers[name].state[params[name]].values()
             if isinstance(x, torch.Tensor) and x.numel() > 256
         ]
         size = sum(x.nbytes for x in own) / args.width**2

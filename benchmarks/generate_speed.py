@@ -118,13 +118,13 @@ def main() -> None:
         return print(resident("VmHWM") - before)
     lanes = {name: make_lane(ours, theirs, LANES[name]) for name in args.lanes}
     if "trainkit, compile" in lanes:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             start = time.perf_counter()
             lanes["trainkit, compile"](
                 torch.ones(args.batch[0], 16, dtype=torch.int64), args.tokens
             )
-        if reasons := [str(w.message) for w in said if "compile is left out" in str(w.message)]:
+        if reasons := [str(w.message) for w in warned if "compile is left out" in str(w.message)]:
             del lanes["trainkit, compile"]
             print(f"NO ROW FOR COMPILE: {reasons[0]}")
         else:

@@ -239,7 +239,7 @@ def main():
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("bare", "peers"))
-    given = parser.parse_args()
+    args = parser.parse_args()
     import torch
     import transformers
 
@@ -260,10 +260,10 @@ def main():
         f"{cpu or platform.processor()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, 1 thread, fp32; CPU time, medians\n"
     )
-    if given.only != "peers":
-        bare(given.steps)
-    if given.only != "bare":
-        peers(given.rounds)
+    if args.only != "peers":
+        bare(args.steps)
+    if args.only != "bare":
+        peers(args.rounds)
 
 
 if __name__ == "__main__":

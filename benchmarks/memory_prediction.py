@@ -91,9 +91,9 @@ def main():
         "--parts", action="store_true", help="also print what the prediction consists of"
     )
     ask.add_argument("--child")
-    said = ask.parse_args()
-    if said.child:
-        return child(said.child)
+    args = ask.parse_args()
+    if args.child:
+        return child(args.child)
     from trainkit.data.readers import write_examples
     from trainkit.recipes.demo import demo_rows
 
@@ -109,16 +109,16 @@ def main():
             ],
         ).items():
             write_examples(some, folder / "data" / f"{name}.jsonl")
-        for threads in said.threads:
-            for method in said.methods:
+        for threads in args.threads:
+            for method in args.methods:
                 where = folder / str(threads)
                 where.mkdir(exist_ok=True)
                 config = config_of(
                     method,
                     where,
-                    said.model or where / "pretrain" / "model",
-                    said.steps,
-                    said.batch,
+                    args.model or where / "pretrain" / "model",
+                    args.steps,
+                    args.batch,
                 )
                 if "data" in config:
                     config["data"]["path"] = config["data"]["path"].replace(str(where), str(folder))
@@ -137,25 +137,25 @@ def main():
                 )
                 if done.returncode:
                     sys.exit(done.stderr)
-                found = json.loads(done.stdout.splitlines()[-1])
-                known = found["predicted"] and f"{found['predicted'] / 1e6:,.0f}"
+                result = json.loads(done.stdout.splitlines()[-1])
+                known = result["predicted"] and f"{result['predicted'] / 1e6:,.0f}"
                 ratio = (
-                    f"{found['predicted'] / found['measured']:.2f}"
-                    if found["predicted"]
-                    else found["why"]
+                    f"{result['predicted'] / result['measured']:.2f}"
+                    if result["predicted"]
+                    else result["why"]
                 )
                 print(
                     (
-                        f"| {method} | {threads} | {known} | {found['measured'] / 1e6:,.0f} | "
+                        f"| {method} | {threads} | {known} | {result['measured'] / 1e6:,.0f} | "
                         f"{ratio} |"
                     ),
                     flush=True,
                 )
-                if said.parts:
+                if args.parts:
                     print(
                         {
                             name: round(size / 1e6, 1)
-                            for name, size in (found["parts"] or {}).items()
+                            for name, size in (result["parts"] or {}).items()
                             if size
                         },
                         file=sys.stderr,

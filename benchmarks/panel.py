@@ -52,7 +52,7 @@ def main():
             dict(runs_dir=str(Path(folder) / "runs"), name="seen"),
             [*WORDS, f"train.max_steps={args.steps}"],
         )
-        ratios, clicks, told = [], [], []
+        ratios, clicks, sizes = [], [], []
         for _ in range(args.rounds):
             bare = TrainSession(config)
             bare.start()
@@ -63,7 +63,7 @@ def main():
             panel.start()
             panel.session.wait()
             ratios.append(rate(panel.session) / rate(bare))
-            told.append(statistics.median(sent))
+            sizes.append(statistics.median(sent))
             panel.close()
         panel = TrainerPanel(
             load_config(
@@ -98,7 +98,7 @@ def main():
         f"| from a click to the widget that shows it, ms | {statistics.median(clicks):.1f} | "
         f"{max(clicks):.1f} |"
     )
-    print(f"| a chart, kB | {statistics.median(told) / 1000:.1f} | {max(told) / 1000:.1f} |")
+    print(f"| a chart, kB | {statistics.median(sizes) / 1000:.1f} | {max(sizes) / 1000:.1f} |")
 
 
 if __name__ == "__main__":

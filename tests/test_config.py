@@ -118,8 +118,8 @@ def test_a_settings_file_of_another_program_is_left_alone(tmp_path):
     )
     shown = call("config", "show", "--json", cwd=tmp_path)
     assert shown.returncode == 0 and json.loads(shown.stdout)["name"] == "run", shown.stderr
-    made = call("train", "--dry-run", "--method", "stf", cwd=tmp_path)
-    assert "Did you mean 'sft'" in made.stderr, made.stderr
+    answer = call("train", "--dry-run", "--method", "stf", cwd=tmp_path)
+    assert "Did you mean 'sft'" in answer.stderr, answer.stderr
     (tmp_path / "settings.ini").write_text("DEBUG = on\n")
     done = call("train", "--profile", "quick", "train.max_steps=0", cwd=tmp_path)
     assert (
@@ -131,13 +131,13 @@ def test_a_settings_file_of_another_program_is_left_alone(tmp_path):
 
 def test_two_trackers_may_be_switched_on():
     with pytest.warns(UserWarning, match="word of other libraries"):
-        for given, trackers in (
+        for flags, trackers in (
             ({"use_wandb": True, "use_tensorboard": True}, ["wandb", "tensorboard"]),
             ({"use_tensorboard": True, "report_to": ["wandb"]}, ["wandb", "tensorboard"]),
             ({"use_wandb": True, "report_to": "wandb"}, ["wandb"]),
             ({"use_wandb": False, "use_tensorboard": True}, ["tensorboard"]),
         ):
-            assert load_config(RunConfig, given).report_to == trackers
+            assert load_config(RunConfig, flags).report_to == trackers
     with pytest.raises(ConfigError, match="unknown key"):
         load_config(DataConfig, {"use_wandb": True})
 
@@ -148,7 +148,7 @@ def test_two_trackers_may_be_switched_on():
 
 def config_classes() -> list[type]:
     "Every config class of the package: RunConfig, its groups, and the small ones next to it."
-    found = {}
+    classes = {}
     for info in pkgutil.walk_packages(trainkit.__path__, "trainkit."):
         if info.name.rpartition(".")[2].startswith("_") or "lessons" in info.name:
             continue
@@ -159,8 +159,8 @@ def config_classes() -> list[type]:
                 and kind.__module__.startswith("trainkit")
                 and dataclasses.is_dataclass(kind)
             ):
-                found[kind.__name__] = kind
-    return list(found.values())
+                classes[kind.__name__] = kind
+    return list(classes.values())
 
 
 def strayed(

@@ -17,9 +17,9 @@ def test_the_index_and_the_links_are_up_to_date():
 
 def test_pictures_are_small_and_say_what_they_show():
     "One for each lesson of the main road, and none for others."
-    found = sorted((course.LESSONS / "images").glob("*.svg"))
-    assert {p.stem for p in found} == {course.picture_name(name) for name in course.road()}
-    for path in found:
+    pictures = sorted((course.LESSONS / "images").glob("*.svg"))
+    assert {p.stem for p in pictures} == {course.picture_name(name) for name in course.road()}
+    for path in pictures:
         text = path.read_text(encoding="utf-8")
         assert len(text.encode()) < 2000 and re.search(r"<title>\w[^<]{10,}</title>", text), (
             path.name
@@ -190,13 +190,13 @@ def test_what_the_readme_says_of_others_is_so():
     there = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     figures = re.findall(r"(?<![\w.])\d[\d,]*\.\d+|\d,\d{3}", table)
     assert len(figures) > 12 and not [f for f in figures if f not in there]
-    if (found := importlib.util.find_spec("trl")) is None or importlib.metadata.version(
+    if (spec := importlib.util.find_spec("trl")) is None or importlib.metadata.version(
         "trl"
     ) != "1.16.0":
         return
     code = "\n".join(
         p.read_text(encoding="utf-8")
-        for p in Path(next(iter(found.submodule_search_locations))).rglob("*.py")
+        for p in Path(next(iter(spec.submodule_search_locations))).rglob("*.py")
     )
     assert not re.search(r"ipywidgets|BpeTrainer|train_new_from_iterator|gguf", code, re.I)
     assert all(f"class {name}Trainer(" in code for name in ("DPO", "KTO", "GRPO", "RLOO"))

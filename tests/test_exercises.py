@@ -17,9 +17,9 @@ LESSONS = sorted((ROOT / "nbs").rglob("*.ipynb"))
 @pytest.mark.parametrize("path", LESSONS, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_lesson_has_three_exercises(path):
     "Three cells with a check that has a hint, each followed by a folded solution that is code."
-    found = read_exercises(path)
-    assert [e.number for e in found] == [1, 2, 3]
-    for e in found:
+    exercises = read_exercises(path)
+    assert [e.number for e in exercises] == [1, 2, 3]
+    for e in exercises:
         assert e.solution, f"exercise {e.number} has no folded block of Python"
         compile(solved(e), path.stem, "exec")
         calls = [
@@ -90,7 +90,7 @@ def test_a_lesson_is_run_and_its_exercises_graded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "stub, solution, said",
+    "stub, solution, message",
     [
         ("n = 3", "n = 3", "the untouched cell passes"),
         ("n = 0", "n = 4", "its solution is not yet: count again"),
@@ -98,8 +98,8 @@ def test_a_lesson_is_run_and_its_exercises_graded(tmp_path):
         ("n = 0", "m = 3", "its solution is not yet"),
     ],
 )
-def test_a_broken_exercise_is_found(tmp_path, stub, solution, said):
-    assert said in " ".join(wrong(run_lesson(lesson(tmp_path, stub, solution), [])[1]))
+def test_a_broken_exercise_is_found(tmp_path, stub, solution, message):
+    assert message in " ".join(wrong(run_lesson(lesson(tmp_path, stub, solution), [])[1]))
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda p: f"{p.parent.name}/{p.stem}")

@@ -48,8 +48,8 @@ def test_declared_is_pyproject():
     def names(lines):
         return sorted(re.split(r"[\[<>=!~ ]", line)[0].lower() for line in lines)
 
-    found = declared_requirements()
-    assert {extra: names(lines) for extra, lines in found.items()} == {
+    requirements = declared_requirements()
+    assert {extra: names(lines) for extra, lines in requirements.items()} == {
         "": names(project["dependencies"])
     } | {extra: names(lines) for extra, lines in project["optional-dependencies"].items()}
 
@@ -133,11 +133,11 @@ def test_environment_holds_nothing_private(monkeypatch):
     out = json.dumps(environment())
     for private in ("hf_secret", "sesame", str(Path.home()), str(ROOT)):
         assert private not in out
-    kept = json.loads(out)
+    facts = json.loads(out)
     assert (
-        kept["versions"]["torch"]
-        and kept["python"]
-        and set(kept["git"] or {"commit", "dirty"}) == {"commit", "dirty"}
+        facts["versions"]["torch"]
+        and facts["python"]
+        and set(facts["git"] or {"commit", "dirty"}) == {"commit", "dirty"}
     )
 
 

@@ -47,7 +47,7 @@ def module_name(path: Path) -> str:
 @cache
 def pages() -> dict[str, list[Path]]:
     "Module -> the notebooks that export to it, in order; the first has its `default_exp`."
-    found: dict[str, list[Path]] = {}
+    by_module: dict[str, list[Path]] = {}
     for path in NOTEBOOKS:
         notebook = json.loads(path.read_text(encoding="utf-8"))
         own = notebook["metadata"].get("nbdev", {}).get("default_exp")
@@ -60,19 +60,19 @@ def pages() -> dict[str, list[Path]]:
             if (m := re.match(r"#\| *exporti?(?:[ \t]+(\S+))?[ \t]*(?:\n|$)", text))
         }
         for module in sorted(named):
-            assert module == own or module in found, (
+            assert module == own or module in by_module, (
                 f"{path.name} adds to {module} before the notebook that begins it"
             )
-            assert module != own or module not in found, (
+            assert module != own or module not in by_module, (
                 f"{path.name} begins {module}, which another notebook has begun"
             )
-            found.setdefault(module, []).append(path)
-    return found
+            by_module.setdefault(module, []).append(path)
+    return by_module
 
 
 def imported(module: str) -> set[str]:
     "Modules of ours that a module imports, at its top, in a function or for type checks."
-    package, found = module.split(".")[:-1], set()
+    package, modules = module.split(".")[:-1], set()
     for node in ast.walk(
         ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
     ):
@@ -82,18 +82,18 @@ def imported(module: str) -> set[str]:
                 continue
             target = [*start, *(node.module or "").removeprefix("trainkit").strip(".").split(".")]
             target = ".".join(filter(None, target))
-            found |= (
+            modules |= (
                 {target}
                 if target in pages()
                 else {f"{target}.{a.name}".strip(".") for a in node.names}
             )
         elif isinstance(node, ast.Import):
-            found |= {
+            modules |= {
                 a.name.removeprefix("trainkit.")
                 for a in node.names
                 if a.name.startswith("trainkit.")
             }
-    return found - {"__version__"}
+    return modules - {"__version__"}
 
 
 def test_modules_are_what_the_notebooks_say(tmp_path):
@@ -338,13 +338,13 @@ def test_a_class_of_another_system_is_answered_with_ours():
 
     import trainkit
 
-    for name, said in trainkit._ELSEWHERE.items():
+    for name, answer in trainkit._ELSEWHERE.items():
         with pytest.raises(
             ImportError, match=f"{name} is a class of another system. Here trainkit"
         ):
             exec(f"from trainkit import {name}")
-        for path in re.findall(r"(trainkit(?:\.\w+)?)\.(\w+)", said):
-            assert hasattr(importlib.import_module(path[0]), path[1]), said
+        for path in re.findall(r"(trainkit(?:\.\w+)?)\.(\w+)", answer):
+            assert hasattr(importlib.import_module(path[0]), path[1]), answer
     assert not hasattr(trainkit, "Anything")
 
 
@@ -386,11 +386,13 @@ def test_readme_figures_are_in_the_benchmarks():
     assert rows and all(figures[row] or "bit" in row for row in rows)
     missing = {
         row: [
-            f for f in found if not any(re.fullmatch(rf"{re.escape(f)}0?", cell) for cell in cells)
+            f
+            for f in numbers
+            if not any(re.fullmatch(rf"{re.escape(f)}0?", cell) for cell in cells)
         ]
-        for row, found in figures.items()
+        for row, numbers in figures.items()
     }
-    assert not any(missing.values()), {row: found for row, found in missing.items() if found}
+    assert not any(missing.values()), {row: numbers for row, numbers in missing.items() if numbers}
     panel = re.search(r"\| speed with a panel / without \| ([\d.]+) \|", benchmarks)[
         1
     ]  # in another table stands the same number
@@ -500,23 +502,25 @@ def test_a_run_refuses_what_was_written_to_no_knob(tmp_path):
     from trainkit.recipes.config import RunConfig
     from trainkit.recipes.runner import run
 
-    def said(change):
+    def message_of(change):
         config = from_profile(RunConfig, "quick", runs_dir=str(tmp_path), name="mine")
         change(config)
         with pytest.raises(ConfigError) as error:
             run(config)
         return str(error.value)
 
-    assert "train.learning_rate = 0.1: is optim.learning_rate" in said(
+    assert "train.learning_rate = 0.1: is optim.learning_rate" in message_of(
         lambda c: setattr(c.train, "learning_rate", 0.1)
     )
-    assert "data.max_lenght: unknown key. Did you mean 'max_length'?" in said(
+    assert "data.max_lenght: unknown key. Did you mean 'max_length'?" in message_of(
         lambda c: setattr(c.data, "max_lenght", 64)
     )
-    assert "report_to of the run itself" in said(lambda c: setattr(c.train, "report_to", ["wandb"]))
-    assert "must be one of" in said(lambda c: setattr(c.optim, "optim", "adamw_bnb_8bit"))
-    assert "train.max_steps" in said(lambda c: setattr(c.train, "max_steps", "ten"))
-    assert "lr" in said(lambda c: setattr(c, "lr", 1e-3))
+    assert "report_to of the run itself" in message_of(
+        lambda c: setattr(c.train, "report_to", ["wandb"])
+    )
+    assert "must be one of" in message_of(lambda c: setattr(c.optim, "optim", "adamw_bnb_8bit"))
+    assert "train.max_steps" in message_of(lambda c: setattr(c.train, "max_steps", "ten"))
+    assert "lr" in message_of(lambda c: setattr(c, "lr", 1e-3))
     assert not [*tmp_path.iterdir()]
 
 

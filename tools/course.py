@@ -108,8 +108,8 @@ def name_of(path):
 
 def lessons():
     "Every lesson's path, in the order of the course."
-    found = [p for p in LESSONS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts]
-    return sorted(found, key=lambda path: (path.parent != LESSONS, name_of(path)))
+    paths = [p for p in LESSONS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts]
+    return sorted(paths, key=lambda path: (path.parent != LESSONS, name_of(path)))
 
 
 def title(notebook):
@@ -135,11 +135,11 @@ def road():
 
 def chapters():
     "Chapter -> its lessons, by name, in order; the tour stands alone."
-    found = {folder: [] for folder in CHAPTERS}
+    names_of = {folder: [] for folder in CHAPTERS}
     for path in lessons():
         if path.parent != LESSONS:
-            found[path.parent.name].append(name_of(path))
-    return {folder: names for folder, names in found.items() if names}
+            names_of[path.parent.name].append(name_of(path))
+    return {folder: names for folder, names in names_of.items() if names}
 
 
 def minutes(notebook):
@@ -252,8 +252,8 @@ def first_page(folder, names, notebooks):
         exported = notebooks[name]["metadata"].get("nbdev", {}).get("default_exp")
         written = {exported} if exported else set()
         for cell in notebooks[name]["cells"]:
-            if found := re.match(r"#\| *exporti? +(\S+)", source(cell)):
-                written.add(found[1])
+            if note := re.match(r"#\| *exporti? +(\S+)", source(cell)):
+                written.add(note[1])
         for module in sorted(filter(None, written)):
             modules.setdefault(module, []).append(name)
     text = [
@@ -352,7 +352,7 @@ def measure(only=()):
     import support.prewarm  # noqa: F401
     from support.exercise_grading import run_lesson
 
-    found = read(SECONDS) if SECONDS.exists() else {}
+    seconds_of = read(SECONDS) if SECONDS.exists() else {}
     for path in lessons():
         name = name_of(path)
         if only and not any(word in name for word in only):
@@ -364,11 +364,11 @@ def measure(only=()):
         _, status, used = os.wait4(child, 0)
         seconds = round(used.ru_utime + used.ru_stime, 1)
         if not status:
-            found[plain_name(name)] = seconds
+            seconds_of[plain_name(name)] = seconds
         print(f"{name}: {seconds} s{' (it failed)' if status else ''}", flush=True)
     names = {plain_name(name_of(path)) for path in lessons()}
-    found = {name: seconds for name, seconds in sorted(found.items()) if name in names}
-    SECONDS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    seconds_of = {name: seconds for name, seconds in sorted(seconds_of.items()) if name in names}
+    SECONDS.write_text(json.dumps(seconds_of, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
@@ -380,6 +380,6 @@ if __name__ == "__main__":
             continue
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    said = "not up to date" if "--check" in sys.argv else "written"
-    print(*(f"{said}: {path.relative_to(ROOT)}" for path in old), sep="\n")
+    state = "not up to date" if "--check" in sys.argv else "written"
+    print(*(f"{state}: {path.relative_to(ROOT)}" for path in old), sep="\n")
     sys.exit("--check" in sys.argv and bool(old))

@@ -296,12 +296,12 @@ def test_losses_without_a_reference_are_trls():
 
 def test_kto_is_the_papers():
     kl, config = 0.7, DPOConfig(loss_type=["kto"], beta=0.2, desirable_weight=1.5)
-    found = preference_loss(BOTH[:8], BOTH[8:], BEFORE[:8], BEFORE[8:], config, kl=kl).mean()
+    loss = preference_loss(BOTH[:8], BOTH[8:], BEFORE[:8], BEFORE[8:], config, kl=kl).mean()
     good, bad = BOTH[:8] - BEFORE[:8], BOTH[8:] - BEFORE[8:]
     losses = torch.cat(
         (1.5 * (1 - torch.sigmoid(0.2 * (good - kl))), 1 - torch.sigmoid(0.2 * (kl - bad)))
     )  # trl.KTOTrainer._compute_loss, eq. 7
-    assert found.item() == pytest.approx(losses.mean().item(), abs=1e-6)
+    assert loss.item() == pytest.approx(losses.mean().item(), abs=1e-6)
 
 
 def test_literal_values():
@@ -431,17 +431,17 @@ def test_kto_without_pairs_is_trls_run_step_by_step(tmp_path, loss):
                 length=len(prompt) + len(answer),
             )
         )
-    theirs, said = [], [r["completion"].tolist() for r in rows]
+    theirs, answers = [], [r["completion"].tolist() for r in rows]
     for i, r in enumerate(
         rows
     ):  # Within each batch the answer of the row before, as `KTOTrainer` makes them
-        other = said[i - 1 if i % B else i + B - 1]
+        other = answers[i - 1 if i % B else i + B - 1]
         theirs.append(
             dict(
                 prompt="",
                 completion="",
                 prompt_ids=r["prompt"].tolist(),
-                completion_ids=said[i],
+                completion_ids=answers[i],
                 label=r["label"],
                 **(dict(KL_completion_ids=other) if loss == "kto" else {}),
             )
@@ -537,7 +537,7 @@ def test_kto_without_pairs_is_trls_run_step_by_step(tmp_path, loss):
 def test_sharing_a_prompt_changes_nothing(make):
     model, pairs = make(), some_pairs(6)
     assert shares_prompts(model)
-    found = {}
+    results = {}
     for share in (True, False):
         model.zero_grad()
         objective = dpo_objective(
@@ -545,9 +545,9 @@ def test_sharing_a_prompt_changes_nothing(make):
         )
         loss = objective(model, collate_pairs(pairs)).total
         loss.backward()
-        found[share] = loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
-    assert found[True][0] == pytest.approx(found[False][0], abs=1e-5)
-    assert torch.allclose(found[True][1], found[False][1], atol=1e-5)
+        results[share] = loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert results[True][0] == pytest.approx(results[False][0], abs=1e-5)
+    assert torch.allclose(results[True][1], results[False][1], atol=1e-5)
 
 
 def test_models_that_cannot_share_are_read_plainly():
@@ -734,22 +734,22 @@ def test_rewards_are_those_that_the_loss_compares(loss):
             ]
         ),
     )
-    found = pair_log_probs(model, batch, False)
+    log_probs = pair_log_probs(model, batch, False)
     per = (lambda x, n: x / n) if loss != "cpo" else (lambda x, n: x)
     chosen, rejected = (
-        0.1 * per(found.chosen, found.chosen_tokens),
-        0.1 * per(found.rejected, found.rejected_tokens),
+        0.1 * per(log_probs.chosen, log_probs.chosen_tokens),
+        0.1 * per(log_probs.rejected, log_probs.rejected_tokens),
     )
-    said = {
+    metrics = {
         k: float(v) / int(n)
         for k, (v, n) in dpo_objective(None, DPOConfig(loss_type=[loss]))(
             model, batch
         ).metrics.items()
     }
-    assert said["rewards/chosen"] == pytest.approx(chosen.mean().item(), rel=1e-4) and said[
+    assert metrics["rewards/chosen"] == pytest.approx(chosen.mean().item(), rel=1e-4) and metrics[
         "rewards/rejected"
     ] == pytest.approx(rejected.mean().item(), rel=1e-4)
-    assert said["rewards/accuracies"] == (chosen > rejected).float().mean().item()
+    assert metrics["rewards/accuracies"] == (chosen > rejected).float().mean().item()
 
 
 def test_written_numbers_of_one_adapter_are_not_anothers(tmp_path):
@@ -784,10 +784,10 @@ def test_losses_of_policy_and_reference_are_logged_apart():
         for p in model.parameters():
             p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
     pairs = some_pairs(5)
-    found = dpo_objective(Reference(before), DPOConfig(share_prompts=False))(
+    sums = dpo_objective(Reference(before), DPOConfig(share_prompts=False))(
         model, collate_pairs(pairs)
     ).metrics
-    said = {k: float(v) / int(n) for k, (v, n) in found.items()}
+    means = {k: float(v) / int(n) for k, (v, n) in sums.items()}
     for name, net in (("policy", model), ("reference", before)):
         nats, tokens = {"chosen": 0.0, "rejected": 0.0}, 0
         for pair in pairs:
@@ -798,12 +798,12 @@ def test_losses_of_policy_and_reference_are_logged_apart():
                     logits, ids[0, len(pair["prompt"]) :], reduction="sum"
                 ).item()
             tokens += len(pair["chosen"])
-        assert said[f"loss/{name}"] == pytest.approx(nats["chosen"] / tokens, rel=1e-5)
+        assert means[f"loss/{name}"] == pytest.approx(nats["chosen"] / tokens, rel=1e-5)
         for side, total in nats.items():
-            assert said[f"logps/{'ref_' * (name == 'reference')}{side}"] == pytest.approx(
+            assert means[f"logps/{'ref_' * (name == 'reference')}{side}"] == pytest.approx(
                 -total / 5, rel=1e-5
             )
-    assert said["loss/policy"] != said["loss/reference"]
+    assert means["loss/policy"] != means["loss/reference"]
     assert (
         "loss/reference"
         not in dpo_objective(None, DPOConfig(loss_type="simpo"))(

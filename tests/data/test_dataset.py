@@ -128,10 +128,10 @@ def seeded(seed, names):
 
 
 def load_skipping(path, **options):
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         rows = load_examples(path, on_bad="skip", **options)
-    assert bool(said) == bool(rows.report.bad), "what is left out must be said"
+    assert bool(warned) == bool(rows.report.bad), "what is left out must be said"
     return rows
 
 
@@ -153,9 +153,9 @@ def test_bad_rows_in_json(tmp_path, form, seed):
         (r["prompt"], r["completion"]) for r in GOOD
     ]
     assert len(back.report.bad) == len(where)
-    for said, (line, name) in zip(back.report.bad, sorted(where.items()), strict=True):
-        assert f"{path}, line {line}" in said
-        assert BAD[name][1] in said if name in BAD else "column 16: not JSON" in said
+    for message, (line, name) in zip(back.report.bad, sorted(where.items()), strict=True):
+        assert f"{path}, line {line}" in message
+        assert BAD[name][1] in message if name in BAD else "column 16: not JSON" in message
     first = min(where)
     with pytest.raises(ValueError, match=f"line {first}"):
         load_examples(path)
@@ -176,7 +176,7 @@ def test_bad_rows_in_tables(tmp_path, form, seed):
         line += record.count("\n")
     assert len(back) == 30
     assert [
-        int(said.split("line ")[1].split(":")[0].split(" ")[0]) for said in back.report.bad
+        int(message.split("line ")[1].split(":")[0].split(" ")[0]) for message in back.report.bad
     ] == expected
 
 
@@ -187,7 +187,11 @@ def test_bad_rows_in_parquet(tmp_path):
     ]
     back = load_skipping(write_examples(rows, tmp_path / "rows.parquet"))
     assert len(back) == 17
-    assert [said.split(": ")[0].split("line ")[1] for said in back.report.bad] == ["4", "9", "18"]
+    assert [message.split(": ")[0].split("line ")[1] for message in back.report.bad] == [
+        "4",
+        "9",
+        "18",
+    ]
     assert [r["line"] for r in back] == [i + 1 for i in range(20) if i not in (3, 8, 17)]
 
 
@@ -401,9 +405,9 @@ def test_a_value_with_nothing_to_evaluate_on_is_named_and_its_own_share_helps():
         held
     ) + len(test) == 155
     rows = [dict(text=t, task="rare" if 25 <= i < 35 else "common") for i, t in enumerate(texts)]
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as warned:
         before = split_examples(rows, 0.1, by="task")[1]
-    share = float(re.search(r"fractions\['rare'\]=([.\d]+)", str(said[0].message))[1])
+    share = float(re.search(r"fractions\['rare'\]=([.\d]+)", str(warned[0].message))[1])
     after = split_examples(rows, 0.1, by="task", fractions=dict(rare=share))[1]
     assert (
         any(r["task"] == "rare" for r in after)
@@ -417,10 +421,10 @@ def test_a_run_with_nothing_to_evaluate_on_says_what_would_help(tmp_path):
         key=lambda row: side(split_key(row)),
     )[20:40]
     path = str(write_examples(rows, tmp_path / "rows.jsonl"))
-    with pytest.warns(UserWarning, match="20 rows leave none to evaluate on.*eval_file") as said:
+    with pytest.warns(UserWarning, match="20 rows leave none to evaluate on.*eval_file") as warned:
         parts, _ = load_splits(DataConfig(path=path))
     assert (len(parts["train"]), parts["eval"]) == (20, [])  # They train all the same
-    share = float(re.search(r"eval_fraction=([.\d]+) sets", str(said[0].message))[1])
+    share = float(re.search(r"eval_fraction=([.\d]+) sets", str(warned[0].message))[1])
     assert load_splits(DataConfig(path=path, eval_fraction=share))[1].eval_rows > 0
     with pytest.raises(ValueError, match="none to train on"):
         load_splits(DataConfig(path=path, eval_fraction=0.9))
@@ -496,10 +500,10 @@ def test_prepared_parts_share_nothing(tmp_path):
 @given(data=st.data())
 def test_messages_end_with_the_answer(kind, data):
     row = data.draw(ROWS[kind])
-    said = to_messages(row)
-    assert [m["role"] for m in said][-2:] == ["user", "assistant"]
+    messages = to_messages(row)
+    assert [m["role"] for m in messages][-2:] == ["user", "assistant"]
     answer = row["messages"][-1]["content"] if kind == "messages" else row[KINDS[kind][-1]]
-    assert said[-1]["content"].endswith(answer)
+    assert messages[-1]["content"].endswith(answer)
     assert example_kind(as_example(row)) == kind and as_example(as_example(row)) == as_example(row)
 
 
@@ -740,14 +744,14 @@ def test_what_the_doctor_sends_to_cleaning_is_cleaned(dirty):
 
 def test_cleaning_leaves_what_means_something():
     assert clean_text("\x1b[31mred\x1b[0m co\xadop") == "red coop"
-    for kept in (
+    for text in (
         "ภาษา\u200bไทย",
         "می\u200cخواهم",
         "👩\u200d👧",
         "שלום\u200f!",
         "\U0001f3f4\U000e0067\U000e0062\U000e007f",
     ):
-        assert clean_text(kept) == kept
+        assert clean_text(text) == text
 
 
 def test_conversations_that_the_assistant_opens_are_split_by_their_question():
@@ -866,7 +870,7 @@ def test_bad_rows_are_all_counted_and_the_first_thousand_described(tmp_path, cou
         json.dumps(dict(prompt="Bye", completion="Bye bye")),
     ]
     (path := tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         rows = load_examples(path, on_bad="skip")
     report = rows.report
@@ -875,7 +879,7 @@ def test_bad_rows_are_all_counted_and_the_first_thousand_described(tmp_path, cou
     assert [f"line {n + 2}," in line for n, line in enumerate(report.bad)] == [True] * len(
         report.bad
     )
-    for text in (str(report), str(said[0].message), report._repr_html_()):
+    for text in (str(report), str(warned[0].message), report._repr_html_()):
         assert (
             f"{count:,} left out" in text
             and f"and {count - 5:,} more" in text
@@ -892,8 +896,8 @@ def test_rows_in_memory_are_loaded_like_a_file(tmp_path):
     rows = [dict(question=f"Is {n} even?", answer="yes" if n % 2 == 0 else "no") for n in range(6)]
     read = load_examples(write_examples(rows, tmp_path / "rows.jsonl"))
 
-    def plain(found):
-        return [{k: v for k, v in row.items() if k not in ("source", "line")} for row in found]
+    def plain(examples):
+        return [{k: v for k, v in row.items() if k not in ("source", "line")} for row in examples]
 
     table = datasets.Dataset.from_list(rows)
     for source in (
@@ -903,9 +907,9 @@ def test_rows_in_memory_are_loaded_like_a_file(tmp_path):
         datasets.DatasetDict(train=table),
         datasets.DatasetDict(validation=table),
     ):
-        found = load_examples(source)
-        assert plain(found) == plain(read) and found.report.kind == read.report.kind
-        assert found[0]["source"] == f"{type(source).__name__} in memory"
+        examples = load_examples(source)
+        assert plain(examples) == plain(read) and examples.report.kind == read.report.kind
+        assert examples[0]["source"] == f"{type(source).__name__} in memory"
     assert len(load_examples(table, max_examples=2)) == 2
     assert (
         plain(

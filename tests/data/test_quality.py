@@ -444,7 +444,7 @@ FORMATS = ["chatml", "smollm2", "qwen", "llama2", "mistral", "llama3", "gemma", 
 def test_a_template_that_does_not_fit_is_found():
     good, held, chats = facts()[0][:40], facts()[1], talks()[:40]
 
-    def found(rows, held=None, **more):
+    def findings(rows, held=None, **more):
         return {
             f.name: f
             for f in check_examples(rows, held, checks=["template_mismatch"], **more).findings
@@ -459,33 +459,37 @@ def test_a_template_that_does_not_fit_is_found():
             [dict(prompt=r["prompt"]) for r in good],
             [dict(text=r["completion"]) for r in good],
         ):
-            assert not found(rows, tokenizer=tok) and not found(rows, tokenizer=tok.to_hf()), name
-            assert not found(rows, tokenizer=tok, template=name) and not found(rows)
+            assert not findings(rows, tokenizer=tok) and not findings(
+                rows, tokenizer=tok.to_hf()
+            ), name
+            assert not findings(rows, tokenizer=tok, template=name) and not findings(rows)
         text = render_text(
             bare[3]["messages"], TEMPLATES[name].jinja, dict(bos_token="<s>", eos_token="</s>")
         )[0]
         answers = [dict(text=r["completion"]) for r in good]
         for key, plain in (("prompt", good), ("text", answers)):
             rows = put(plain, [7, 9], **{key: lambda old, text=text: text})
-            seen = found(rows, held, tokenizer=tok)["template_in_rows"]
+            seen = findings(rows, held, tokenizer=tok)["template_in_rows"]
             assert seen.count == 2 and name in seen.says or "chatml" in seen.says, name
-        assert ("template_refuses" in found(chats, tokenizer=tok)) == (name == "gemma")
-        alternate = found([*bare, turns("user", "user", "assistant")], tokenizer=tok)
+        assert ("template_refuses" in findings(chats, tokenizer=tok)) == (name == "gemma")
+        alternate = findings([*bare, turns("user", "user", "assistant")], tokenizer=tok)
         assert ("template_refuses" in alternate) == (
             name in ("llama2", "mistral", "gemma", "alpaca")
         )
         if name in ("llama2", "mistral", "alpaca"):
             continue  # These end with whatever the tokenizer says
         for tok in (tokenizer(name, "<|endoftext|>"), tokenizer(name, "<|endoftext|>").to_hf()):
-            assert found(good, tokenizer=tok)["template_end"].severity == "error"
-        assert found(good, tokenizer=tokenizer(name, tokens=False))["template_tokens"].count >= 2
+            assert findings(good, tokenizer=tok)["template_end"].severity == "error"
+        assert findings(good, tokenizer=tokenizer(name, tokens=False))["template_tokens"].count >= 2
     for one in FORMATS:
         for other in FORMATS:
             if one == other:
                 continue
-            report = found([*bare[:9], *chats[:9]], tokenizer=tokenizer(one), template=other)
+            report = findings([*bare[:9], *chats[:9]], tokenizer=tokenizer(one), template=other)
             assert report["template_differs"].severity == "warning", (one, other)
-    assert "no chat template, line 2" in found(good, template="\n{% for")["template_refuses"].says
+    assert (
+        "no chat template, line 2" in findings(good, template="\n{% for")["template_refuses"].says
+    )
     assert check_examples(good, tokenizer=tokenizer(eos="<|endoftext|>")).exit_code == 1
 
 
@@ -571,11 +575,11 @@ def test_a_long_instruction_makes_no_duplicates_and_no_leaks():
 
 
 def test_cleaned_rows_stay_clean():
-    kept, _ = clean_examples(
+    cleaned, _ = clean_examples(
         [*facts()[0], *put(facts()[0][:5], range(5), completion=lambda t: t + "\u200b\x00")]
     )
     assert not {"invisible", "control", "exact_duplicates"} & {
-        f.name for f in check_examples(kept).findings
+        f.name for f in check_examples(cleaned).findings
     }
 
 
@@ -729,10 +733,10 @@ def test_near_pairs_are_those_of_brute_force(threshold):
                 " ".join(w if dice.random() > rate else dice.choice(words) for w in text.split())
             )
     texts = list(dict.fromkeys(texts))
-    wanted, found = brute(texts, threshold), {(i, j): s for i, j, s in near_pairs(texts, threshold)}
-    assert found.keys() <= wanted
-    assert len(wanted) > 50 and len(wanted - found.keys()) <= 0.02 * len(wanted)
-    for (i, j), s in found.items():
+    wanted, ours = brute(texts, threshold), {(i, j): s for i, j, s in near_pairs(texts, threshold)}
+    assert ours.keys() <= wanted
+    assert len(wanted) > 50 and len(wanted - ours.keys()) <= 0.02 * len(wanted)
+    for (i, j), s in ours.items():
         assert s == jaccard(shingles(texts[i]), shingles(texts[j]))
     half = len(texts) // 2
     across = {(i, j - half) for i, j in wanted if i < half <= j}
@@ -900,7 +904,7 @@ def test_a_rendered_chat_is_found_as_one_slow_expression_would_find_it():
         "vicuna": r"(?m)^USER: [\s\S]*?\bASSISTANT:",
         "alpaca": r"(?m)(?:^|(?<=>))### Instruction:\s*\n[\s\S]*?^### Response:",
     }
-    rng, found = random.Random(0), 0
+    rng, count = random.Random(0), 0
     parts = [
         "[INST]",
         "[/INST]",
@@ -923,7 +927,7 @@ def test_a_rendered_chat_is_found_as_one_slow_expression_would_find_it():
             if (m := re.search(form, text))
         ]
         assert find_form(text) == (min(hits)[1:] if hits else None), text
-        found += bool(hits)
-    assert 300 < found < 2900
+        count += bool(hits)
+    assert 300 < count < 2900
     assert DEFECTS["role_words"]("\n\n  Human: hi\nAssistant: yes") == [(2, 10), (14, 24)]
     assert mask_personal("to " + "a." * 20 + "b@firm.org, please") == "to [e-mail address], please"

@@ -306,7 +306,7 @@ class World:
     folder: Path
     victim: subprocess.Popen
     sockets: list
-    said: list
+    packets: list
 
     @property
     def names(self):
@@ -341,7 +341,7 @@ class World:
         for path in (self.folder / "mark", Path("/dev/shm") / self.names["name"]):
             if path.exists():
                 wrong.append(str(path))
-        if self.said:
+        if self.packets:
             wrong.append("network")
         if self.victim.poll() is not None:
             return [*wrong, "victim"]
@@ -378,18 +378,18 @@ def world(monkeypatch):
     udp.bind(("127.0.0.1", 0))
     unix = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     unix.bind(str(folder / "socket"))
-    said = []
+    packets = []
 
     def listen(receive):
         with contextlib.suppress(OSError):
             while True:
                 if not receive():
                     return  # A socket that is shut gives nothing
-                said.append(1)
+                packets.append(1)
 
     for receive in (lambda: tcp.accept()[0].recv(9), lambda: udp.recv(9), lambda: unix.recv(9)):
         threading.Thread(target=listen, args=(receive,), daemon=True).start()
-    yield (it := World(folder, victim, [tcp, udp, unix], said))
+    yield (it := World(folder, victim, [tcp, udp, unix], packets))
     names = it.names
     victim.kill()
     victim.wait()
@@ -404,11 +404,11 @@ def world(monkeypatch):
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def kept(kind):
-    why, found = sandbox._try_isolation(kind)
+def require(kind):
+    why, isolation = sandbox._try_isolation(kind)
     if why:
         pytest.skip(why)
-    return found
+    return isolation
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="what is tried here is there on Linux")
@@ -418,7 +418,7 @@ both = pytest.mark.parametrize("isolation", ["namespace", "process"])
 @both
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_wrong_program_does_not_pass(name, isolation):
-    kept(isolation)
+    require(isolation)
     program, tests = FORGERIES[name]
     frame = sandbox._encode(("passed", "", []), lambda thing: 1 // 0)
     texts = [
@@ -437,13 +437,13 @@ def test_a_wrong_program_does_not_pass(name, isolation):
 @both
 @pytest.mark.parametrize("name", ESCAPES)
 def test_no_program_gets_out(name, isolation, world):
-    given = kept(isolation)
+    sandboxed = require(isolation)
     needs, program = ESCAPES[name]
     outcome = run_code(
         program.format(**world.names), f"assert f(0) == {SECRET!r}", timeout=60, isolation=isolation
     )
     out = outcome.passed or bool(world.marked())
-    if isolation == "process" and needs not in (*given, "always"):
+    if isolation == "process" and needs not in (*sandboxed, "always"):
         words = dict(
             namespace="names, sizes", landlock="files of this user", seccomp="network can be used"
         )[needs]
@@ -496,8 +496,10 @@ def test_without_a_namespace_the_run_says_so_or_refuses(script, why, monkeypatch
         (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = find_isolation()
-    assert found.kind == "process" and why in found.note and "not everything is kept" in str(found)
+    choice = find_isolation()
+    assert (
+        choice.kind == "process" and why in choice.note and "not everything is kept" in str(choice)
+    )
     with pytest.raises(RuntimeError, match=f"isolation='namespace' cannot be had: .*{why}"):
         find_isolation("namespace")
     with pytest.raises(RuntimeError, match=why):
@@ -541,7 +543,7 @@ def test_a_system_with_neither_landlock_nor_seccomp(monkeypatch, tmp_path, fresh
     ],
 )
 def test_what_is_used_up_is_limited(program, isolation, monkeypatch, tmp_path):
-    kept(isolation)
+    require(isolation)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     outcome = run_code(program, RIGHT, timeout=60, memory=2**28, isolation=isolation)
     assert outcome.status in ("failed", "memory"), outcome
@@ -550,7 +552,7 @@ def test_what_is_used_up_is_limited(program, isolation, monkeypatch, tmp_path):
 
 @both
 def test_a_program_that_hangs_is_killed_with_its_threads(isolation):
-    kept(isolation)
+    require(isolation)
     outcome = run_code(
         (
             "import threading, time\n"
@@ -702,7 +704,7 @@ def test_the_tasks_of_human_eval(some, isolation):
     "The published solutions pass, functions without a body fail, helpers may be redefined."
     from concurrent.futures import ThreadPoolExecutor
 
-    kept(isolation)
+    require(isolation)
     problems = [
         p
         for i, p in enumerate(human_eval_problems())
@@ -746,7 +748,7 @@ def f(x):
 @linux
 def test_the_process_of_the_tests_is_out_of_reach_where_files_are_not(monkeypatch):
     "No Landlock, no hook: /proc shows the process, and the kernel opens nothing of it."
-    kept("process")
+    require("process")
     encode, frame = sandbox._encode, sandbox._encode(("passed", "", []), lambda thing: 1 // 0)
     sandbox._boot()
 

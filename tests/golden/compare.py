@@ -136,27 +136,27 @@ def weights(folder: Path) -> dict[str, str]:
     import torch
     from safetensors import safe_open
 
-    found = {}
+    tensors = {}
     for path in sorted(folder.rglob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():
                 tensor = file.get_tensor(name)
                 key = f"{path.relative_to(folder)}:{name} {tuple(tensor.shape)} {tensor.dtype}"
-                found[key] = digest(
+                tensors[key] = digest(
                     tensor.contiguous().view(-1).view(dtype=torch.uint8).numpy().tobytes()
                 )
-    return found
+    return tensors
 
 
 def numbers(path: Path) -> dict[str, float]:
     "Every number that a run logged except clocks and memory: `step 3 log grad_norm` -> value."
-    found = {}
+    values = {}
     for line in path.read_text().splitlines():
         record = json.loads(line)
         for key, value in record.items():
             if isinstance(value, (int, float)) and not any(word in key.lower() for word in CLOCKS):
-                found[f"step {record.get('step')} {record.get('event')} {key}"] = value
-    return found
+                values[f"step {record.get('step')} {record.get('event')} {key}"] = value
+    return values
 
 
 def run_case(tree: Path, folder: Path, name: str) -> dict[str, object]:
@@ -204,19 +204,19 @@ def export(tree: Path, folder: Path) -> dict[str, object]:
 
 def measure(tree: Path, only: list[str]) -> dict[str, dict[str, object]]:
     "Case -> name -> number or digest, for the package of `tree`."
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_rows(folder)
         for name in CASES:
             if name == "pretrain" or not only or name in only:
-                found[name] = run_case(tree, folder, name)
-                print(f"  {name}: {len(found[name])} numbers and tensors", flush=True)
+                results[name] = run_case(tree, folder, name)
+                print(f"  {name}: {len(results[name])} numbers and tensors", flush=True)
         if not only or "encode" in only:
-            found["encode"] = encode(tree, folder)
+            results["encode"] = encode(tree, folder)
         if not only or "export" in only:
-            found["export"] = export(tree, folder)
-    return found
+            results["export"] = export(tree, folder)
+    return results
 
 
 def check_out(commit: str, folder: Path) -> Path:
@@ -251,22 +251,22 @@ def main() -> int:
         try:
             for name, commit in (("base", args.base), ("head", args.head)):
                 trees[name] = check_out(commit, Path(scratch) / name)
-            found = {}
+            results = {}
             for name, tree in trees.items():
                 print(f"{name}:", flush=True)
-                found[name] = measure(tree, args.only)
+                results[name] = measure(tree, args.only)
         finally:
             for tree in trees.values():
                 if tree != ROOT:
                     subprocess.run(
                         ["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=False
                     )
-    wrong = differences(found["base"], found["head"])
+    wrong = differences(results["base"], results["head"])
     print(*wrong[:50], sep="\n")
-    compared = sum(map(len, found["base"].values()))
+    compared = sum(map(len, results["base"].values()))
     print(
         f"{len(wrong)} differences in {compared} numbers, tensors and files of "
-        f"{len(found['base'])} cases"
+        f"{len(results['base'])} cases"
     )
     return bool(wrong)
 

@@ -53,8 +53,10 @@ def saved(tokenizer, folder, **knobs):
 @pytest.mark.filterwarnings("ignore:AutoTokenizer opens")
 def test_transformers_reads_the_same_model(family, tokenizer, tmp_path):
     model, folder = saved(tokenizer, tmp_path / "m", **FAMILIES[family])
-    made = export_gguf(folder, tmp_path / "m.gguf", "f32", progress=False)
-    assert made["wide"] == [] and made["tensors"] == len(gguf.GGUFReader(made["path"]).tensors)
+    exported = export_gguf(folder, tmp_path / "m.gguf", "f32", progress=False)
+    assert exported["wide"] == [] and exported["tensors"] == len(
+        gguf.GGUFReader(exported["path"]).tensors
+    )
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
     ids = torch.randint(
         0, 300, (1, 8), generator=torch.Generator().manual_seed(0)
@@ -109,8 +111,8 @@ def test_llama3_scaling_is_a_tensor(tokenizer, tmp_path):
 
 def test_rows_that_blocks_do_not_divide_are_said(tokenizer, tmp_path):
     _, folder = saved(tokenizer, tmp_path / "m", d_ff=80)
-    made = export_gguf(folder, tmp_path / "m.gguf", "q4_0", progress=False)
-    assert made["wide"] == ["blk.0.ffn_down.weight", "blk.1.ffn_down.weight"]
+    exported = export_gguf(folder, tmp_path / "m.gguf", "q4_0", progress=False)
+    assert exported["wide"] == ["blk.0.ffn_down.weight", "blk.1.ffn_down.weight"]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +223,7 @@ def test_llama_cpp_writes_the_same(tmp_path):
             )
             ids, text = tokenizer.encode(prompt), theirs["choices"][0]["text"]
             assert theirs["usage"]["prompt_tokens"] == len(ids)
-            said = generate(
+            answer = generate(
                 ours,
                 torch.tensor([ids]),
                 max_new_tokens=16,
@@ -229,7 +231,7 @@ def test_llama_cpp_writes_the_same(tmp_path):
                 eos_token_id=tokenizer.eos_token_id,
             )
             same.append(
-                tokenizer.decode(said[0, len(ids) :].tolist(), skip_special_tokens=True) == text
+                tokenizer.decode(answer[0, len(ids) :].tolist(), skip_special_tokens=True) == text
             )
             whole = torch.tensor([[*ids, *tokenizer.encode(text)]])
             with torch.no_grad():

@@ -353,8 +353,10 @@ def test_folders_open_on_both_sides(name, tmp_path, tokenizer):
         auto.encode(TEXT) == tokenizer.encode(TEXT) and auto.decode(tokenizer.encode(TEXT)) == TEXT
     )
     for file in ("config.json", "generation_config.json"):
-        said = json.loads((folder / file).read_text())
-        assert said["eos_token_id"] == tokenizer.eos_token_id and said.get("bos_token_id") is None
+        config = json.loads((folder / file).read_text())
+        assert (
+            config["eos_token_id"] == tokenizer.eos_token_id and config.get("bos_token_id") is None
+        )
     stored = load_file(folder / "model.safetensors")
     assert (
         sum(t.numel() for t in stored.values()) == model.num_parameters()
@@ -709,7 +711,7 @@ def test_a_model_is_opened_in_half_precision_in_one_thread_only(tmp_path, kind, 
             ours = open_with(transformers.AutoModelForCausalLM, tmp_path, dtype=asked)
             torch.manual_seed(1)
             with making_model():
-                made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+                original = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
             assert torch.get_default_dtype() == torch.float32 == torch.empty(1).dtype
     finally:
         done.set()
@@ -719,7 +721,7 @@ def test_a_model_is_opened_in_half_precision_in_one_thread_only(tmp_path, kind, 
     torch.manual_seed(1)
     for first, second in (
         (ours, theirs),
-        (made, transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)),
+        (original, transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)),
     ):
         one, other = buffers(first), buffers(second)
         assert one.keys() == other.keys() and first.dtype == second.dtype == dtype

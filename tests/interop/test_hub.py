@@ -128,8 +128,8 @@ def test_a_run_is_uploaded_and_tells_no_token(hub, tmp_path, capfd, strategy, co
     assert any(name.startswith("last-checkpoint/") for name in hub["files"]) == (
         strategy == "checkpoint"
     )
-    said = "".join(capfd.readouterr())
-    assert TOKEN not in said and "me/run" in said
+    output = "".join(capfd.readouterr())
+    assert TOKEN not in output and "me/run" in output
     for file in tmp_path.rglob("*"):
         assert not file.is_file() or TOKEN.encode() not in file.read_bytes(), file
 
@@ -184,10 +184,10 @@ def test_an_upload_that_fails_costs_nothing(hub, tmp_path, capsys):
     assert (result.steps, result.stop_reason) == (4, "finished") and load_pretrained(
         result.model_path
     )
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        f"hf upload me/kept {result.model_path}" in said
-        and TOKEN not in said + (result.folder / "log.txt").read_text()
+        f"hf upload me/kept {result.model_path}" in output
+        and TOKEN not in output + (result.folder / "log.txt").read_text()
     )
 
 
@@ -276,17 +276,17 @@ def test_other_families_take_lora_and_quantizer(family, tmp_path):
         num_hidden_layers=2,
         num_attention_heads=2,
     )
-    made = getattr(transformers, f"{family}ForCausalLM")(
+    original = getattr(transformers, f"{family}ForCausalLM")(
         getattr(transformers, f"{family}Config")(**shape)
     )
-    made.save_pretrained(tmp_path / "theirs")
+    original.save_pretrained(tmp_path / "theirs")
     with pytest.raises(ValueError, match="native=False"):
         load_pretrained(tmp_path / "theirs")
     model, _ = load_pretrained(tmp_path / "theirs", native=False, use_cache=False)
     ids = torch.randint(64, (2, 12))
     batch = dict(input_ids=ids, labels=ids.clone(), attention_mask=torch.ones_like(ids))
     total, count, _ = lm_loss(model, batch).terms["loss"]
-    assert torch.isclose(total / count, made.eval()(ids, labels=ids).loss, atol=1e-5)
+    assert torch.isclose(total / count, original.eval()(ids, labels=ids).loss, atol=1e-5)
     quantize_model(model, QuantConfig(4))
     add_lora(model, LoRAConfig(r=4, target_modules="all-linear"))
     frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}

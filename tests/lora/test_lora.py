@@ -193,14 +193,14 @@ def test_half_precision_base():
 def test_autocast_by_hand_is_autocast():
     "The hand-made backward pass under autocast gives what plain lines give."
     model = disturb(add_lora(small(), LoRAConfig(r=4, target_modules="all-linear")))
-    exact, found = gradients(model), []
+    exact, results = gradients(model), []
     for kind in ("linear", "none"):  # 'none' takes the general way
         for layer in adapted(model).values():
             layer.kind = kind
         with torch.autocast("cpu", torch.bfloat16):
-            found.append(gradients(model))
+            results.append(gradients(model))
     errors = [
-        sum((g[n] - exact[n]).norm() / exact[n].norm() for n in exact) / len(exact) for g in found
+        sum((g[n] - exact[n]).norm() / exact[n].norm() for n in exact) / len(exact) for g in results
     ]
     assert 0 < errors[0] < 1.2 * errors[1] < 0.1
 
@@ -214,11 +214,11 @@ def test_gradient_checkpointing(make):
         model.config.gradient_checkpointing = True
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-    found = gradients(model)
+    ours = gradients(model)
     assert (
-        set(found) == set(want)
+        set(ours) == set(want)
         and len(want) == 2 * 7 * 2
-        and all(gap(found[n], want[n]) < 1e-6 for n in want)
+        and all(gap(ours[n], want[n]) < 1e-6 for n in want)
     )
 
 
@@ -496,16 +496,16 @@ def test_dropout_keeps_a_byte_a_number():
             nn.Sequential(nn.Linear(64, 64, bias=False)),
             LoRAConfig(r=2, target_modules="0", lora_dropout=p),
         ).train()
-        kept = {}
+        stored = {}
         x = torch.randn(100, 64, requires_grad=True)
 
-        def note(t, kept=kept):
-            kept[t.data_ptr()] = t.numel() * t.element_size()
+        def note(t, stored=stored):
+            stored[t.data_ptr()] = t.numel() * t.element_size()
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
             model(x)
-        sizes[p] = sum(kept.values())
+        sizes[p] = sum(stored.values())
     assert sizes[0.5] - sizes[0.0] == 100 * 64
 
 
@@ -513,8 +513,8 @@ def test_dropout_keeps_a_byte_a_number():
 def test_compiled():
     model = disturb(add_lora(small(), LoRAConfig(r=4, target_modules="all-linear")))
     want = gradients(model)
-    found = gradients(torch.compile(model))
-    assert all(gap(found[f"_orig_mod.{n}"], want[n]) < 1e-5 for n in want)
+    compiled = gradients(torch.compile(model))
+    assert all(gap(compiled[f"_orig_mod.{n}"], want[n]) < 1e-5 for n in want)
 
 
 @pytest.mark.slow
@@ -613,8 +613,10 @@ def test_every_road_to_one_model(beside, whole, tied, tmp_path):
         assert gap(exactly(load_adapter(make(), tmp_path / "again")), want) < 1e-5
         together = merge_lora(copy.deepcopy(base))
         assert gap(exactly(together), want) < 1e-5
-        kept = together if isinstance(together, transformers.PreTrainedModel) else to_hf(together)
-        kept.float().save_pretrained(tmp_path / "kept")
+        reference = (
+            together if isinstance(together, transformers.PreTrainedModel) else to_hf(together)
+        )
+        reference.float().save_pretrained(tmp_path / "kept")
         assert (
             gap(exactly(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "kept")), want)
             < 1e-5
@@ -737,13 +739,13 @@ def test_a_folder_that_does_not_fit_changes_nothing(lie, tmp_path):
         ),
         tmp_path / "a",
     )
-    said, changed = LIES[lie]
+    message, changed = LIES[lie]
     file, tensors = (
         tmp_path / "a" / "adapter_config.json",
         load_file(tmp_path / "a" / "adapter_model.safetensors"),
     )
     (tmp_path / "a" / "trainkit.json").unlink()
-    file.write_text(json.dumps(json.loads(file.read_text()) | said))
+    file.write_text(json.dumps(json.loads(file.read_text()) | message))
     for name, change in changed.items():
         if change is None:
             del tensors[name]

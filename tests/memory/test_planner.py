@@ -60,11 +60,11 @@ def test_a_quantized_setup_is_a_quantized_model(bits):
 
 def test_a_run_says_what_was_predicted_and_measured():
     ids = torch.zeros(4, 64, dtype=torch.long)
-    watch, said = MemoryWatch(64), {}
+    watch, entries = MemoryWatch(64), {}
 
     class Log:
         def on_end(self, trainer, record):
-            said.update(record)
+            entries.update(record)
 
     Trainer(
         Transformer(TINY),
@@ -75,11 +75,11 @@ def test_a_run_says_what_was_predicted_and_measured():
     ).train()
     assert watch.report.peak == predict_memory(lambda: Transformer(TINY), 4, 64).peak
     assert (
-        said["step_memory_predicted_gib"] * 2**30 == watch.report.resident >= watch.report.peak
+        entries["step_memory_predicted_gib"] * 2**30 == watch.report.resident >= watch.report.peak
     ), "a process holds more than tensors"
-    assert said["step_memory_measured_gib"] > 0 and "predicted for a step of 4 x 64 tokens" in str(
-        watch
-    )
+    assert entries[
+        "step_memory_measured_gib"
+    ] > 0 and "predicted for a step of 4 x 64 tokens" in str(watch)
 
 
 def watched(folder):
@@ -162,10 +162,10 @@ def test_memory_in_a_shell(tmp_path):
         "4",
     ]
     done = call("memory", "predict", *shape, "--json", cwd=tmp_path)
-    found = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     assert (
-        found["peak"] == predict_setup(TINY, Setup(4, 64, chunked_loss=True)).peak
-        and found["fits"]["T4"]
+        report["peak"] == predict_setup(TINY, Setup(4, 64, chunked_loss=True)).peak
+        and report["fits"]["T4"]
     ), done.stderr
     lines = call("memory", "predict", *shape, cwd=tmp_path).stdout
     assert (
@@ -173,14 +173,14 @@ def test_memory_in_a_shell(tmp_path):
         and " of main memory, the tensors and " in lines
         and " for the copy that a checkpoint is written from" in lines
     )
-    assert 0 <= found["beside"]["checkpoint"] - 3 * found["parts"]["parameters"] < 1000, (
+    assert 0 <= report["beside"]["checkpoint"] - 3 * report["parts"]["parameters"] < 1000, (
         "weights, both states of AdamW and its counts of steps"
     )
     never = json.loads(
         call("memory", "predict", *shape, "train.async_save=false", "--json", cwd=tmp_path).stdout
     )
-    assert never["beside"]["checkpoint"] == 0 and never["peak"] == found["peak"]
-    done = call("memory", "plan", *shape, "--budget", f"{found['peak'] // 2} B", cwd=tmp_path)
+    assert never["beside"]["checkpoint"] == 0 and never["peak"] == report["peak"]
+    done = call("memory", "plan", *shape, "--budget", f"{report['peak'] // 2} B", cwd=tmp_path)
     assert done.returncode == 0 and "train.per_device_train_batch_size=" in done.stdout, done.stderr
     done = call("memory", "plan", *shape, "--machine", "T5", cwd=tmp_path)
     assert (
@@ -300,10 +300,10 @@ def test_a_step_on_a_cpu_takes_what_was_predicted(tmp_path):
     "The tensors alone are two thirds of it; with what malloc keeps it is right within 10 %."
     done = in_child(held_by_steps, tmp_path, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert abs(found["predicted"] - found["measured"]) < 0.1 * found["measured"], found
-    assert found["peak"] < 0.85 * found["measured"], "the tensors alone"
-    assert found["beside"]["allocator"] > 0.1 * found["peak"] and "libraries" in found["beside"]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert abs(report["predicted"] - report["measured"]) < 0.1 * report["measured"], report
+    assert report["peak"] < 0.85 * report["measured"], "the tensors alone"
+    assert report["beside"]["allocator"] > 0.1 * report["peak"] and "libraries" in report["beside"]
 
 
 @pytest.mark.parametrize("kind", ["pairs", "kto", "masked", "grpo", "ppo"])
@@ -380,7 +380,7 @@ def test_a_batch_that_cannot_fit_is_refused_before_the_first_step(rows, monkeypa
     from trainkit.memory import estimate
 
     total = {9: 2**23, 100_000: 2**33, 10**6: 2**33}[rows]
-    said, asked = [], []
+    messages, asked = [], []
     texts = [dict(input_ids=[5] * 64, labels=[5] * 64)]
     batches = Batches(texts * 9, 9) if rows == 9 else Batches(Many(rows), rows, shuffle=False)
     trainer = Trainer(
@@ -399,7 +399,7 @@ def test_a_batch_that_cannot_fit_is_refused_before_the_first_step(rows, monkeypa
         )[1],
     )
     monkeypatch.setattr(estimate, "available_memory", lambda: (total, total))
-    trainer.callbacks.append(MemoryWatch(64, said.append))
+    trainer.callbacks.append(MemoryWatch(64, messages.append))
     with pytest.raises(
         MemoryError,
         match=(
@@ -412,7 +412,7 @@ def test_a_batch_that_cannot_fit_is_refused_before_the_first_step(rows, monkeypa
     monkeypatch.setattr(estimate, "available_memory", lambda: (2**60, 0))
     if rows == 9:
         trainer.train()
-        assert "are free on this machine" in said[0] and trainer.state.step == 2
+        assert "are free on this machine" in messages[0] and trainer.state.step == 2
 
 
 class Many:
@@ -439,7 +439,7 @@ def test_batches_of_other_sizes_leave_gaps_that_a_step_of_several_is_predicted_w
     from trainkit.memory.estimate import OTHERS, _others, predict_run
 
     pairs = [dict(prompt=[1, 2, 3], chosen=[4] * n, rejected=[8, 9]) for n in range(2, 34)]
-    model, found = Transformer(TINY), {}
+    model, peaks = Transformer(TINY), {}
     for count in (1, 8):
         batches = PairBatches(pairs, 2)
         plan, trainer = (
@@ -453,9 +453,9 @@ def test_batches_of_other_sizes_leave_gaps_that_a_step_of_several_is_predicted_w
         )
         others = _others(trainer, batches.largest())
         assert batches._plan is plan and len(others) == (0 if count == 1 else OTHERS)
-        found[count] = predict_run(trainer, batch=batches.largest())
+        peaks[count] = predict_run(trainer, batch=batches.largest())
         tensors = predict_run(trainer, batch=batches.largest(), resident=False)
-        assert (found[count].peak, found[count].parts, found[count].products) == (
+        assert (peaks[count].peak, peaks[count].parts, peaks[count].products) == (
             tensors.peak,
             tensors.parts,
             tensors.products,

@@ -45,11 +45,11 @@ def test_one_graph(kind: str, autocast: bool) -> None:
         return model(ids, labels=ids, return_logits=False).loss
 
     loss, gradients = loss_and_gradients(call, model, ids, autocast)
-    found, theirs = loss_and_gradients(
+    ours, theirs = loss_and_gradients(
         torch.compile(call, fullgraph=True, backend="aot_eager"), model, ids, autocast
     )
     tolerance = 2e-2 if autocast else 1e-5
-    assert (found - loss).abs() <= tolerance
+    assert (ours - loss).abs() <= tolerance
     for name, grad in gradients.items():
         assert (theirs[name] - grad).norm() <= tolerance * max(1e-3, grad.norm()), name
 

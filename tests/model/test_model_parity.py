@@ -577,8 +577,8 @@ def test_softcaps() -> None:
     want, _ = eager_attention_forward(
         module, q, k, v, bias[None, None], scaling=8**-0.5, softcap=0.7
     )
-    for given in (None, mask[None, None]):
-        got = attend(q, k, v, given, softcap=0.7)
+    for padding in (None, mask[None, None]):
+        got = attend(q, k, v, padding, softcap=0.7)
         close(got.transpose(1, 2), want)
         a, b = (
             torch.autograd.grad(out.square().sum(), (q, k, v), retain_graph=True)
@@ -670,7 +670,7 @@ def test_batch_equals_its_pieces() -> None:
 def test_gradient_checkpointing(frozen: bool) -> None:
     "The same gradients, dropout included, with less kept; also where only a late layer learns."
     ids, labels = batch()
-    kept, results = [], []
+    memory, results = [], []
     for again in (False, True):
         torch.manual_seed(0)
         model = Transformer(
@@ -687,12 +687,12 @@ def test_gradient_checkpointing(frozen: bool) -> None:
             torch.manual_seed(5)
             loss = model(ids, labels=labels, return_logits=False).loss
         loss.backward()
-        kept.append(sum(sizes))
+        memory.append(sum(sizes))
         results.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
     assert len(results[0]) == len(results[1]) > 1
     for a, b in zip(*results, strict=True):
         close(a, b, 1e-6)
-    assert kept[1] < kept[0] / (1.5 if frozen else 3), kept
+    assert memory[1] < memory[0] / (1.5 if frozen else 3), memory
 
 
 def test_autocast_and_half_weights() -> None:
@@ -1138,9 +1138,9 @@ def test_long_padded_rows(side: str, monkeypatch) -> None:
     got.loss.backward()
     together = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
-    for row, kept, scores, sizes in zip(ids, mask.bool(), got.logits, cuts, strict=True):
+    for row, present, scores, sizes in zip(ids, mask.bool(), got.logits, cuts, strict=True):
         for part, real, logits in zip(
-            row.split(sizes), kept.split(sizes), scores.split(sizes), strict=True
+            row.split(sizes), present.split(sizes), scores.split(sizes), strict=True
         ):
             alone = model(part[real][None], labels=part[real][None], num_items_in_batch=1)
             close(logits[real], alone.logits[0])
@@ -1232,19 +1232,19 @@ def test_implementations_agree(changes: dict) -> None:
     for how in ("sdpa", "eager"):
         model = Transformer(ModelConfig(**OURS, init_std=0.3, attention=how, **changes))
         model.load_state_dict(base.state_dict())
-        found = []
+        outputs = []
         for inputs in (dict(), dict(position_ids=packed), dict(attention_mask=mask)):
             model.zero_grad()
             out = model(ids, labels=labels.masked_fill(mask == 0, -100), **inputs)
             out.loss.backward()
-            found += [out.logits * mask[..., None], *(p.grad.clone() for p in model.parameters())]
+            outputs += [out.logits * mask[..., None], *(p.grad.clone() for p in model.parameters())]
         cache = KVCache(3, 24)
         with torch.no_grad():
-            found += [
+            outputs += [
                 model(ids[:, a:b], past_key_values=cache).logits
                 for a, b in ((0, 9), (9, 17), (17, 18), (18, 24))
             ]
-        results.append(found)
+        results.append(outputs)
     for a, b in zip(*results, strict=True):
         close(a, b)
 
@@ -1252,8 +1252,8 @@ def test_implementations_agree(changes: dict) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is here")
 def test_flash_attention_is_refused_where_it_is_not() -> None:
     "The knob has the names that others use, and says what is missing before any weight is made."
-    for given, want in ((True, "flash_attention_2"), (False, "sdpa")):
-        assert load_config(ModelConfig, {"use_flash_attention": given}).attention == want
+    for available, want in ((True, "flash_attention_2"), (False, "sdpa")):
+        assert load_config(ModelConfig, {"use_flash_attention": available}).attention == want
     assert load_config(ModelConfig, {"attn_implementation": "eager"}).attention == "eager"
     with pytest.raises(ConfigError, match="must be one of 'sdpa', 'eager', 'flash_attention_2'"):
         ModelConfig(attention="flash")

@@ -111,14 +111,14 @@ def test_errors_are_those_of_the_librarys_own_tests(quant_type, dtype):
     x = torch.randn(1024, 1024, dtype=dtype)
     for blocksize, (error, error_std, relative, relative_std) in ERRORS[quant_type].items():
         back = dequantize_4bit(quantize_4bit(x, quant_type, blocksize, False))
-        found = (x - back).abs().float()
+        errors = (x - back).abs().float()
         assert back.dtype == dtype
-        assert abs(found.mean().item() - error) < 7 * error_std, (
+        assert abs(errors.mean().item() - error) < 7 * error_std, (
             blocksize,
-            found.mean().item(),
+            errors.mean().item(),
             error,
         )
-        ratio = (found / (x.abs().float() + 1e-8)).mean().item()
+        ratio = (errors / (x.abs().float() + 1e-8)).mean().item()
         assert abs(ratio - relative) < 7 * relative_std, (blocksize, ratio, relative)
 
 
@@ -182,8 +182,8 @@ def test_an_evaluation_in_the_middle(bnb):
     assert (gradient(theirs) - wanted).norm() < 1e-5 * wanted.norm()
     with torch.no_grad():
         theirs.eval()(x)
-    found = gradient(theirs.train())
-    if found is not None and (found - wanted).norm() < 1e-3 * wanted.norm():
+    theirs_now = gradient(theirs.train())
+    if theirs_now is not None and (theirs_now - wanted).norm() < 1e-3 * wanted.norm():
         warnings.warn(
             "bitsandbytes keeps its gradients here: the defect does not occur on this machine",
             stacklevel=1,
@@ -242,7 +242,7 @@ def test_qlora_gradients(family):
                 )
                 if layer.bias is not None:
                     twin.bias.copy_(layer.bias)
-    config, found = LoRAConfig(r=4, target_modules="all-linear"), []
+    config, gradients = LoRAConfig(r=4, target_modules="all-linear"), []
     for model in (small, plain):
         torch.manual_seed(3)
         model = add_lora(model, config).train()
@@ -266,13 +266,13 @@ def test_qlora_gradients(family):
             grads = torch.autograd.grad(
                 model(input_ids=ids, labels=ids).loss, [model.get_parameter(n) for n in names]
             )
-            found.append(dict(zip(names, grads, strict=True)))
+            gradients.append(dict(zip(names, grads, strict=True)))
             model.eval()
             with torch.no_grad():
                 model(input_ids=ids)
             model.train()
             assert turn < 2
-    first, second, *wanted = found
+    first, second, *wanted = gradients
     assert first.keys() == wanted[0].keys()
     for name, grad in wanted[0].items():
         for other in (first[name], second[name]):
@@ -290,17 +290,17 @@ def test_order_of_lora_and_quantization():
 
 def test_autocast_and_checkpointing_change_nothing():
     "Recomputing a block in the backward pass gives the same gradient at the embeddings."
-    found = []
+    results = []
     for again in (False, True):
         torch.manual_seed(1)
         model = quantize_model(
             Transformer(ModelConfig(**{**vars(SHAPE), "gradient_checkpointing": again}))
         ).train()
         ids = torch.arange(64).view(2, 32)
-        found.append(
+        results.append(
             torch.autograd.grad(model(ids, labels=ids).loss, model.model.embed_tokens.weight)[0]
         )
-    assert torch.equal(*found)
+    assert torch.equal(*results)
 
 
 def test_deepcopy_and_casts():
@@ -537,13 +537,13 @@ def test_gpt2_goes_straight_into_few_bits(tmp_path, prefix, tied, bits):
 def floats() -> int:
     "How many float32 numbers live tensors hold."
     gc.collect()
-    found = [
+    counts = [
         t
         for t in gc.get_objects()
         if type(t) in (torch.Tensor, nn.Parameter) and t.dtype == torch.float32 and not t.is_meta
     ]
     return sum(
-        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 4 for t in found}.values()
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 4 for t in counts}.values()
     )
 
 
@@ -618,13 +618,13 @@ def test_never_whole_in_memory(tmp_path):
 def test_config_names():
     from trainkit.config import load_config
 
-    given = dict(
+    names = dict(
         quantization_bit=4,
         double_quantization=True,
         bnb_4bit_quant_type="fp4",
         llm_int8_skip_modules=["lm_head"],
     )
-    assert load_config(QuantConfig, given) == QuantConfig(
+    assert load_config(QuantConfig, names) == QuantConfig(
         bits=4, quant_type="fp4", skip_modules=["lm_head"]
     )
 
@@ -734,9 +734,9 @@ def test_gptq_on_inputs_of_few_directions():
     weight = torch.randn(24, 256, generator=torch.Generator().manual_seed(1))
     inputs = real_inputs(256, 200)
     for damp in (1e-2, 1e-6, 1e-9):
-        made = calibrated.gptq(weight, inputs, 3, 64, damp)
-        assert made.isfinite().all() and calibrated.output_error(
-            weight, made, inputs
+        rounded = calibrated.gptq(weight, inputs, 3, 64, damp)
+        assert rounded.isfinite().all() and calibrated.output_error(
+            weight, rounded, inputs
         ) < calibrated.output_error(weight, calibrated.round_to_nearest(weight, bits=3), inputs)
     silent = calibrated.Inputs(torch.zeros(256, 256), torch.zeros(256), 9)
     assert torch.allclose(
@@ -825,7 +825,7 @@ def test_awq_cuts_off_what_suits_each_group_of_each_row():
     "Equal inputs leave the scales at one; a lone large weight is clipped in its group only."
     weight = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
     weight[0, 3] = weight[4, 39] = 9
-    made = calibrated.awq(
+    clipped = calibrated.awq(
         weight, calibrated.Inputs(torch.eye(40), torch.ones(40), 99), bits=3, group=16
     )
     for row in range(6):
@@ -836,7 +836,7 @@ def test_awq_cuts_off_what_suits_each_group_of_each_row():
                 for step in range(10)
             ]
             assert torch.allclose(
-                made[row : row + 1, columns],
+                clipped[row : row + 1, columns],
                 min(ways, key=lambda way, part=part: (way - part).square().sum().item()),
                 atol=1e-5,
             )

@@ -49,7 +49,7 @@ def demo(tmp_path_factory):
 
 
 def test_demo_says_what_it_does(demo):
-    _, said = demo
+    _, output = demo
     for part in (
         "Tokenizer",
         "parameters",
@@ -68,7 +68,7 @@ def test_demo_says_what_it_does(demo):
         "NF4",
         "no difference seen",
     ):
-        assert part in said, part
+        assert part in output, part
 
 
 def test_demo_leaves_a_whole_run_folder(demo):
@@ -121,21 +121,21 @@ def test_demo_leaves_a_whole_run_folder(demo):
 
 
 def test_every_figure_of_the_demo_says_what_it_was_measured_on(demo):
-    folder, said = demo
-    [held_out] = re.findall(r"stdlib: .* characters to train on, ([\d,]+) held out", said)
+    folder, output = demo
+    [held_out] = re.findall(r"stdlib: .* characters to train on, ([\d,]+) held out", output)
     report, notes = (
         (folder / "runs" / "demo" / "report.html").read_text(),
         json.loads((folder / "runs" / "demo" / "demo.json").read_text()),
     )
     text = f"the {held_out} held-out characters of stdlib, read in rows of 64 tokens"
-    assert f"Bits per byte of {text}" in said and f"one byte of {text}" in report
+    assert f"Bits per byte of {text}" in output and f"one byte of {text}" in report
     measured_on = (
         "Right answers, and answers in a sentence: of the same 3 held-out questions. "
         "Finds the sentence likelier: in 3 held-out pairs. "
         f"Bits per byte: of the same {held_out} held-out characters that pre-training was "
         "evaluated on, in rows of 64 tokens as there."
     )
-    assert measured_on in said and measured_on in report
+    assert measured_on in output and measured_on in report
     assert notes["models"][0]["bits per byte of text"] == pytest.approx(
         notes["metrics"]["bits_per_byte"], abs=1e-4
     )  # one model, one text, one figure
@@ -222,7 +222,7 @@ def test_ctrl_c_saves_and_resume_goes_on(demo, tmp_path):
     assert stopped.returncode == 130, stopped.stdout + stopped.stderr
     assert f"--resume {Path('runs') / 'demo'}" in stopped.stdout
     assert (run / "checkpoints" / "checkpoint-13").is_dir()
-    kept = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
+    files = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
     other = call("train", "--resume", str(run), "optim.learning_rate=0.5", cwd=tmp_path)
     assert (
         other.returncode
@@ -232,7 +232,7 @@ def test_ctrl_c_saves_and_resume_goes_on(demo, tmp_path):
     with run_lock(run):
         busy = trainkit("train", "--resume", str(run), "train.logging_steps=7", cwd=tmp_path)
     assert busy.returncode and f"process {os.getpid()} on" in busy.stderr, busy.stderr
-    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"} == kept
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"} == files
     shutil.copytree(run, tmp_path / "forced")
     forced = call(
         "train",
@@ -536,7 +536,7 @@ def test_data_from_a_first_look_to_shards_that_train(demo, tmp_path):
     (tmp_path / "text.txt").write_text(
         "\n".join(f"{r['question']} {r['answer']}" for r in rows) * 9
     )
-    made = call(
+    shards = call(
         "data",
         "tokenize",
         "text.txt",
@@ -546,7 +546,7 @@ def test_data_from_a_first_look_to_shards_that_train(demo, tmp_path):
         "--verify",
         cwd=tmp_path,
     )
-    assert made.returncode == 0 and "All checksums are right" in made.stdout, made.stderr
+    assert shards.returncode == 0 and "All checksums are right" in shards.stdout, shards.stderr
     ran = trainkit(
         "train",
         "--dataset",
@@ -576,8 +576,8 @@ def test_check_counts_all_bad_rows(tmp_path):
         and done.stdout.count("not JSON") == 5
     ), done.stdout
     assert "<title>1,507 bad rows</title>" in (tmp_path / "page.html").read_text()
-    found = json.loads(call("data", "check", "a.jsonl", "b.jsonl", "--json", cwd=tmp_path).stdout)
-    assert (found["skipped"], len(found["bad"]), found["exit_code"]) == (1507, 1007, 1)
+    reports = json.loads(call("data", "check", "a.jsonl", "b.jsonl", "--json", cwd=tmp_path).stdout)
+    assert (reports["skipped"], len(reports["bad"]), reports["exit_code"]) == (1507, 1007, 1)
     assert "1 row is no example" in call("data", "check", "c.jsonl", cwd=tmp_path).stdout
 
 
@@ -616,12 +616,12 @@ def test_from_a_config_of_another_library_to_a_model_that_chats(demo, tmp_path):
         "logging_steps: 2\n"
         "use_unsloth: true\n"
     )
-    made = call("config", "convert", "theirs.yaml", "-o", "ours.yaml", cwd=tmp_path)
+    converted = call("config", "convert", "theirs.yaml", "-o", "ours.yaml", cwd=tmp_path)
     assert (
-        made.returncode == 0
-        and "plain torch" in made.stdout
-        and "trainkit train ours.yaml" in made.stdout
-    ), made.stdout + made.stderr
+        converted.returncode == 0
+        and "plain torch" in converted.stdout
+        and "trainkit train ours.yaml" in converted.stdout
+    ), converted.stdout + converted.stderr
     assert call("config", "convert", "theirs.yaml", "--strict", cwd=tmp_path).returncode == 1
     before = {p.name for p in tmp_path.iterdir()}
     tried = call("train", "ours.yaml", "--dry-run", "--json", cwd=tmp_path)
@@ -646,7 +646,7 @@ def test_from_a_config_of_another_library_to_a_model_that_chats(demo, tmp_path):
     assert "lora" in call("config", "show", str(run / "config.yaml"), cwd=tmp_path).stdout
     merged = call("merge", str(base), str(run / "adapter"), "merged", cwd=tmp_path)
     assert merged.returncode == 0, merged.stderr
-    said = [
+    answers = [
         call(
             "generate",
             "-m",
@@ -661,7 +661,7 @@ def test_from_a_config_of_another_library_to_a_model_that_chats(demo, tmp_path):
         ).stdout
         for m in ("merged", str(run / "model"))
     ]
-    assert said[0] == said[1]
+    assert answers[0] == answers[1]
     again = call("export", "hf", str(run / "model"), "again", cwd=tmp_path)
     assert (
         again.returncode == 0
@@ -761,8 +761,8 @@ def test_a_flag_in_the_spelling_of_another_library_is_a_knob(typed, tmp_path):
     group, knob, value = FLAGS[typed]
     if typed.startswith("--seed -1"):
         typed = "--seed 4 --seed 5"
-    made = shown_with(*typed.split(), cwd=tmp_path)
-    assert (made[group] if group else made)[knob] == value
+    config = shown_with(*typed.split(), cwd=tmp_path)
+    assert (config[group] if group else config)[knob] == value
 
 
 def plain(text):
@@ -986,16 +986,16 @@ def test_a_strategy_of_ones_own(tmp_path):
         "lora.target_modules = [q_proj, v_proj]\n"
     )
     (tmp_path / "thin.yaml").write_text("lora: {r: 2}\noptim.warmup_ratio: 0.5\n")
-    made = shown_with(
+    config = shown_with(
         "preset=mine,thin.yaml", "init_from=x", "train.per_device_train_batch_size=5", cwd=tmp_path
     )
     assert (
-        made["method"],
-        made["optim"]["learning_rate"],
-        made["optim"]["warmup_ratio"],
-        made["lora"]["r"],
-        made["lora"]["target_modules"],
-        made["train"]["per_device_train_batch_size"],
+        config["method"],
+        config["optim"]["learning_rate"],
+        config["optim"]["warmup_ratio"],
+        config["lora"]["r"],
+        config["lora"]["target_modules"],
+        config["train"]["per_device_train_batch_size"],
     ) == ("lora", 1e-5, 0.5, 2, ["q_proj", "v_proj"], 5)
     assert (
         json.loads(call("config", "presets", "--json", cwd=tmp_path).stdout)["mine"]["doc"]

@@ -443,10 +443,10 @@ def test_tokens_of_a_new_chat_format_are_learned(home, method):
     )
     with adapters_off(net):
         assert rows()[0].equal(rows()[1])
-    kept = json.loads((done.folder / "adapter" / "adapter_config.json").read_text())[
+    modules = json.loads((done.folder / "adapter" / "adapter_config.json").read_text())[
         "modules_to_save"
     ]
-    assert sorted(kept) == (
+    assert sorted(modules) == (
         ["model.embed_tokens", "score"] if method == "reward" else ["lm_head", "model.embed_tokens"]
     )
 

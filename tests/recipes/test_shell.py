@@ -1055,9 +1055,9 @@ def test_prompts_and_answers_do_nothing_in_a_log(tmp_path, capsys):
         file = io.StringIO()
         with Progress(10, RUDE, where=where, file=file) as bar:
             bar.update(1, said=RUDE)
-            said = bar.status() + "".join(part for part, _ in bar.parts(400))
+            output = bar.status() + "".join(part for part, _ in bar.parts(400))
             if where == "lines":
                 bar.screen.refresh(bar)
-        assert no_controls(said) and KIND in said
+        assert no_controls(output) and KIND in output
         if where == "lines":
             assert no_controls(file.getvalue()) and KIND in file.getvalue()

@@ -294,7 +294,7 @@ def test_what_contradicts_itself_is_an_error_with_its_place(name, hint):
     ],
 )
 def test_common_aliases_load_without_a_translation(words, knob, value):
-    given = {
+    config = {
         "method": "lora"
         if "lora" in str(words)
         and not {"method", "stage", "training_type", "finetuning_type", "use_lora"} & {*words}
@@ -303,15 +303,15 @@ def test_common_aliases_load_without_a_translation(words, knob, value):
         **words,
     }
     if {"stage", "training_type", "finetuning_type", "use_lora"} & {*words}:
-        given.pop("method")
+        config.pop("method")
     if "base_model_name" in words or "model_name" in words:
-        given.pop("init_from")
+        config.pop("init_from")
     for load in (lambda g: load_config(RunConfig, g), method_config):
-        assert value_of(load(given), knob) == value
+        assert value_of(load(config), knob) == value
     if not any(
-        isinstance(v, dict) for v in given.values()
+        isinstance(v, dict) for v in config.values()
     ):  # As a flag, too, over whatever the method has by itself
-        assert value_of(method_config(None, [f"{k}={v}" for k, v in given.items()]), knob) == value
+        assert value_of(method_config(None, [f"{k}={v}" for k, v in config.items()]), knob) == value
 
 
 def test_the_project_of_a_tracker_is_named_in_the_environment():
@@ -405,9 +405,9 @@ def test_python_and_the_shell_read_a_file_alike(words, overrides, tmp_path):
     )
     for group, values in METHODS[read.method].defaults.items():
         for name, value in values.items():
-            said = (words.get(group) or {}).get(name, preset.get(group, {}).get(name, value))
+            expected = (words.get(group) or {}).get(name, preset.get(group, {}).get(name, value))
             if name not in ("learning_rate", "max_length"):
-                assert getattr(getattr(read, group), name) == said, (group, name)
+                assert getattr(getattr(read, group), name) == expected, (group, name)
     rate = float(
         typed.get("learning_rate")
         or typed.get("optim.lr")
@@ -778,33 +778,33 @@ def test_old_names_lead_somewhere():
                 words = name.split(".")
                 for n in range(len(words), 0, -1):  # the longest part of the name that is a module
                     try:
-                        found = importlib.import_module(".".join(["trainkit", *words[:n]]))
+                        target = importlib.import_module(".".join(["trainkit", *words[:n]]))
                     except ModuleNotFoundError:
                         continue
                     break
                 attribute = ".".join(words[n:])
                 for part in attribute.split(".") if attribute else []:
-                    found = (
-                        getattr(found, part)
-                        if hasattr(found, part)
-                        else found.__dataclass_fields__[part]
+                    target = (
+                        getattr(target, part)
+                        if hasattr(target, part)
+                        else target.__dataclass_fields__[part]
                     )
 
 
 def test_a_translated_word_is_reported_where_it_was_said():
     "Not in the module that read it, however deep in the config it stood."
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         load_config(TrainConfig, {"fp16": True})
         method_config({"fp16": True})
         method_config({"train": {"fp16": True}})
-    assert [(w.filename, "word of other libraries" in str(w.message)) for w in said] == [
+    assert [(w.filename, "word of other libraries" in str(w.message)) for w in warned] == [
         (__file__, True)
     ] * 3
 
 
 def test_two_trackers_are_no_contradiction():
-    for given, trackers in (
+    for settings, trackers in (
         ({"use_wandb": True, "use_tensorboard": True}, ["wandb", "tensorboard"]),
         (
             {"report_to": "tensorboard", "use_wandb": True, "use_tensorboard": True},
@@ -812,7 +812,7 @@ def test_two_trackers_are_no_contradiction():
         ),
     ):
         config, account = convert_config(
-            {"model_name_or_path": "x", "finetuning_type": "lora", **given}
+            {"model_name_or_path": "x", "finetuning_type": "lora", **settings}
         )
         assert sorted(config.report_to) == sorted(trackers) and "report_to" in next(
             r.becomes for r in account.rows if r.setting == "use_wandb"
@@ -1061,7 +1061,7 @@ def test_what_a_script_computes_is_reported_with_its_place(tmp_path):
     ],
     ids=str,
 )
-def test_one_word_that_has_no_translation_is_reported_and_the_rest_is_converted(words, kept):
+def test_one_word_that_has_no_translation_is_reported_and_the_rest_is_converted(words, rest):
     config, account = convert_config(
         {
             "model_name_or_path": "x",
@@ -1073,13 +1073,13 @@ def test_one_word_that_has_no_translation_is_reported_and_the_rest_is_converted(
         device="cpu",
     )
     assert (config.init_from, config.method, config.train.max_steps) == ("x", "lora", 7)
-    assert {k: value_of(config, k) for k in kept} == kept
+    assert {k: value_of(config, k) for k in rest} == rest
     refused = account.named("refused")
     assert [row.setting.split(".")[0] for row in refused] == [
         k
         for k in words
         if k not in ("learning_rate", "lora_r", "lora_alpha", "per_device_train_batch_size")
-        or not kept
+        or not rest
     ], account.rows
     assert all(len(row.why) > 8 and "Traceback" not in row.why for row in refused)
 
@@ -1121,7 +1121,7 @@ def test_a_deepspeed_file_alone_becomes_the_knobs_that_it_names(tmp_path):
         method_config(tmp_path / "ours.yaml", ["method=sft", "init_from=x"]).optim.learning_rate
         == 5e-4
     )
-    for given, command in (
+    for settings, command in (
         (
             {
                 "zero_optimization": {"stage": 3},
@@ -1133,7 +1133,7 @@ def test_a_deepspeed_file_alone_becomes_the_knobs_that_it_names(tmp_path):
         ({"train_micro_batch_size_per_gpu": 2}, "trainkit train FILE"),
         ({**HALVES, "train_batch_size": 4}, "trainkit train FILE"),
     ):
-        account = convert_config(given)[1]
+        account = convert_config(settings)[1]
         assert (
             account.command == command
             or not command.endswith("zero3")
@@ -1157,7 +1157,7 @@ def test_a_deepspeed_file_alone_becomes_the_knobs_that_it_names(tmp_path):
 def test_fp16_with_zero_becomes_bf16_and_says_so(where, tmp_path):
     "As a trainer from scratch has it; the loop refuses the two together."
     (tmp_path / "ds.json").write_text(json.dumps(HALVES))
-    given = {
+    settings = {
         "model_name_or_path": "x",
         "num_gpus": 8,
         "max_steps": 3,
@@ -1172,7 +1172,7 @@ def test_fp16_with_zero_becomes_bf16_and_says_so(where, tmp_path):
             },
         }[where],
     }
-    config, account = convert_config(given)
+    config, account = convert_config(settings)
     assert (
         config.train.mixed_precision == "bf16"
         and config.train.max_steps == 3
@@ -1233,8 +1233,8 @@ def test_launch_takes_bf16_for_fp16_with_zero(words, tmp_path, recwarn):
     if len(words) == 2:
         words = ["l.yaml", "train.mixed_precision=fp16"]
     done = call("launch", *words, "--processes", "8", "--dry-run", cwd=tmp_path)
-    said = done.stderr + "".join(str(warning.message) for warning in recwarn)
-    assert done.returncode == 0 and "bf16 takes its place" in said, said
+    messages = done.stderr + "".join(str(warning.message) for warning in recwarn)
+    assert done.returncode == 0 and "bf16 takes its place" in messages, messages
     assert "mixed_precision: bf16" in done.stdout and "mixed_precision: fp16" not in done.stdout, (
         done.stdout
     )
@@ -1260,7 +1260,7 @@ def test_a_file_that_describes_no_run_is_named(data, says, tmp_path):
 
 
 def test_a_file_of_accelerate_is_a_launch():
-    given = {
+    settings = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED",
         "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "none"},
@@ -1269,17 +1269,19 @@ def test_a_file_of_accelerate_is_a_launch():
         "mixed_precision": "bf16",
         "use_cpu": False,
     }
-    config, account = convert_config(given)
+    config, account = convert_config(settings)
     assert (
         account.command == "trainkit launch FILE --processes 4 --strategy zero3"
         and config.train.mixed_precision == "bf16"
     )
     assert (
-        convert_config({**given, "distributed_type": "FSDP", "deepspeed_config": None})[1].command
+        convert_config({**settings, "distributed_type": "FSDP", "deepspeed_config": None})[
+            1
+        ].command
         == "trainkit launch FILE --processes 4 --strategy fsdp"
     )
     assert (
-        convert_config({**given, "distributed_type": "MULTI_GPU", "deepspeed_config": None})[
+        convert_config({**settings, "distributed_type": "MULTI_GPU", "deepspeed_config": None})[
             1
         ].command
         == "trainkit launch FILE --processes 4 --strategy ddp"
@@ -1391,8 +1393,8 @@ def test_a_run_in_the_words_of_llamafactory_is_the_same_run(method, groups, loop
             "report_to": ["wandb"],
         }
     )
-    said = llamafactory_arguments(config, 100, ("train", "eval"))
-    back, account = convert_config(said, device="cpu")
+    arguments = llamafactory_arguments(config, 100, ("train", "eval"))
+    back, account = convert_config(arguments, device="cpu")
     assert not account.named("refused"), account.named("refused")
     ours, theirs = to_dict(config), to_dict(back)
     differ = {
@@ -1418,8 +1420,8 @@ def test_a_run_in_the_words_of_llamafactory_is_the_same_run(method, groups, loop
         k: (value_of(config, k), value_of(back, k)) for k in differ - names
     }
     assert llamafactory_arguments(
-        back, 100, (said["dataset"], said.get("eval_dataset", "eval"))
-    ) == {**said, "optim": said["optim"]}, "and a second time"
+        back, 100, (arguments["dataset"], arguments.get("eval_dataset", "eval"))
+    ) == {**arguments, "optim": arguments["optim"]}, "and a second time"
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -1458,7 +1460,7 @@ def test_a_base_model_without_a_chat_format_is_exported_with_the_one_that_it_get
         tmp_path / "base",
     )
     assert bool(PreTrainedTokenizerFast.from_pretrained(tmp_path / "base").chat_template) is own
-    for method, given in (
+    for method, options in (
         ("sft", True),
         ("lora", True),
         ("freeze", True),
@@ -1475,7 +1477,7 @@ def test_a_base_model_without_a_chat_format_is_exported_with_the_one_that_it_get
             }
         )
         assert llamafactory_arguments(config, 100).get("template") == (
-            "chatml" if given and not own else None
+            "chatml" if options and not own else None
         ), method
     config = method_config(
         {"method": "sft", "init_from": str(tmp_path / "base"), "sft": {"template": "llama3"}}

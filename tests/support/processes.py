@@ -109,8 +109,8 @@ def together(n, function, *args, folder):
     ended = [
         end(p, log, 0 if p.exitcode is None else None) for p, log in zip(running, logs, strict=True)
     ]
-    assert all(found.returncode == 0 for found in ended), ended
-    return [json.loads(found.stdout.splitlines()[-1]) for found in ended]
+    assert all(process.returncode == 0 for process in ended), ended
+    return [json.loads(process.stdout.splitlines()[-1]) for process in ended]
 
 
 def command(words, cwd, env):

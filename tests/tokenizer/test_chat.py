@@ -803,7 +803,7 @@ def conversations(bad: str) -> dict[str, tuple[list[dict], str | None, list[dict
     "Every place in which a text of somebody else may stand: the chat, its template, its tools."
     answer = dict(role="assistant", content="yes")
 
-    def said(text):
+    def question(text):
         return [dict(role="user", content=text), answer]
 
     tool = dict(
@@ -820,14 +820,14 @@ def conversations(bad: str) -> dict[str, tuple[list[dict], str | None, list[dict
         tool_calls=[dict(type="function", function=dict(name="f", arguments=dict(x="1")))],
     )
     return {
-        "a question": (said(bad), None, None),
-        "a system message": ([dict(role="system", content=bad), *said("q")], None, None),
+        "a question": (question(bad), None, None),
+        "a system message": ([dict(role="system", content=bad), *question("q")], None, None),
         "an answer of a tool": (
             [dict(role="user", content="q"), call, dict(role="tool", content=bad), answer],
             None,
             None,
         ),
-        "the description of a tool": (said("q"), None, [tool]),
+        "the description of a tool": (question("q"), None, [tool]),
         "parts": ([dict(role="user", content=[dict(type="text", text=bad)]), answer], PARTS, None),
         "halves in two parts": (
             [
@@ -854,8 +854,8 @@ def conversations(bad: str) -> dict[str, tuple[list[dict], str | None, list[dict
             PARTS,
             None,
         ),
-        "a stranger's template": (said(bad), PARTS, None),
-        "the first of two": ([*said(bad), *said("q")], None, None),
+        "a stranger's template": (question(bad), PARTS, None),
+        "the first of two": ([*question(bad), *question("q")], None, None),
     }
 
 
@@ -1064,11 +1064,11 @@ def test_hostile_templates_get_two_seconds_and_64_mb():
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    for name, why in found["words"].items():
+    report = json.loads(done.stdout)
+    for name, why in report["words"].items():
         assert "template" in why and ("not safe" in why or "no chat template" in why), (name, why)
-    assert found["good"] == [["hello", []]] * 3
-    assert found["mine"] < found["room"] and found["theirs"] < found["room"], found
+    assert report["good"] == [["hello", []]] * 3
+    assert report["mine"] < report["room"] and report["theirs"] < report["room"], report
 
 
 FOUR = [HOSTILE[name] for name in ("percent", "products", "set blocks", "center")]

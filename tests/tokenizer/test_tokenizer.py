@@ -40,10 +40,10 @@ QUIET = settings(
 
 def package(name: str) -> Path:
     "The folder of a data package, which is never imported."
-    found = importlib.util.find_spec(name)
-    if found is None:
+    spec = importlib.util.find_spec(name)
+    if spec is None:
         pytest.skip(f"{name} is not installed (requirements-course.txt)")
-    return Path(found.origin).parent
+    return Path(spec.origin).parent
 
 
 @functools.cache
@@ -281,14 +281,12 @@ def test_the_compiled_cut_is_the_regular_expression(name):
         starts, sizes, counts = kernel(
             np.frombuffer(data, np.uint8), np.array([len(data)]), char_classes(), kind
         )
-        found = {
+        cuts = {
             data[a : a + n].decode(): k
             for a, n, k in zip(starts.tolist(), sizes.tolist(), counts.tolist(), strict=True)
         }
         assert (
-            found
-            == Counter(regex.findall(PATTERNS[name], text))
-            == Counter(split_words(text, name))
+            cuts == Counter(regex.findall(PATTERNS[name], text)) == Counter(split_words(text, name))
         )
 
     QUIET(given(odd_text)(check))()
@@ -603,13 +601,13 @@ def test_of_several_chat_templates_the_usual_one_is_taken(tmp_path):
         dict(name="default", template="usual"),
     ]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    for found in (
+    for opened in (
         BPETokenizer.load(tmp_path),
         BPETokenizer.from_hf(AutoTokenizer.from_pretrained(tmp_path)),
     ):
-        assert found.chat_template == "usual"
+        assert opened.chat_template == "usual"
         assert (
-            AutoTokenizer.from_pretrained(found.save(tmp_path / "again")).chat_template == "usual"
+            AutoTokenizer.from_pretrained(opened.save(tmp_path / "again")).chat_template == "usual"
         )
     hf = AutoTokenizer.from_pretrained(tmp_path)
     assert render([dict(role="user", content="x")], hf)[0] == hf.encode("usual")

@@ -81,20 +81,20 @@ def work(folder, resume, strategies):
     for name in strategies:
         strategy, _, untied = name.partition("-")
         os.environ["TRAINKIT_STRATEGY"] = strategy
-        t, found = trainer(folder / name, batch_size=4, tied=not untied), {}
+        t, results = trainer(folder / name, batch_size=4, tied=not untied), {}
         size, step = sum(p.numel() * 4 for p in t.model.parameters()), t.step
 
-        def then(group, t=t, found=found, size=size, step=step):
+        def then(group, t=t, results=results, size=size, step=step):
             step(group)
             if t.state.step == 2 and t.shards is not None:
-                found |= dict(
+                results |= dict(
                     share=t.shards.share() / size,
                     kinds=sorted({type(p).__name__ for p in t.shards.twin.parameters()}),
                 )
 
         t.step = then
         result = t.train(resume=resume)
-        found |= dict(
+        results |= dict(
             history=result.history,
             processes=t.accelerator.num_processes,
             wrapped=type(t.wrapped).__name__,
@@ -102,8 +102,8 @@ def work(folder, resume, strategies):
         )
         if t.accelerator.is_main_process:
             torch.save(weights(t.model), folder / name / "weights.pt")
-        found |= dict(sum=float(weights(t.model).double().sum()), again=t.evaluate()["eval_loss"])
-        out[name] = found
+        results |= dict(sum=float(weights(t.model).double().sum()), again=t.evaluate()["eval_loss"])
+        out[name] = results
     print(json.dumps(out), flush=True)
     torch.distributed.barrier(), torch.distributed.destroy_process_group()
     os._exit(0)  # threads of gloo may abort what is left of the interpreter
@@ -129,11 +129,11 @@ def test_two_processes_are_one(tmp_path):
 
     Rows are masked and uneven, each process holds its share, a checkpoint fits any number.
     """
-    found = run_processes(2, tmp_path, None, "ddp", "fsdp", "fsdp-untied")
+    results = run_processes(2, tmp_path, None, "ddp", "fsdp", "fsdp-untied")
     for name in ("ddp", "fsdp", "fsdp-untied"):
         one = trainer(tmp_path / f"one-{name}", tied="untied" not in name)
         result = one.train()
-        first, second = (f[name] for f in found)
+        first, second = (f[name] for f in results)
         check(one, result, first, tmp_path / name, 1e-6)
         assert (
             first["processes"] == 2
@@ -195,16 +195,20 @@ def test_zero_is_one_process(tmp_path, offload):
     (tmp_path / "ds.json").write_text(
         json.dumps({"zero_optimization": {**zero, "stage3_param_persistence_threshold": 0}})
     )
-    told = dict(TRAINKIT_DEEPSPEED_CONFIG=str(tmp_path / "ds.json"))
+    variables = dict(TRAINKIT_DEEPSPEED_CONFIG=str(tmp_path / "ds.json"))
     one = trainer(tmp_path / "one")
     result = one.train()
     names = ("zero3",) if offload == "offload_param" else ("zero1", "zero2", "zero3")
-    found = run_processes(2, tmp_path, None, *names, **told)
+    results = run_processes(2, tmp_path, None, *names, **variables)
     run_processes(
-        2, tmp_path / "again", tmp_path / "zero3" / "checkpoints" / "checkpoint-4", *names, **told
+        2,
+        tmp_path / "again",
+        tmp_path / "zero3" / "checkpoints" / "checkpoint-4",
+        *names,
+        **variables,
     )
     for name in names:
-        first, second = (f[name] for f in found)
+        first, second = (f[name] for f in results)
         assert first["wrapped"] == "DeepSpeedEngine" and first["sum"] == second["sum"]
         check(one, result, first, tmp_path / name, 2e-6)
         assert (
@@ -276,8 +280,8 @@ def test_deepspeed_takes_the_file(name, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     plan, _ = translate(FILES[name], num_processes=2)
     written = json.loads(launch_files(plan, gpu=False)["deepspeed.json"])
-    told = zero_settings(written, plan.strategy, 0.5)
-    read = DeepSpeedConfig(told)
+    settings = zero_settings(written, plan.strategy, 0.5)
+    read = DeepSpeedConfig(settings)
     zero = read.zero_config
     assert (
         f"zero{int(zero.stage)}" == plan.strategy
@@ -288,13 +292,13 @@ def test_deepspeed_takes_the_file(name, monkeypatch):
         "zero_optimization", {}
     )
     for kind in ("offload_optimizer", "offload_param"):
-        wanted, found = asked.get(kind), getattr(zero, kind)
+        wanted, value = asked.get(kind), getattr(zero, kind)
         if not wanted:
-            assert found is None
+            assert value is None
         elif wanted is True:
-            assert found.device == "cpu"
+            assert value.device == "cpu"
         else:
-            assert {k: str(getattr(found, k)) for k in wanted} == {
+            assert {k: str(getattr(value, k)) for k in wanted} == {
                 k: str(v) for k, v in wanted.items()
             }
     if name == "a file":
@@ -303,14 +307,15 @@ def test_deepspeed_takes_the_file(name, monkeypatch):
             and zero.gather_16bit_weights_on_model_save
             and read.aio_config["queue_depth"] == 32
         )
-    assert set(told["zero_optimization"]) <= {
+    assert set(settings["zero_optimization"]) <= {
         f.alias or n for n, f in DeepSpeedZeroConfig.model_fields.items()
     }
     with pytest.raises(
         ValueError, match="offload_params"
     ):  # Its classes do refuse what they do not know
         DeepSpeedConfig(
-            told | dict(zero_optimization={**told["zero_optimization"], "offload_params": {}})
+            settings
+            | dict(zero_optimization={**settings["zero_optimization"], "offload_params": {}})
         )
 
 
@@ -329,9 +334,9 @@ def test_nvme_without_its_library_says_what_to_install(tmp_path):
     (tmp_path / "ds.json").write_text(
         json.dumps({"zero_optimization": dict(offload_optimizer=disk)})
     )
-    told = dict(TRAINKIT_DEEPSPEED_CONFIG=str(tmp_path / "ds.json"))
+    variables = dict(TRAINKIT_DEEPSPEED_CONFIG=str(tmp_path / "ds.json"))
     with pytest.raises(AssertionError, match="needs libaio here: apt install libaio-dev"):
-        run_processes(2, tmp_path, None, "zero3", **told)
+        run_processes(2, tmp_path, None, "zero3", **variables)
 
 
 KILLED = """
@@ -577,11 +582,11 @@ def test_two_launchers_are_two_nodes(tmp_path, machines, restarts):
             )
         )
     try:
-        said = [p.communicate(timeout=200)[0] for p in running]
+        outputs = [p.communicate(timeout=200)[0] for p in running]
     finally:
         for p in running:
             p.kill()
-    assert [p.returncode for p in running] == [0, 0], said
+    assert [p.returncode for p in running] == [0, 0], outputs
     one = trainer(tmp_path / "one")
     one.train()
     assert (weights(one.model) - torch.load(tmp_path / "run" / "weights.pt")).abs().max() < 1e-6

@@ -28,10 +28,10 @@ def limited(rows, error=None, start=0):
 
     def loss(model, batch):
         calls.append(len(batch["input_ids"]))
-        found = lm_loss(model, batch)
+        total = lm_loss(model, batch)
         if model.training and len(calls) > start and len(batch["input_ids"]) > rows:
             raise error or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return found
+        return total
 
     loss.calls = calls
     return objective(counts=lm_loss.counts)(loss)
@@ -168,17 +168,17 @@ def spoilt(calls, value=math.nan):
 
     @objective(counts=lambda batch: {**lm_loss.counts(batch), "length": len(batch["labels"])})
     def loss(model, batch):
-        found = lm_loss(model, batch)
+        total = lm_loss(model, batch)
         if model.training:
             count.append(0)
         n = len(batch["labels"])
-        found.terms["length"] = (
-            found.terms["loss"][0].detach() * 0
+        total.terms["length"] = (
+            total.terms["loss"][0].detach() * 0
             + (value if model.training and len(count) in calls else 1.0) * n,
             n,
             0.1,
         )
-        return found
+        return total
 
     return loss
 

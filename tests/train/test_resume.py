@@ -285,7 +285,7 @@ def test_a_resume_deletes_what_a_killed_process_had_no_time_to(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
         (dict(seed=1), "train.seed was 42 and is 1"),
         (dict(rate=1e-3), "optim.learning_rate was 0.01 and is 0.001"),
@@ -293,16 +293,16 @@ def test_a_resume_deletes_what_a_killed_process_had_no_time_to(tmp_path):
         (dict(max_steps=20), "total_steps was 12 and is 20"),
     ],
 )
-def test_another_run_is_refused_and_nothing_is_lost(tmp_path, change, said):
+def test_another_run_is_refused_and_nothing_is_lost(tmp_path, change, message):
     trainer(tmp_path, [At(5, lambda t: t.control.stop())]).train()
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         trainer(tmp_path, **change).train(True)
     assert {
         p: p.stat().st_mtime_ns for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()
     } == before
     notes = trainer(tmp_path, **change).train(True, force_resume=True).notes
-    assert any("because you asked for it" in note and said in note for note in notes)
+    assert any("because you asked for it" in note and message in note for note in notes)
 
 
 def test_how_a_run_is_watched_may_change(tmp_path):

@@ -642,9 +642,16 @@ def test_an_evaluation_that_a_kill_cut_off_from_its_run_stands_there_once(tmp_pa
         folder.record("start", begin(4))
         for event in ("end", "eval"):
             folder.record(event, dict(step=4, eval_loss=1.0))
-    found = [
+    evaluations = [
         (r["event"], r["step"]) for r in read_run(tmp_path / "a").records if r["event"] != "start"
     ]
-    assert found == [("log", 2), ("eval", 2), ("log", 4), ("eval", 4), ("end", 4), ("eval", 4)]
+    assert evaluations == [
+        ("log", 2),
+        ("eval", 2),
+        ("log", 4),
+        ("eval", 4),
+        ("end", 4),
+        ("eval", 4),
+    ]
     unchanged = folder.path / "metrics.jsonl"
     assert unchanged.read_text().count('"eval"') == 3

@@ -217,7 +217,7 @@ def test_a_head_that_does_more_is_called_as_a_whole():
         lambda *a, **k: plain(*a, **k),
     )  # as accelerate's autocast wraps it
     assert body_and_head(model) is not None
-    hook = model.lm_head.register_forward_hook(lambda module, given, out: out * 2)
+    hook = model.lm_head.register_forward_hook(lambda module, inputs, out: out * 2)
     assert body_and_head(model) is None
     hook.remove()
     model.lm_head = nn.Sequential(model.lm_head)
@@ -249,13 +249,13 @@ def test_gradient_of_a_window_is_that_of_one_batch(kind, counted):
     reference = gradient(model).clone()
     for size in (1, 2, 3, 5, 8):
         model.zero_grad()
-        found, _ = accumulate(
+        window_loss, _ = accumulate(
             model,
             used,
             [collate(rows[i : i + size]) for i in range(0, 8, size)],
             make_accelerator("no"),
         )
-        assert abs(found.item() - expected.item()) < 1e-5
+        assert abs(window_loss.item() - expected.item()) < 1e-5
         assert (gradient(model) - reference).norm() / reference.norm() < 1e-6
 
 
@@ -312,8 +312,8 @@ def test_several_terms_keep_their_own_counts():
     expected.backward()
     reference = gradient(model).clone()
     model.zero_grad()
-    found, metrics = accumulate(model, two_terms, pieces, accelerator)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    loss, metrics = accumulate(model, two_terms, pieces, accelerator)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert (gradient(model) - reference).norm() / reference.norm() < 1e-6 and set(metrics) == {
         "loss",
         "length",
@@ -414,9 +414,9 @@ def test_the_folder_of_a_run(tmp_path):
         callbacks=[Saves()],
         lr=3e-3,
     ).train()
-    kept = sorted(p.name for p in (tmp_path / "checkpoints").glob("checkpoint-*"))
+    names = sorted(p.name for p in (tmp_path / "checkpoints").glob("checkpoint-*"))
     assert (
-        kept == ["checkpoint-12", "checkpoint-9"]
+        names == ["checkpoint-12", "checkpoint-9"]
         and Path(result.final_checkpoint).name == "checkpoint-12"
     )
     assert [s for s in saved if s[0] == "checkpoint"] == [
@@ -495,10 +495,10 @@ def test_nan_leaves_the_good_checkpoint_and_the_weights(tmp_path):
 
     def loss(model, batch):
         calls.append(0)
-        found = lm_loss(model, batch)
+        total = lm_loss(model, batch)
         if len(calls) == 3 * 7 + 2:
-            found.terms["loss"] = (found.terms["loss"][0] * math.nan, *found.terms["loss"][1:])
-        return found
+            total.terms["loss"] = (total.terms["loss"][0] * math.nan, *total.terms["loss"][1:])
+        return total
 
     t = trainer(folder=tmp_path, loss=objective(counts=lm_loss.counts)(loss))
     with pytest.raises(TrainingError, match="Step 8: the loss is nan") as caught:
@@ -558,15 +558,15 @@ def test_a_half_precision_model_is_trained_in_float32_masters(dtype):
     GradScaler never sees a float16 gradient.
     """
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    given, widened = (
+    narrow, widened = (
         trainer(make("ours").to(dtype)),
         trainer(make("ours").to(dtype).float(), mixed_precision=name),
     )
-    result = given.train()
+    result = narrow.train()
     assert timeless(result.history) == timeless(widened.train().history) and same(
-        given.model, widened.model
+        narrow.model, widened.model
     )
-    assert {p.dtype for p in given.model.parameters()} == {
+    assert {p.dtype for p in narrow.model.parameters()} == {
         torch.float32
     } and "float32" in result.notes[0]
 
@@ -677,11 +677,11 @@ def test_compilation_falls_back_and_says_why():
 
 
 def test_a_model_that_knows_no_mask_trains_on_padded_rows_and_refuses_packed_ones():
-    plain, told = (
+    plain, masked = (
         trainer(make("own")),
         trainer(make("own"), loss=own_loss),
     )  # own_loss leaves the mask out by hand
-    assert plain.train().final_loss == told.train().final_loss and same(plain.model, told.model)
+    assert plain.train().final_loss == masked.train().final_loss and same(plain.model, masked.model)
     batch = dict(
         input_ids=torch.ones(2, 4, dtype=torch.long), labels=torch.ones(2, 4, dtype=torch.long)
     )
@@ -696,15 +696,15 @@ def test_a_model_that_knows_no_mask_trains_on_padded_rows_and_refuses_packed_one
 
 
 def test_the_groups_are_shown_with_their_peak_rates():
-    told = []
+    lines = []
 
     class Start:
         def on_start(self, trainer, record):
-            told.append(record["groups"])
+            lines.append(record["groups"])
 
     t = trainer(callbacks=[Start()], max_steps=1)
     t.train()
-    assert "rate 0.01 " in told[0] and "rate 0 " not in told[0]
+    assert "rate 0.01 " in lines[0] and "rate 0 " not in lines[0]
 
 
 def test_objectives_that_cannot_be_added_up_say_so():
@@ -779,12 +779,12 @@ def test_a_later_model_is_compiled_as_the_first_one_was():
         return graph.forward
 
     torch._dynamo.register_backend(counting, name="counting")
-    for made in range(
+    for number in range(
         1, 13
     ):  # More than torch's own limit, which counts the versions of all models together
         notes = (
             trainer(
-                rows=[[1] * (4 + made)] * 12,
+                rows=[[1] * (4 + number)] * 12,
                 max_steps=1,
                 torch_compile=True,
                 torch_compile_backend="counting",
@@ -792,7 +792,7 @@ def test_a_later_model_is_compiled_as_the_first_one_was():
             .train()
             .notes
         )
-        assert (len(graphs), notes) == (made, [])
+        assert (len(graphs), notes) == (number, [])
 
 
 # Every knob of the loop, each with what it must do
@@ -822,12 +822,12 @@ class Heard:
 
 def scored(values):
     "`lm_loss` with a metric that takes these values in one evaluation after the other."
-    found = iter(values)
+    scores = iter(values)
 
     def loss(model, batch):
         out = lm_loss(model, batch)
         if not model.training and batch["input_ids"].shape[0] == 1:
-            out.metrics["score"] = next(found)  # the last batch of 5 rows in twos
+            out.metrics["score"] = next(scores)  # the last batch of 5 rows in twos
         return out
 
     return objective(counts=lm_loss.counts)(loss)
@@ -1064,15 +1064,15 @@ def same_weights(t, first, *others):
             t.folder / "checkpoints" / name if name.startswith("checkpoint-") else t.folder / name
         )
 
-    found = [load_file(home(name) / "model.safetensors") for name in (first, *others)]
-    assert all(len(a.keys() & b.keys()) >= 10 for a, b in pairwise(found))
+    weights = [load_file(home(name) / "model.safetensors") for name in (first, *others)]
+    assert all(len(a.keys() & b.keys()) >= 10 for a, b in pairwise(weights))
     return all(
-        torch.equal(a[k], b[k]) for a, b in pairwise(found) for k in a.keys() & b.keys()
+        torch.equal(a[k], b[k]) for a, b in pairwise(weights) for k in a.keys() & b.keys()
     )  # tied ones are named once
 
 
-def run_option(given, optim=None, folder=None):
-    config, heard = dict(given), Heard()
+def run_option(options, optim=None, folder=None):
+    config, heard = dict(options), Heard()
     if "folder" in config:
         config["folder"] = folder
     if isinstance(config.get("loss"), list):
@@ -1088,14 +1088,14 @@ def run_option(given, optim=None, folder=None):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_option(name, tmp_path):
-    given, optim, holds = OPTIONS[name]
-    found = run_option(given, optim, tmp_path)
+    options, optim, holds = OPTIONS[name]
+    results = run_option(options, optim, tmp_path)
     if holds is not None:
-        assert holds(*found)
+        assert holds(*results)
     else:  # transformers' schedule of the same name
         from transformers import get_scheduler
 
-        t, result, _ = found
+        t, result, _ = results
         theirs = torch.optim.SGD([torch.zeros(1)], lr=1e-2)
         kind = optim["lr_scheduler_type"]
         more = dict(
@@ -1315,9 +1315,11 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tmp_path):
     os.kill(process.pid, signal.SIGINT)
     done = end(process, tmp_path, 60)
     assert done.returncode == 0, done.stderr
-    said, result = done.stdout.splitlines()[-2:]
+    message, result = done.stdout.splitlines()[-2:]
     assert result == "result interrupted 4"
-    assert "after step 4 of 60" in said and "checkpoint-4" in said and "resume=True" in said
+    assert (
+        "after step 4 of 60" in message and "checkpoint-4" in message and "resume=True" in message
+    )
     t = trainer(folder=tmp_path, max_steps=7)
     assert t.train(resume=True, force_resume=True).steps == 7
 

@@ -208,14 +208,14 @@ def open_notebook(browser, lab, name, cells, **look):
     )
     from playwright.sync_api import TimeoutError as Late
 
-    said, question = "", page.locator("dialog.jp-Dialog")
+    message, question = "", page.locator("dialog.jp-Dialog")
     for _ in range(40):  # Cells that are run before the kernel is ready are not run
         page.keyboard.press("Escape")
         try:
             if (
                 question.count()
             ):  # Such as: which kernel? It may come at any moment, and lies over the menu
-                said = question.first.inner_text()
+                message = question.first.inner_text()
                 question.locator('button:has-text("Select"), .jp-mod-accept').first.click(
                     timeout=5000
                 )
@@ -226,7 +226,7 @@ def open_notebook(browser, lab, name, cells, **look):
         page.wait_for_timeout(1000)
         if not question.count() and "[ ]" not in page.locator(".jp-InputPrompt").first.inner_text():
             return page
-    raise AssertionError(f"the kernel does not begin; JupyterLab said: {said!r}")
+    raise AssertionError(f"the kernel does not begin; JupyterLab said: {message!r}")
 
 
 @pytest.mark.slow
@@ -356,13 +356,13 @@ def saved_html(page, path):
             '[data-command="docmanager:save"]'
         ).first.click()  # Keys go to the field that has the focus
         page.wait_for_timeout(300)
-        found = [
+        pages = [
             "".join(o.get("data", {}).get("text/html", ""))
             for c in json.loads(path.read_text())["cells"]
             for o in c["outputs"]
         ]
-        if found:
-            return "".join(found)
+        if pages:
+            return "".join(pages)
     raise AssertionError("nothing was saved")
 
 
@@ -774,16 +774,18 @@ def classic(tmp_path_factory):
     home = ROOT / "build" / "colab"
     python = Path(os.environ.get("TRAINKIT_COLAB") or home / "bin" / "python")
     if not python.exists():
-        made = subprocess.run([sys.executable, "-m", "venv", home], capture_output=True, text=True)
-        if made.returncode == 0:
-            made = subprocess.run(
+        process = subprocess.run(
+            [sys.executable, "-m", "venv", home], capture_output=True, text=True
+        )
+        if process.returncode == 0:
+            process = subprocess.run(
                 [python, "-m", "pip", "install", "-q", *COLAB], capture_output=True, text=True
             )
-        if made.returncode:
+        if process.returncode:
             warnings.warn(
                 (
                     f"NO COLAB-LIKE SERVER: {', '.join(COLAB)} could not be installed, "
-                    f"and its browser test is skipped: {made.stderr[-500:]}"
+                    f"and its browser test is skipped: {process.stderr[-500:]}"
                 ),
                 stacklevel=1,
             )

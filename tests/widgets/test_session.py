@@ -339,9 +339,9 @@ def twenty(folder):
     for i, session in enumerate(sessions):
         result = session.result()
         model, tokenizer = load_pretrained(folder / f"run-{i}" / "model")
-        wanted, found = result.model.state_dict(), model.state_dict()
-        assert wanted.keys() == found.keys() and all(
-            torch.equal(wanted[n], found[n]) for n in wanted
+        wanted, actual = result.model.state_dict(), model.state_dict()
+        assert wanted.keys() == actual.keys() and all(
+            torch.equal(wanted[n], actual[n]) for n in wanted
         )
         assert (folder / f"run-{i}" / "report.html").exists() and not [
             *(folder / f"run-{i}").glob(".model*")

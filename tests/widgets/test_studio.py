@@ -67,11 +67,11 @@ def count(config, resume, callbacks, control):
 
 @pytest.fixture
 def panel():
-    made = TrainerPanel(
+    widget = TrainerPanel(
         load_config(RunConfig, dict(train=dict(max_steps=2000, seed=0))), job=count, key="test"
     )
-    yield made
-    made.close()
+    yield widget
+    widget.close()
 
 
 def test_every_button_does_what_it_says(panel):
@@ -289,16 +289,16 @@ def small_start(folder):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     def config(method, *more):
-        given = dict(
+        settings = dict(
             method=method,
             name=method,
             runs_dir=str(folder),
             data=dict(path=str(folder / f"{LIKE.get(method, 'tasks')}.jsonl")),
         )
         if method == "pretrain":
-            given, more = dict(name=method, runs_dir=str(folder)), (*words.split(), *more)
+            settings, more = dict(name=method, runs_dir=str(folder)), (*words.split(), *more)
         else:
-            given |= dict(init_from=str(base.model_path), sft=dict(template="chatml"))
+            settings |= dict(init_from=str(base.model_path), sft=dict(template="chatml"))
         if LIKE.get(method) is None:
             more = (
                 f'rl.rewards=["{judge.model_path}"]',
@@ -311,7 +311,7 @@ def small_start(folder):
             )
         if method == "freeze":
             more = ("trainable_layers=1", *more)
-        return method_config(given, [*SMALL, *more])
+        return method_config(settings, [*SMALL, *more])
 
     judge = run(config("reward", "name=judge"), verbose=False)
     return config
@@ -371,16 +371,16 @@ def test_a_torn_journal_loses_at_most_its_last_line(tmp_path):
         states[end] = PreferenceLabels(tmp_path / "cut.jsonl").verdicts
     for cut in range(ends[0], len(data)):
         (tmp_path / "cut.journal.jsonl").write_bytes(data[:cut])
-        found = PreferenceLabels(tmp_path / "cut.jsonl")
+        labels = PreferenceLabels(tmp_path / "cut.jsonl")
         complete = max(
             end for end in ends if end - 1 <= cut
         )  # A line without its end of line is whole
-        assert found.verdicts == states[complete]
+        assert labels.verdicts == states[complete]
         if cut % 29 == 0:
-            found.judge("left")
+            labels.judge("left")
             assert PreferenceLabels(tmp_path / "cut.jsonl").verdicts == [
                 *states[complete],
-                found.verdicts[-1],
+                labels.verdicts[-1],
             ]
 
 
