@@ -530,7 +530,7 @@ where, n = Path(sys.argv[1]), 12
 layers = [f'model.layers.{i}.mlp.up_proj' for i in range(n)]
 names = {f'{layer}.weight': (torch.float32, (2560, 4096)) for layer in layers}
 with open(where/'base'/'model.safetensors', 'wb') as file:
-    write_tensors(file, names, ((k, torch.ones(2560, 4096)) for k in names))
+    stream_tensors(file, names, ((k, torch.ones(2560, 4096)) for k in names))
 (where/'a').mkdir()
 shapes = dict(A=(2, 4096), B=(2560, 2))
 adapter = {f'base_model.model.{layer}.lora_{x}.weight': torch.ones(shape)
