@@ -309,7 +309,7 @@ def test_docstrings_name_what_is_there():
 
 def test_ruff_finds_nothing():
     done = subprocess.run(
-        [sys.executable, "-m", "ruff", "check", "trainkit", "tests", "benchmarks"],
+        [sys.executable, "-m", "ruff", "check", "nbs", "trainkit", "tests", "benchmarks", "tools"],
         cwd=ROOT,
         capture_output=True,
         text=True,
