@@ -76,7 +76,7 @@ format: $(VENV)/.dev ## Format notebooks, tests, tools and benchmarks
 
 lint: $(VENV)/.dev ## ruff and pyright
 	$(BIN)/ruff format --check nbs tests tools benchmarks
-	$(BIN)/ruff check trainkit tests benchmarks tools
+	$(BIN)/ruff check nbs trainkit tests benchmarks tools
 	$(BIN)/pyright --pythonpath $(BIN)/python trainkit
 
 export: $(VENV)/.dev ## Write trainkit/*.py from the notebooks, and clean the notebooks

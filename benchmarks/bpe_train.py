@@ -1,8 +1,9 @@
-"""Training of a byte-level BPE tokenizer beside `tokenizers` and `rustbpe`: from texts to merges, all included.
+"""Training of a byte-level BPE tokenizer compared with `tokenizers` and `rustbpe`.
 
-The systems take turns, so that a busy machine slows all of them; medians of the rounds, and of the ratios of neighbours
-in one round. The first round, in which numba loads or compiles, is not counted. With --big, one process for each system
-learns from 100 MB of Python source that it reads file by file, and reports its largest memory.
+The time runs from texts to merges. The systems take turns, so that a busy machine slows all
+of them; medians of the rounds, and of the ratios of neighbours in one round. The first round,
+in which numba loads or compiles, is not counted. With --big, one process for each system
+learns from 100 MB of Python source that it reads file by file, and reports its peak memory.
 
     python benchmarks/bpe_train.py [--megabytes 5] [--vocab 8192] [--rounds 7] [--big]
 """
@@ -23,7 +24,7 @@ from pathlib import Path
 
 
 def python_source(size: int) -> Iterator[str]:
-    "The standard library's files, then those of installed packages, again and again: `size` bytes in all."
+    "Python source of `size` bytes: the standard library and installed packages, repeated."
     skip = {"test", "tests", "idlelib", "encodings", "site-packages", "__pycache__"}
     stdlib = [
         path
@@ -97,7 +98,8 @@ def machine() -> str:
         for name in ("numba", "tokenizers", "tiktoken", "rustbpe", "regex")
     )
     return (
-        f"{datetime.date.today()}, {names[0] if names else platform.processor()}, {os.cpu_count()} cores, "
+        f"{datetime.date.today()}, {names[0] if names else platform.processor()}, "
+        f"{os.cpu_count()} cores, "
         f"{platform.system()}, Python {platform.python_version()}, {packages}"
     )
 
@@ -158,11 +160,13 @@ def main():
             times[system].append(time.perf_counter() - start)
     assert learned["trainkit python"] == learned["trainkit numba"] == learned["rustbpe"]
     print(
-        f"{sum(len(text.encode()) for text in texts) / 1e6:.1f} MB in {len(texts)} texts to {args.vocab:,} tokens, {args.rounds} rounds; "
+        f"{sum(len(text.encode()) for text in texts) / 1e6:.1f} MB in {len(texts)} texts to "
+        f"{args.vocab:,} tokens, {args.rounds} rounds; "
         "the merges of the first three are equal\n"
     )
     print(
-        "| system | seconds | × tokenizers, 1 thread | × tokenizers, 2 threads | × rustbpe |\n|---|---|---|---|---|"
+        "| system | seconds | × tokenizers, 1 thread | × tokenizers, 2 threads | × rustbpe |\n"
+        "|---|---|---|---|---|"
     )
     for system in systems:
         ratios = [

@@ -1,11 +1,13 @@
-"""What does a checkpoint cost beside writing its bytes and nothing else, and what does a step cost while one is written?
+"""The cost of a checkpoint over writing its bytes alone, and of a step while one is written.
 
-The state is that of a model in the shape of SmolLM2-135M with AdamW: weights and two memories, all float32. `bytes alone` writes the
-same bytes from the same memory to files of the same sizes, and brings them to the disk (fsync). `torch.save` pickles weights and
-optimizer into one file and brings that to the disk. `save_checkpoint` writes, hashes, brings to the disk, proves and renames. They take
+The state is that of a model in the shape of SmolLM2-135M with AdamW: weights and two moments,
+all float32. `bytes alone` writes the same bytes from the same memory to files of the same
+sizes, and syncs them to the disk (fsync). `torch.save` pickles weights and optimizer into one
+file and syncs that. `save_checkpoint` writes, hashes, syncs, verifies and renames. They take
 turns on the same disk, and the median of the ratios of neighbours counts.
 
-Then the asynchronous writer: how long the run stands still for it, how long it takes, and how long steps take meanwhile.
+Then the asynchronous writer: how long the run waits for it, how long it takes, and how long
+steps take meanwhile.
 
     python benchmarks/checkpoint.py [--rounds 3] [--layers 30] [--folder .]
 """
@@ -79,6 +81,50 @@ def spent(do) -> float:
     return time.perf_counter() - began
 
 
+def time_ways(
+    root: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rounds: int
+) -> dict[str, list[float]]:
+    "Seconds of each way to write the state, in turns; the first round is not counted."
+    ways = {"bytes alone": bytes_alone, "torch.save": pickled, "save_checkpoint": ours}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for n in range(rounds + 1):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            way(root / "one", model, optimizer)
+            duration = time.perf_counter() - began
+            shutil.rmtree(root / "one")
+            if n:
+                seconds[name].append(duration)
+    return seconds
+
+
+def time_writer(
+    root: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rounds: int
+) -> tuple[list[float], ...]:
+    "Seconds of steps alone and during a write, of the calls to save, and of the writes."
+    batch = torch.randint(49152, (1, 32))
+
+    def step():
+        optimizer.zero_grad()
+        model(batch, labels=batch).loss.backward()
+        optimizer.step()
+
+    alone, meanwhile, standing, writing = [], [], [], []
+    with CheckpointWriter(root / "run", 1, asynchronous=True) as writer:
+        for n in range(rounds + 1):
+            alone += [spent(step) for _ in range(3)]
+            began = time.perf_counter()
+            writer.save(take_snapshot(model, optimizer, state=dict(step=n)))
+            standing.append(time.perf_counter() - began)
+            steps = []
+            while writer.busy:
+                steps.append(spent(step))
+            writing.append(time.perf_counter() - began)
+            if n:
+                meanwhile.extend(steps[:-1] or steps)
+    return alone, meanwhile, standing, writing
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -90,68 +136,44 @@ def main() -> None:
     )
     args = parser.parse_args()
     model, optimizer = state(args.layers)
-    root, size = (
-        Path(tempfile.mkdtemp(dir=args.folder)),
-        take_snapshot(model, optimizer, state=dict(step=1)).bytes,
-    )
-    ways = {"bytes alone": bytes_alone, "torch.save": pickled, "save_checkpoint": ours}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    size = take_snapshot(model, optimizer, state=dict(step=1)).bytes
+    root = Path(tempfile.mkdtemp(dir=args.folder))
     try:
-        for n in range(args.rounds + 1):  # The first round is not counted
-            for name, way in ways.items():
-                took = spent(lambda: way(root / "one", model, optimizer))  # noqa: B023
-                shutil.rmtree(root / "one")
-                if n:
-                    seconds[name].append(took)
+        seconds = time_ways(root, model, optimizer, args.rounds)
         once = save_checkpoint(root, model, optimizer, state=dict(step=1))
         loading = spent(lambda: load_checkpoint(once, model, optimizer))
         shutil.rmtree(once)
-
-        batch = torch.randint(49152, (1, 32))
-
-        def step():
-            optimizer.zero_grad()
-            model(batch, labels=batch).loss.backward()
-            optimizer.step()
-
-        alone, meanwhile, standing, writing = [], [], [], []
-        with CheckpointWriter(root / "run", 1, asynchronous=True) as writer:
-            for n in range(args.rounds + 1):
-                for _ in range(3):
-                    alone.append(spent(step))
-                began = time.perf_counter()
-                standing.append(
-                    spent(lambda: writer.save(take_snapshot(model, optimizer, state=dict(step=n))))
-                )  # noqa: B023
-                steps = []
-                while writer.busy:
-                    steps.append(spent(step))
-                writing.append(time.perf_counter() - began)
-                if n:
-                    meanwhile.extend(steps[:-1] or steps)
+        times = time_writer(root, model, optimizer, args.rounds)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     median = statistics.median
+    alone, meanwhile, standing, writing = times
     print(
-        f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}, {platform.system()}, Python {sys.version.split()[0]}\n"
+        f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, "
+        f"{os.cpu_count()} cores, "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}, {platform.system()}, "
+        f"Python {sys.version.split()[0]}\n"
     )
     print(
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters with AdamW, {size / 1e6:,.0f} MB; {args.rounds} rounds\n"
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters with AdamW, "
+        f"{size / 1e6:,.0f} MB; {args.rounds} rounds\n"
     )
     print("| way | seconds | × the bytes alone (less is better) |\n|---|---|---|")
     for name, took in seconds.items():
         print(
-            f"| {name} | {median(took):.2f} | {median(a / b for a, b in zip(took, seconds['bytes alone'], strict=True)):.2f} |"
+            f"| {name} | {median(took):.2f} | "
+            f"{median(a / b for a, b in zip(took, seconds['bytes alone'], strict=True)):.2f} |"
         )
     print(f"\nLoading it, every hash checked: {loading:.2f} s\n")
     print("| asynchronous | seconds |\n|---|---|")
     print(
-        f"| the run stands still, the first time | {standing[0]:.2f} |\n| the run stands still, later | {median(standing[1:]):.2f} |"
+        f"| the run stands still, the first time | {standing[0]:.2f} |\n"
+        f"| the run stands still, later | {median(standing[1:]):.2f} |"
     )
     print(f"| until the checkpoint is there | {median(writing[1:]):.2f} |")
     print(
-        f"| a step, nothing being written | {median(alone[1:]):.3f} |\n| a step meanwhile | {median(meanwhile):.3f} "
+        f"| a step, nothing being written | {median(alone[1:]):.3f} |\n"
+        f"| a step meanwhile | {median(meanwhile):.3f} "
         f"({median(meanwhile) / median(alone[1:]):.2f} ×) |"
     )
 

@@ -1,9 +1,12 @@
-"""How fast do questions with answers become rows to train on, and does the loader keep up with the step that it feeds?
+"""How fast do questions with answers become rows, and does the loader keep up with the step?
 
-python benchmarks/data_prepare.py [--rows N] [--rounds N]
-10,000 factbook pairs, as chats with a mask of the answers, packed to 1,024 tokens: trl's SFTTrainer prepares a data set
-of `datasets` (with its caches off), we render and pack. Same tokenizer: GPT-2's, with ChatML's two tokens. Times are processor
-times, in turns, so that what else runs on the machine counts little."""
+    python benchmarks/data_prepare.py [--rows N] [--rounds N]
+
+10,000 factbook pairs, as chats with a mask of the answers, packed to 1,024 tokens: trl's
+SFTTrainer prepares a data set of `datasets` (with its caches off), we render and pack. Same
+tokenizer: GPT-2's, with ChatML's two tokens. Times are processor times, in turns, so that
+what else runs on the machine counts little.
+"""
 
 import argparse
 import gc
@@ -120,25 +123,28 @@ def main():
             start = (
                 time.process_time()
             )  # Of all threads: what else runs on the machine does not count
-            made = run()
+            dataset = run()
             seconds.setdefault(name, []).append(time.process_time() - start)
             if name == "trl":
-                theirs = made
+                theirs = dataset
             else:
-                tokens = sum(len(r["input_ids"]) for r in made)
+                tokens = sum(len(r["input_ids"]) for r in dataset)
                 assert tokens == sum(map(len, theirs["input_ids"])), "the same tokens"
-                assert sum((r["labels"] >= 0).sum() for r in made) == sum(
+                assert sum((r["labels"] >= 0).sum() for r in dataset) == sum(
                     x >= 0 for r in theirs["labels"] for x in r
                 )
     base = median(seconds["trl"])
     print(
-        f"{machine()}\n\n{args.rows:,} chats, {tokens:,} tokens, {args.rounds} rounds; rows of 1,024 are "
-        f"{packing_efficiency(made, 1024):.1%} full, and those of trl {tokens / (1024 * len(theirs)):.1%}\n"
+        f"{machine()}\n"
+        f"\n{args.rows:,} chats, {tokens:,} tokens, {args.rounds} rounds; rows of 1,024 are "
+        f"{packing_efficiency(dataset, 1024):.1%} full, and those of trl "
+        f"{tokens / (1024 * len(theirs)):.1%}\n"
     )
     print("| render, mask and pack | CPU seconds | × trl (more is better) |\n|---|---|---|")
     for name, times in seconds.items():
         print(
-            f"| {name} | {median(times):.2f} | {median(a / b for a, b in zip(seconds['trl'], times, strict=True)):.1f} |"
+            f"| {name} | {median(times):.2f} | "
+            f"{median(a / b for a, b in zip(seconds['trl'], times, strict=True)):.1f} |"
         )
     assert base > 0
 
@@ -146,13 +152,14 @@ def main():
     optimizer = torch.optim.AdamW(net.parameters())
     examples = tokenize_examples(chats, hf)
     print(
-        "\n| batches of 8 | loader, ms | step, ms | loader is so many times as fast |\n|---|---|---|---|"
+        "\n| batches of 8 | loader, ms | step, ms | loader is so many times as fast |\n"
+        "|---|---|---|---|"
     )
     for name, batches in (
         ("padded", Batches(examples, 8)),
         ("like lengths", Batches(examples, 8, group_by_length=True)),
         ("without padding", Batches(examples, 8, padding_free=True)),
-        ("packed, one row of 1,024", Batches(made, 1)),
+        ("packed, one row of 1,024", Batches(dataset, 1)),
     ):
         load, step, stream = [], [], (b for _ in range(99) for b in batches)
         next(stream)
@@ -168,7 +175,8 @@ def main():
             optimizer.zero_grad()
             step.append(time.process_time() - start)
         print(
-            f"| {name} | {1000 * median(load):.2f} | {1000 * median(step):.0f} | {median(step) / median(load):.0f} |"
+            f"| {name} | {1000 * median(load):.2f} | {1000 * median(step):.0f} | "
+            f"{median(step) / median(load):.0f} |"
         )
 
 

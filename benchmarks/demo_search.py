@@ -1,4 +1,8 @@
-"Which settings of the quick profile read best: bits per byte of the demo's held-out text, after as many CPU seconds as 400 AdamW steps of 16 x 256 take."
+"""Which settings of the quick profile read best in the CPU time of the demo?
+
+Bits per byte of the demo's held-out text, after as many CPU seconds as 400 AdamW steps of
+16 x 256 tokens take.
+"""
 
 import argparse
 import statistics
@@ -91,7 +95,10 @@ def main():
         record = trainer.evaluate()
         bits.on_eval(trainer, record)
         print(
-            f"| {changes or 'as it is'} | {trainer.total_steps} | {seconds:.0f} | {budget:.0f} | {record['eval_bits_per_byte']:.3f} |",
+            (
+                f"| {changes or 'as it is'} | {trainer.total_steps} | {seconds:.0f} | "
+                f"{budget:.0f} | {record['eval_bits_per_byte']:.3f} |"
+            ),
             flush=True,
         )
 

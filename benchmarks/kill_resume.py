@@ -1,9 +1,11 @@
-"""Does a run that is killed with SIGKILL at any moment, and started again, end as the run that nobody disturbed?
+"""Does a run that is killed with SIGKILL at any moment, and resumed, end as an undisturbed run?
 
-Runs with dropout, accumulation, evaluation and asynchronous checkpoints, on four kinds of data, are killed again and again: in a
-step, in an evaluation, in the middle of a checkpoint's bytes, before its rename, while an old one is deleted, and at a moment that
-only the clock chooses. At the end the proof of the last checkpoint (weights, optimizer, schedule, random numbers, place in the
-data, next batch), the metrics file and the order of the samples are compared with those of an undisturbed run, to the last bit.
+Runs with dropout, accumulation, evaluation and asynchronous checkpoints, on four kinds of
+data, are killed again and again: in a step, in an evaluation, in the middle of a checkpoint's
+bytes, before its rename, while an old one is deleted, and at a random time. At the end the
+proof of the last checkpoint (weights, optimizer, schedule, random numbers, place in the data,
+next batch), the metrics file and the order of the samples are compared with those of an
+undisturbed run, to the last bit.
 
     python benchmarks/kill_resume.py [--kills 100] [--seed 0]
 """
@@ -81,7 +83,7 @@ def make_batches(kind: str):
 def train(
     folder: str, kind: str, moment: tuple[str, int] | None, asynchronous: bool | None
 ) -> None:
-    "A run that goes on where it was, and kills itself at a moment: at the n-th call of something."
+    "A run that resumes, and kills itself at a moment: at the n-th call of something."
     multiprocessing.set_start_method(
         "fork", force=True
     )  # Workers of the loader are to die with the run

@@ -1,7 +1,8 @@
 """What `Trainer` adds to a step, and what the loop that most people use takes for the same.
 
-The same model, batches, optimizer and logging: a bare hand-written loop and `Trainer`, step by step in turns; then
-`Trainer` and `transformers.Trainer` in turns, run by run, and the peak memory of each in a process of its own.
+The same model, batches, optimizer and logging: a bare hand-written loop and `Trainer`, step
+by step in turns; then `Trainer` and `transformers.Trainer` in turns, run by run, and the peak
+memory of each in a process of its own.
 
     python benchmarks/loop_overhead.py [--steps 200] [--rounds 5]
 """
@@ -50,7 +51,8 @@ def bare(steps):
     from trainkit.train.trainer import Trainer
 
     print(
-        "| layers x width, rows x tokens | bare loop, ms | Trainer, ms | bare / Trainer |\n|---|---|---|---|"
+        "| layers x width, rows x tokens | bare loop, ms | Trainer, ms | bare / Trainer |\n"
+        "|---|---|---|---|"
     )
     for layers, width, rows, length in SIZES:
         count = max(20, steps // (1 if length < 256 else 8))
@@ -178,9 +180,10 @@ def resident(field):  # MiB of this process, now ('VmRSS') or at most ('VmHWM')
 
 
 def peak(name, size, steps):
-    "How far one run rises in a fresh process that has trained something tiny before, model included, MiB (Linux)."
+    "Memory that one run adds to a fresh, warmed-up process, model included, in MiB (Linux)."
     code = (
-        f"import sys; sys.path.insert(0, {os.path.dirname(os.path.abspath(__file__))!r}); import loop_overhead as b\n"
+        f"import sys; sys.path.insert(0, {os.path.dirname(os.path.abspath(__file__))!r}); "
+        "import loop_overhead as b\n"
         f"for run in b.RUNS.values(): run((1, 16, 1, 8), 1)\n"
         f'open("/proc/self/clear_refs", "w").write("5")\nbefore = b.resident("VmHWM")\n'
         f'b.RUNS[{name!r}]({size}, {steps})\nprint(b.resident("VmHWM") - before)'
@@ -195,7 +198,9 @@ def peak(name, size, steps):
 
 def peers(rounds):
     print(
-        "\n| layers x width, rows x tokens | loop | tokens/s, CPU time | times transformers.Trainer | peak memory, MiB |\n|---|---|---|---|---|"
+        "\n| layers x width, rows x tokens | loop | tokens/s, CPU time | "
+        "times transformers.Trainer | peak memory, MiB |\n"
+        "|---|---|---|---|---|"
     )
     import contextlib
     import io
@@ -219,7 +224,10 @@ def peers(rounds):
                 else ""
             )  # below, the difference drowns
             print(
-                f"| {size[0]} x {size[1]}, {size[2]} x {size[3]} | {name} | {speed:,.0f} | {ratio:.2f} | {memory} |",
+                (
+                    f"| {size[0]} x {size[1]}, {size[2]} x {size[3]} | {name} | {speed:,.0f} | "
+                    f"{ratio:.2f} | {memory} |"
+                ),
                 flush=True,
             )
 
@@ -231,7 +239,7 @@ def main():
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("bare", "peers"))
-    given = parser.parse_args()
+    args = parser.parse_args()
     import torch
     import transformers
 
@@ -249,12 +257,13 @@ def main():
         else ""
     )
     print(
-        f"{cpu or platform.processor()}, torch {torch.__version__}, transformers {transformers.__version__}, 1 thread, fp32; CPU time, medians\n"
+        f"{cpu or platform.processor()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, 1 thread, fp32; CPU time, medians\n"
     )
-    if given.only != "peers":
-        bare(given.steps)
-    if given.only != "bare":
-        peers(given.rounds)
+    if args.only != "peers":
+        bare(args.steps)
+    if args.only != "bare":
+        peers(args.rounds)
 
 
 if __name__ == "__main__":

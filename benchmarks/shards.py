@@ -1,10 +1,11 @@
-"""A corpus to shards of ids: how fast beside the encoder alone, and in how much memory.
+"""A corpus to shards of ids: how fast compared with the encoder alone, and in how much memory.
 
-The corpus is one file a part (stdlib and bible text again and again, each time with other noise, so that words are not all
-known) made in a temporary folder. Three ways take turns: the encoder alone on one thread (`encode_flat`, text in memory),
-`tokenize_to_disk` with one process and with several. Speed is also given per second of processor time of the processes that
-encode, which other programs on the machine do not change. All run in processes of their own, whose largest resident memory is
-read at the end; the ids are compared.
+The corpus is one file a part (stdlib and bible text again and again, each time with other
+noise, so that words are not all cached) made in a temporary folder. Three ways take turns:
+the encoder alone on one thread (`encode_flat`, text in memory), `tokenize_to_disk` with one
+process and with several. Speed is also given per CPU second of the processes that encode,
+which other programs on the machine do not change. All run in processes of their own, whose
+peak resident memory is read at the end; the ids are compared.
 
     python benchmarks/shards.py [--gb 0.1] [--processes 2] [--rounds 3]
 """
@@ -44,16 +45,18 @@ if __name__ == '__main__':
             tok.encoder.encode_flat([text])
             seconds += time.perf_counter() - start
             work += cpu(resource.RUSAGE_SELF) - before
-        found = ''
+        digest = ''
     else:
         start = time.perf_counter()
         shards = tokenize_to_disk(source, tok, folder, int(way), progress=False)
         seconds = time.perf_counter() - start
         work = cpu(resource.RUSAGE_CHILDREN) or cpu(resource.RUSAGE_SELF) - began
         size = sum(r['text_bytes'] for r in shards.index['shards'])
-        found = hashlib.sha256(''.join(r['sha256'] for r in shards.index['shards']).encode()).hexdigest()
-    own, child = (resource.getrusage(who).ru_maxrss/1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    print(json.dumps([size/1e6/seconds, own, child, found, size/1e6/work]))
+        hashes = ''.join(r['sha256'] for r in shards.index['shards'])
+        digest = hashlib.sha256(hashes.encode()).hexdigest()
+    def peak(who): return resource.getrusage(who).ru_maxrss / 1024
+    own, child = peak(resource.RUSAGE_SELF), peak(resource.RUSAGE_CHILDREN)
+    print(json.dumps([size/1e6/seconds, own, child, digest, size/1e6/work]))
 """
 
 
@@ -98,9 +101,9 @@ def main():
         BPETokenizer.train(sample, 8192, special_tokens=["<|endoftext|>"], progress=False).save(
             Path(home) / "tokenizer"
         )
-        found: dict[str, list] = {way: [] for way in ("encoder", "1", str(args.processes))}
+        results: dict[str, list] = {way: [] for way in ("encoder", "1", str(args.processes))}
         for number in range(args.rounds):
-            for way in found:
+            for way in results:
                 done = subprocess.run(
                     [
                         sys.executable,
@@ -116,19 +119,21 @@ def main():
                     check=True,
                     env={**os.environ, "OMP_NUM_THREADS": "1"},
                 )
-                found[way].append(json.loads(done.stdout))
+                results[way].append(json.loads(done.stdout))
                 subprocess.run(["rm", "-rf", f"{home}/{way}-{number}"], check=True)
-        assert len({row[3] for way in found if way != "encoder" for row in found[way]}) == 1, (
+        assert len({row[3] for way in results if way != "encoder" for row in results[way]}) == 1, (
             "the bytes differ"
         )
     print(machine())
     print(f"\n{size / 1e9:.2f} GB, {args.rounds} rounds; the bytes are equal\n")
     print(
-        "| way | MB/s | MB per CPU second of an encoding process | × the encoder | largest memory of a process, MB |\n|---|---|---|---|---|"
+        "| way | MB/s | MB per CPU second of an encoding process | × the encoder | "
+        "largest memory of a process, MB |\n"
+        "|---|---|---|---|---|"
     )
-    for way, rows in found.items():
+    for way, rows in results.items():
         share = statistics.median(
-            row[4] / base[4] for row, base in zip(rows, found["encoder"], strict=True)
+            row[4] / base[4] for row, base in zip(rows, results["encoder"], strict=True)
         )
         name = (
             "encoder alone, one thread"
@@ -136,7 +141,8 @@ def main():
             else f"tokenize_to_disk, {way} process{'es' * (way != '1')}"
         )
         print(
-            f"| {name} | {statistics.median(row[0] for row in rows):.1f} | {statistics.median(row[4] for row in rows):.1f} | {share:.2f} "
+            f"| {name} | {statistics.median(row[0] for row in rows):.1f} | "
+            f"{statistics.median(row[4] for row in rows):.1f} | {share:.2f} "
             f"| {max(max(row[1:3]) for row in rows):.0f} |",
             flush=True,
         )

@@ -1,21 +1,25 @@
-"""Training speed of `Transformer` beside transformers' Llama, litgpt's and nanoGPT's model.
+"""Training speed of `Transformer`, transformers' Llama, litgpt's and nanoGPT's model.
 
-One step is forward, backward, fused AdamW. Each system lives in a process of its own and they take turns, so that a busy
-machine slows all of them; medians of the rounds, and of the ratios of neighbours, by the clock and by CPU seconds (which
-other processes disturb less). Shapes, number of parameters, batch and optimizer are equal; trainkit, transformers and
-litgpt also start from the same weights, and their first losses are compared. nanoGPT's MLP has two matrices instead of
-three, so its matrices are made wider until the parameters are as many.
+One step is forward, backward, fused AdamW. Each system lives in a process of its own and they
+take turns, so that a busy machine slows all of them; medians of the rounds, and of the ratios
+of neighbours, by the clock and by CPU seconds (which other processes disturb less). Shapes,
+number of parameters, batch and optimizer are equal; trainkit, transformers and litgpt also
+start from the same weights, and their first losses are compared. nanoGPT's MLP has two
+matrices instead of three, so its matrices are widened to the same number of parameters.
 
-`plain` is eager fp32. `best` is bf16 autocast for all, and for trainkit also torch.compile; `best32` is the same in fp32, for a
-CPU without bf16. Peers run without compile, as the question is what our best gives over their best eager loop. trainkit's
-steps keep freed memory (`trainkit.system`), as its `Trainer` does on a CPU.
+`plain` is eager fp32. `best` is bf16 autocast for all, and for trainkit also torch.compile;
+`best32` is the same in fp32, for a CPU without bf16. Peers run without compile, as the
+question is what our best gains over their best eager loop. trainkit's steps keep freed memory
+(`trainkit.system`), as its `Trainer` does on a CPU.
 
-    python benchmarks/train_speed.py [--nanogpt FOLDER_WITH_MODEL_PY] [--setting plain best] [--rounds 9] [--threads 1]
-    python benchmarks/train_speed.py --losses            # 200 steps on real text: are the losses the same?
-    python benchmarks/train_speed.py --device cuda --shape 125m --setting compiled   # and 1b; states MFU
+    python benchmarks/train_speed.py [--nanogpt FOLDER_WITH_MODEL_PY] [--setting plain best]
+        [--rounds 9] [--threads 1]
+    python benchmarks/train_speed.py --losses  # 200 steps on real text: the same losses?
+    python benchmarks/train_speed.py --device cuda --shape 125m --setting compiled  # or 1b; MFU
 
-litgpt is taken from wherever it can be imported; its model needs little of what the package asks for, so
-`pip install --no-deps --target FOLDER litgpt` and `PYTHONPATH=FOLDER` do. nanoGPT: clone github.com/karpathy/nanoGPT.
+litgpt is imported from the path; its model needs little of what the package requires, so
+`pip install --no-deps --target FOLDER litgpt` and `PYTHONPATH=FOLDER` are enough. nanoGPT:
+clone github.com/karpathy/nanoGPT.
 """
 
 import argparse
@@ -59,7 +63,7 @@ SETTINGS = {  # autocast, and what each does besides
 
 
 def trainkit_model(shape: tuple, args):
-    "Our model, and its loss of a batch of ids. The others take its weights, so they are the same each time."
+    "Our model, and its loss on a batch of ids. The others take its weights."
     import torch
     from trainkit.model.config import ModelConfig
     from trainkit.model.transformer import Transformer
@@ -134,12 +138,12 @@ class Stub(importlib.machinery.SourceFileLoader):
 
 
 def litgpt_parts():
-    "litgpt's Config, GPT and loss, without running `litgpt/__init__.py`, which loads its whole toolbox."
-    found = importlib.util.find_spec("litgpt")
-    if found is None:
+    "litgpt's Config, GPT and loss, without `litgpt/__init__.py`, which loads its whole toolbox."
+    spec = importlib.util.find_spec("litgpt")
+    if spec is None:
         raise ImportError("litgpt is not importable: see the head of this script")
     package = types.ModuleType("litgpt")
-    package.__path__ = list(found.submodule_search_locations or ())
+    package.__path__ = list(spec.submodule_search_locations or ())
     sys.modules["litgpt"] = package
     missing = tuple(
         n
@@ -233,9 +237,12 @@ def nanogpt_model(shape: tuple, args):
         )
         for layer in (block.mlp.c_fc, block.mlp.c_proj):
             torch.nn.init.normal_(layer.weight, std=0.02)
-    pad = lambda ids: torch.nn.functional.pad(
-        ids[:, 1:], (0, 1), value=-1
-    )  # -1 is its label for 'nothing'
+
+    def pad(ids):
+        return torch.nn.functional.pad(
+            ids[:, 1:], (0, 1), value=-1
+        )  # -1 is its label for 'nothing'
+
     return model, lambda ids: model(ids, pad(ids))[1]
 
 
@@ -311,7 +318,7 @@ class Worker:
         return loss.item()  # waits for a GPU
 
     def peak_flops(self) -> float:
-        "Operations a second of the fastest large matrix product in the dtype of this setting, by either library of a CPU."
+        "FLOPs per second of the fastest large matrix product in this setting's dtype."
         import torch
         from trainkit.model.layers import fast_products
 
@@ -399,7 +406,7 @@ class Lane:
 
 
 def train_flops(shape: tuple) -> float:
-    "Operations of one step: forward once, backward twice as much; of attention the half that causal kernels compute."
+    "FLOPs of a step: one forward, a backward of twice as many, half of attention (causal)."
     from trainkit.model.config import ModelConfig, flops_by_part
 
     layers, width, heads, mlp, vocab, batch, length = shape
@@ -429,7 +436,8 @@ def compare(lanes: list[Lane], args) -> None:
     shape = SHAPES[args.shape]
     tokens, flops = shape[5] * shape[6], train_flops(shape)
     print(
-        "| setting | system | parameters | tokens/s | trainkit / it (median, quartiles) | by CPU seconds | first loss | peak MB | share of matmul peak |"
+        "| setting | system | parameters | tokens/s | trainkit / it (median, quartiles) | "
+        "by CPU seconds | first loss | peak MB | share of matmul peak |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for setting in args.setting:
@@ -449,8 +457,10 @@ def compare(lanes: list[Lane], args) -> None:
                 else f"{flops / lane.median('seconds') / peak:.0%} of {peak / 1e9:,.0f} GFLOP/s"
             )
             print(
-                f"| {setting} | {lane.name} | {lane.parameters:,} | {tokens / lane.median('seconds'):,.0f} | {mid:.2f} ({low:.2f} to {high:.2f}) "
-                f"| {statistics.median(by['cpu']):.2f} | {lane.first:.5f} | {lane.ask('memory')['memory']:,.0f} | {share} |",
+                f"| {setting} | {lane.name} | {lane.parameters:,} | "
+                f"{tokens / lane.median('seconds'):,.0f} | {mid:.2f} ({low:.2f} to {high:.2f}) "
+                f"| {statistics.median(by['cpu']):.2f} | {lane.first:.5f} | "
+                f"{lane.ask('memory')['memory']:,.0f} | {share} |",
                 flush=True,
             )  # type: ignore
 
@@ -467,14 +477,19 @@ def compare_losses(lanes: list[Lane], args) -> None:
                 flush=True,
             )
     print(
-        "| setting | system | loss of the last step | mean of the last 20 | largest difference of that mean of 20, anywhere |"
+        "| setting | system | loss of the last step | mean of the last 20 | "
+        "largest difference of that mean of 20, anywhere |"
     )
     print("|---|---|---|---|---|")
-    mean = lambda lane, end: statistics.mean(s["loss"] for s in lane.steps[max(0, end - 20) : end])
+
+    def mean(lane, end):
+        return statistics.mean(s["loss"] for s in lane.steps[max(0, end - 20) : end])
+
     for lane in lanes:
         gap = max(abs(mean(lane, i) - mean(lanes[0], i)) for i in range(20, args.steps + 1))
         print(
-            f"| {lane.setting} | {lane.name} | {lane.steps[-1]['loss']:.4f} | {mean(lane, args.steps):.4f} | {gap:.4f} |"
+            f"| {lane.setting} | {lane.name} | {lane.steps[-1]['loss']:.4f} | "
+            f"{mean(lane, args.steps):.4f} | {gap:.4f} |"
         )
 
 
@@ -533,8 +548,10 @@ def main() -> None:
         except RuntimeError as error:
             print(f"LEFT OUT: {error}", file=sys.stderr, flush=True)
     print(
-        f"shape {args.shape}: {SHAPES[args.shape]} (layers, width, heads, mlp, vocabulary, rows, tokens); torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, {args.device}, {args.threads} thread(s), {args.rounds} rounds\n"
+        f"shape {args.shape}: {SHAPES[args.shape]} (layers, width, heads, mlp, vocabulary, rows, "
+        f"tokens); torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, {args.device}, {args.threads} thread(s), "
+        f"{args.rounds} rounds\n"
     )
     (compare_losses if args.losses else compare)(lanes, args)
     for lane in lanes:

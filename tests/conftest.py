@@ -42,9 +42,11 @@ def pytest_configure(config):
     if path := os.environ.get(FILE):
         os.environ[FILE] = os.path.abspath(path)
         config.pluginmanager.register(CpuMeter(os.environ[FILE]))
-    if told := getattr(config, "workerinput", {}).get("server"):
+    if address := getattr(config, "workerinput", {}).get("server"):
         vars(SERVER).update(
-            told, _forkserver_alive_fd=os.pipe()[1], ensure_running=resource_tracker.ensure_running
+            address,
+            _forkserver_alive_fd=os.pipe()[1],
+            ensure_running=resource_tracker.ensure_running,
         )  # It lives as long as who began it
     if (
         hasattr(config, "workerinput") or config.getoption("dist", "no") == "no"
@@ -67,8 +69,11 @@ FIRST = (
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out slow tests unless TRAINKIT_SLOW is set; TRAINKIT_SLOW_SLICE='1/4' keeps a fixed quarter of them, and no long one.
-    Files with long tests come first, so that no process is left with one at the end."""
+    """Leave out slow tests unless TRAINKIT_SLOW is set; files with long tests come first.
+
+    TRAINKIT_SLOW_SLICE='1/4' keeps a fixed quarter of the slow tests, and no long one. Long
+    tests come first, so that no process is left with one at the end.
+    """
     items.sort(key=lambda item: item.path.stem not in FIRST)
     if not os.environ.get("TRAINKIT_SLOW"):
         skip = [item for item in items if "slow" in item.keywords]
@@ -87,22 +92,25 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    "Whoever collects garbage later looks no more through what was imported and the tests themselves."
+    "Freeze imports and tests, so that later garbage collections need not search them."
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def browser():
-    "A headless Chromium, driven by Playwright; the test is skipped, with a warning, where there is none."
+    "A headless Chromium, driven by Playwright; without one the test is skipped with a warning."
     named = (
         os.environ.get("CHROMIUM"),
         *map(shutil.which, ("chromium", "chromium-browser", "google-chrome")),
     )
-    found = next((path for path in named if path and os.path.exists(path)), None)
-    if found is None:
+    executable = next((path for path in named if path and os.path.exists(path)), None)
+    if executable is None:
         warnings.warn(
-            "NO BROWSER: install chromium, or set CHROMIUM to its path; the browser tests are skipped",
+            (
+                "NO BROWSER: install chromium, or set CHROMIUM to its path; "
+                "the browser tests are skipped"
+            ),
             stacklevel=1,
         )
         pytest.skip("no Chromium on this machine")
@@ -110,7 +118,7 @@ def browser():
 
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(
-            executable_path=found,
+            executable_path=executable,
             args=[
                 "--no-sandbox",
                 "--disable-gpu",

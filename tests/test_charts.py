@@ -1,4 +1,4 @@
-"Charts: any data gives well-formed, labelled, small pictures, and a browser finds every word inside the frame."
+"Charts: any data gives a small, labelled, well-formed picture with every word in its frame."
 
 import math
 import random
@@ -82,14 +82,14 @@ def test_tokens_and_tables_take_anything(pieces, title):
 @given(st.lists(anything, max_size=3000), st.integers(4, 600))
 def test_thin_keeps_ends_and_extremes(values, limit):
     points = list(enumerate(values))
-    kept = thin(points, limit)
-    assert len(kept) <= max(limit, 4)
-    assert [x for x, _ in kept] == sorted({x for x, _ in kept})
+    thinned = thin(points, limit)
+    assert len(thinned) <= max(limit, 4)
+    assert [x for x, _ in thinned] == sorted({x for x, _ in thinned})
     if points:
-        assert kept[0][0] == 0 and kept[-1][0] == len(points) - 1
+        assert thinned[0][0] == 0 and thinned[-1][0] == len(points) - 1
         real = [y for y in values if math.isfinite(y)]
         if real:
-            assert max(real) == max(y for _, y in kept if math.isfinite(y))
+            assert max(real) == max(y for _, y in thinned if math.isfinite(y))
 
 
 @settings(max_examples=300, deadline=None)
@@ -157,7 +157,9 @@ def test_words_stay_inside_the_frame(browser, width):
     )
     outside = page.evaluate("""[...document.querySelectorAll('svg text')].map(t => {
         const a = t.getBoundingClientRect(), b = t.closest('svg').getBoundingClientRect()
-        return [t.textContent, Math.max(b.left - a.left, a.right - b.right, b.top - a.top, a.bottom - b.bottom)]}).filter(([_, d]) => d > 1.5)""")
+        const sideways = Math.max(b.left - a.left, a.right - b.right)
+        return [t.textContent, Math.max(sideways, b.top - a.top, a.bottom - b.bottom)]
+    }).filter(([_, distance]) => distance > 1.5)""")
     assert outside == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
@@ -165,7 +167,7 @@ def test_words_stay_inside_the_frame(browser, width):
 @pytest.mark.browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_an_image_brings_colours_along(browser, scheme):
-    "As a file, where `currentColor` has no page to follow, axes and words still stand out from a light and a dark page."
+    "In a file, without a page's `currentColor`, text is readable on light and dark pages."
     page = browser.new_page(viewport=dict(width=520, height=300), color_scheme=scheme)
     page.set_content(
         "<style>:root{color-scheme:light dark}body{margin:0}</style>"
@@ -174,8 +176,11 @@ def test_an_image_brings_colours_along(browser, scheme):
     shade = page.evaluate("""async () => {
         const img = document.querySelector('img'); await img.decode()
         const c = document.createElement('canvas'); c.width = 480; c.height = 260
-        const g = c.getContext('2d'); g.drawImage(img, 0, 0, 480, 260); const d = g.getImageData(0, 0, 60, 18).data
-        let ink = []; for (let i = 0; i < d.length; i += 4) if (d[i + 3] > 200) ink.push(d[i]); return ink.reduce((a, b) => a + b, 0)/ink.length}""")
+        const g = c.getContext('2d'); g.drawImage(img, 0, 0, 480, 260)
+        const d = g.getImageData(0, 0, 60, 18).data, ink = []
+        for (let i = 0; i < d.length; i += 4) if (d[i + 3] > 200) ink.push(d[i])
+        return ink.reduce((a, b) => a + b, 0) / ink.length
+    }""")
     assert shade > 180 if scheme == "dark" else shade < 80
 
 

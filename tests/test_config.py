@@ -1,4 +1,4 @@
-"Configs as a script, a cron job or a stranger writes them: each mistake is one sentence about its place, and nothing hangs."
+"Configs from scripts, cron jobs or strangers: each mistake is one sentence; nothing hangs."
 
 import configparser
 import dataclasses
@@ -75,7 +75,7 @@ def test_a_date_or_a_commit_names_a_run(name, tmp_path):
 
 
 def test_an_empty_variable_is_no_default(tmp_path):
-    '`--dataset "$DATA"` where DATA is not set must not read whatever stands in the folder, nor `-m` begin from nothing.'
+    '`--dataset "$DATA"` with DATA unset must not read the folder, nor `-m` start from nothing.'
     (tmp_path / "secret.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     for option in ("--dataset", "--model", "--resume", "--method"):
         done = call("train", option, "", cwd=tmp_path)
@@ -96,7 +96,7 @@ def test_an_empty_variable_is_no_default(tmp_path):
 
 
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
-    "No shell replaces it in `data.path=~/rows.jsonl`, and a run must not make a folder of that name."
+    "No shell expands `data.path=~/rows.jsonl`, and a run must not make a folder named `~`."
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     config = method_config(
@@ -118,8 +118,8 @@ def test_a_settings_file_of_another_program_is_left_alone(tmp_path):
     )
     shown = call("config", "show", "--json", cwd=tmp_path)
     assert shown.returncode == 0 and json.loads(shown.stdout)["name"] == "run", shown.stderr
-    made = call("train", "--dry-run", "--method", "stf", cwd=tmp_path)
-    assert "Did you mean 'sft'" in made.stderr, made.stderr
+    answer = call("train", "--dry-run", "--method", "stf", cwd=tmp_path)
+    assert "Did you mean 'sft'" in answer.stderr, answer.stderr
     (tmp_path / "settings.ini").write_text("DEBUG = on\n")
     done = call("train", "--profile", "quick", "train.max_steps=0", cwd=tmp_path)
     assert (
@@ -131,23 +131,24 @@ def test_a_settings_file_of_another_program_is_left_alone(tmp_path):
 
 def test_two_trackers_may_be_switched_on():
     with pytest.warns(UserWarning, match="word of other libraries"):
-        for given, trackers in (
+        for flags, trackers in (
             ({"use_wandb": True, "use_tensorboard": True}, ["wandb", "tensorboard"]),
             ({"use_tensorboard": True, "report_to": ["wandb"]}, ["wandb", "tensorboard"]),
             ({"use_wandb": True, "report_to": "wandb"}, ["wandb"]),
             ({"use_wandb": False, "use_tensorboard": True}, ["tensorboard"]),
         ):
-            assert load_config(RunConfig, given).report_to == trackers
+            assert load_config(RunConfig, flags).report_to == trackers
     with pytest.raises(ConfigError, match="unknown key"):
         load_config(DataConfig, {"use_wandb": True})
 
 
-# Defaults come from one place: what a profile does not name is what the class, or the field that holds a group, says
+# Defaults come from one place: a value that no profile names is the default of the class, or of
+# the field that holds a group
 
 
 def config_classes() -> list[type]:
-    "Every config class of the package: RunConfig, its groups, and the small ones beside it."
-    found = {}
+    "Every config class of the package: RunConfig, its groups, and the small ones next to it."
+    classes = {}
     for info in pkgutil.walk_packages(trainkit.__path__, "trainkit."):
         if info.name.rpartition(".")[2].startswith("_") or "lessons" in info.name:
             continue
@@ -158,8 +159,8 @@ def config_classes() -> list[type]:
                 and kind.__module__.startswith("trainkit")
                 and dataclasses.is_dataclass(kind)
             ):
-                found[kind.__name__] = kind
-    return list(found.values())
+                classes[kind.__name__] = kind
+    return list(classes.values())
 
 
 def strayed(
@@ -272,7 +273,7 @@ def test_a_run_trains_on_as_many_tokens_as_it_announces(profile, tmp_path):
 
 @pytest.mark.parametrize("profile", ["quick", "full"])
 def test_the_optimizer_of_a_profile_is_for_pretraining_only(profile, tmp_path, monkeypatch):
-    "What is tuned takes AdamW with the rates of its method, whatever suits a model that knows nothing."
+    "Tuning uses AdamW with the rates of its method, whatever the profile pre-trains with."
     settings = tmp_path / "settings.ini"
     settings.write_text(
         f"[{profile}.OptimConfig]\noptim = muon\nmuon_learning_rate = 0.5\nmuon_ns_steps = 3\n"

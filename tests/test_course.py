@@ -18,9 +18,9 @@ def test_the_index_and_the_links_are_up_to_date():
 
 def test_pictures_are_small_and_say_what_they_show():
     "One for each lesson of the main road, and none for others."
-    found = sorted((course.LESSONS / "images").glob("*.svg"))
-    assert {p.stem for p in found} == {course.picture_name(name) for name in course.road()}
-    for path in found:
+    pictures = sorted((course.LESSONS / "images").glob("*.svg"))
+    assert {p.stem for p in pictures} == {course.picture_name(name) for name in course.road()}
+    for path in pictures:
         text = path.read_text(encoding="utf-8")
         assert len(text.encode()) < 2000 and re.search(r"<title>\w[^<]{10,}</title>", text), (
             path.name
@@ -28,7 +28,7 @@ def test_pictures_are_small_and_say_what_they_show():
 
 
 def test_every_lesson_is_reached():
-    "Along the links, from the tour, all of the main road; by chapter, everything else; and each link leads to a page."
+    "Links from the tour reach the main road, chapters the rest, and every link has a page."
     near, names = course.neighbours(), {course.name_of(p) for p in course.lessons()}
     walk, here = [], "00_tour"
     while here:
@@ -72,7 +72,7 @@ def test_every_lesson_is_reached():
 
 
 def test_the_index_says_of_every_lesson_what_it_enables():
-    "Each lesson once in its chapter and in the index, with the sentence under its title, reading time and CPU time."
+    "Each lesson is listed once per page with its sentence, reading time and CPU time."
     index = (course.LESSONS / "README.md").read_text(encoding="utf-8")
     for path in course.lessons():
         name, book = course.name_of(path), course.read(path)
@@ -123,7 +123,10 @@ def test_a_notebook_with_an_old_link_is_seen(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.browser
 def test_the_site_reads_and_searches_without_a_network(browser, tmp_path):
-    "Every page is there; two of them, and the search, in both schemes and at two widths; nothing is asked of a server."
+    """Every page exists; two, and the search, are seen in both schemes and at two widths.
+
+    No server is asked for anything.
+    """
     import pages
 
     count = pages.build(tmp_path / "site")
@@ -155,7 +158,8 @@ def test_the_site_reads_and_searches_without_a_network(browser, tmp_path):
             "e => e.complete && e.naturalWidth > 0"
         )
         light = page.evaluate(
-            "getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).slice(0, 3).reduce((a, b) => a + +b, 0)"
+            "getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).slice(0, "
+            "3).reduce((a, b) => a + +b, 0)"
         )
         assert (light > 400) == (scheme == "light")
         page.keyboard.press("/")
@@ -187,13 +191,13 @@ def test_what_the_readme_says_of_others_is_so():
     there = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     figures = re.findall(r"(?<![\w.])\d[\d,]*\.\d+|\d,\d{3}", table)
     assert len(figures) > 12 and not [f for f in figures if f not in there]
-    if (found := importlib.util.find_spec("trl")) is None or importlib.metadata.version(
+    if (spec := importlib.util.find_spec("trl")) is None or importlib.metadata.version(
         "trl"
     ) != "1.16.0":
         return
     code = "\n".join(
         p.read_text(encoding="utf-8")
-        for p in Path(next(iter(found.submodule_search_locations))).rglob("*.py")
+        for p in Path(next(iter(spec.submodule_search_locations))).rglob("*.py")
     )
     assert not re.search(r"ipywidgets|BpeTrainer|train_new_from_iterator|gguf", code, re.I)
     assert all(f"class {name}Trainer(" in code for name in ("DPO", "KTO", "GRPO", "RLOO"))

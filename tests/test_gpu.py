@@ -1,4 +1,7 @@
-"What a caller does with a model on a GPU, and data that is not there: every function brings it along. The GPU is pretended, see `fake_cuda.py`."
+"""What callers do with a model on a GPU and data on the CPU: every function moves the data.
+
+The GPU is pretended, see `fake_cuda.py`.
+"""
 
 from copy import deepcopy
 from types import SimpleNamespace
@@ -44,8 +47,8 @@ def there(tmp_path):
     "Run a function of this file in a process with a GPU."
 
     def run(function, *args):
-        found = in_child(with_gpu, tmp_path, function, *args, folder=tmp_path)
-        assert found.returncode == 0, found.stderr[-3000:]
+        result = in_child(with_gpu, tmp_path, function, *args, folder=tmp_path)
+        assert result.returncode == 0, result.stderr[-3000:]
 
     return run
 
@@ -73,7 +76,10 @@ def small(device="cuda", vocab_size=40):
 
 def some_pairs(n=12):
     draw = np.random.default_rng(0)
-    ids = lambda: draw.integers(3, 40, draw.integers(2, 7))
+
+    def ids():
+        return draw.integers(3, 40, draw.integers(2, 7))
+
     return [
         dict(prompt=ids(), chosen=ids(), rejected=ids(), length=20, margin=1.0) for _ in range(n)
     ]
@@ -106,9 +112,9 @@ def preferences():
     for names in (list(LOSSES), ["sft"]):
         mixed = len(names) > 1  # sft alone compares nothing, so it takes neither of them
         config = DPOConfig(loss_type=names, label_smoothing=0.01 * mixed, exact_kl=mixed)
-        found = dpo_objective(reference, config)(far, batch)
-        found.total.backward()
-        close(found.total, dpo_objective(twin, config)(near, batch).total)
+        loss_there = dpo_objective(reference, config)(far, batch)
+        loss_there.total.backward()
+        close(loss_there.total, dpo_objective(twin, config)(near, batch).total)
     close(kto_objective(reference)(far, texts).total.item(), 0.5)
     written = precompute_reference(far, pairs, "numbers.npz")
     close(dpo_objective(written)(far, collate_pairs(pairs)).total.item(), float(np.log(2)))
@@ -153,10 +159,10 @@ def rl(method):
         )
         batch = next(iter(rounds))
         assert {v.device.type for v in batch.values()} == {"cpu"}  # They wait where there is room
-        found = rl_objective(config)(policy, batch)
-        found.total.backward()
-        assert all(torch.isfinite(torch.as_tensor(s)).all() for s, _ in found.metrics.values())
-        close(found.metrics["ratio"][0] / found.metrics["ratio"][1], 1.0)
+        loss_there = rl_objective(config)(policy, batch)
+        loss_there.total.backward()
+        assert all(torch.isfinite(torch.as_tensor(s)).all() for s, _ in loss_there.metrics.values())
+        close(loss_there.metrics["ratio"][0] / loss_there.metrics["ratio"][1], 1.0)
         state = rounds.state_dict()
         again = Rollouts(
             policy, Signs(), ["1+2", "3+4"], [on_gpu, by_numpy], config, reference=reference
@@ -243,8 +249,8 @@ def narrow_run(precision):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_runs_in_16_bits(tmp_path, precision):
-    found = in_child(narrow_run, precision, folder=tmp_path)
-    assert found.returncode == 0, found.stderr[-3000:]
+    result = in_child(narrow_run, precision, folder=tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
 def evaluation():
@@ -307,8 +313,8 @@ def evaluation():
     near = bert_score(*pairs, (bert, words), idf=True)
     close(
         *(
-            found["bertscore_f1"]
-            for found in (bert_score(*pairs, (bert.to("cuda"), words), idf=True), near)
+            scores["bertscore_f1"]
+            for scores in (bert_score(*pairs, (bert.to("cuda"), words), idf=True), near)
         )
     )
     sure, right = (

@@ -22,7 +22,7 @@ class Wide(nn.Module):
         return self.scale * torch.ones(12_000_000).mean() * x
 
 
-def faults_of_a_run(kept):
+def faults_of_a_run(keep):
     import resource
     from contextlib import nullcontext
 
@@ -30,13 +30,13 @@ def faults_of_a_run(kept):
     from trainkit.train.objectives import Loss, objective
     from trainkit.train.config import TrainConfig
 
-    if not kept:
+    if not keep:
         trainkit.train.trainer.keep_freed_memory = lambda wanted: nullcontext()
-    found = []
+    counts = []
 
     class Count:
         def on_step(self, trainer, record):
-            found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+            counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 
     @objective(counts=lambda batch: dict(mean=1))
     def loss(model, batch):
@@ -49,23 +49,26 @@ def faults_of_a_run(kept):
         config=TrainConfig(max_steps=16, progress=False),
         callbacks=[Count()],
     ).train()
-    print(median(after - before for before, after in pairwise(found[3:])))
+    print(median(after - before for before, after in pairwise(counts[3:])))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc is the C library of Linux")
 def test_steps_find_the_memory_of_the_step_before(tmp_path):
-    "48 MB a step: without `keep_freed_memory` each page is asked for again in every step, with it in few (another block may lie in the gap)."
+    """48 MB a step: without `keep_freed_memory` every step page-faults anew, with it few do.
+
+    Another block may lie in the gap.
+    """
     faults = {}
-    for kept in (True, False):
-        done = in_child(faults_of_a_run, kept, folder=tmp_path)
+    for keep in (True, False):
+        done = in_child(faults_of_a_run, keep, folder=tmp_path)
         assert done.returncode == 0, done.stderr
-        faults[kept] = float(done.stdout.split()[-1])
+        faults[keep] = float(done.stdout.split()[-1])
     assert faults[False] > 5 * faults[True] + 15, (
         faults
     )  # Some 24 where the kernel gives large pages by itself
 
 
-def growth_of_products(told):
+def growth_of_products(environment):
     import json
     import os
 
@@ -80,7 +83,7 @@ def growth_of_products(told):
         "LRU_CACHE_CAPACITY",
     ):
         os.environ.pop(name, None)
-    os.environ.update(told)
+    os.environ.update(environment)
     pays, levels, x, weight = onednn_pays(), [], torch.randn(700, 64), torch.randn(64, 64)
     with torch.no_grad(), fast_products():
         for rows in range(100, 700):
@@ -93,7 +96,7 @@ def growth_of_products(told):
                 pays=pays,
                 grown=levels[-1] - levels[2 * SHAPES_KEPT],
                 most=bound_kernels(),
-                told={k: os.environ[k] for k in told},
+                told={k: os.environ[k] for k in environment},
             )
         )
     )
@@ -102,16 +105,16 @@ def growth_of_products(told):
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc is the C library of Linux")
 def test_code_for_products_does_not_grow_for_ever(tmp_path):
     "Six hundred shapes: after the store is full, nothing more is kept; a user's own bound stays."
-    found = {}
+    growth = {}
     mine = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024", "LRU_CACHE_CAPACITY": "1024"}
-    for name, told in dict(ours={}, theirs=mine).items():
-        done = in_child(growth_of_products, told, folder=tmp_path)
+    for name, environment in dict(ours={}, theirs=mine).items():
+        done = in_child(growth_of_products, environment, folder=tmp_path)
         assert done.returncode == 0, done.stderr
-        found[name] = json.loads(done.stdout.splitlines()[-1])
-    assert (found["ours"]["most"], found["theirs"]["most"], found["theirs"]["told"]) == (
+        growth[name] = json.loads(done.stdout.splitlines()[-1])
+    assert (growth["ours"]["most"], growth["theirs"]["most"], growth["theirs"]["told"]) == (
         128,
         1024,
         mine,
     )
-    if found["ours"]["pays"] and found["theirs"]["grown"]:  # Zero where this glibc does not tell
-        assert found["ours"]["grown"] < 10_000_000 < found["theirs"]["grown"], found
+    if growth["ours"]["pays"] and growth["theirs"]["grown"]:  # Zero where this glibc does not tell
+        assert growth["ours"]["grown"] < 10_000_000 < growth["theirs"]["grown"], growth

@@ -61,9 +61,12 @@ def test_wheel_works_elsewhere(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "TRAINKIT_PROFILE": "quick"}
     code = (
-        "import json, trainkit\nfrom trainkit.config import from_profile\nfrom trainkit.recipes.config import RunConfig\n"
+        "import json, trainkit\n"
+        "from trainkit.config import from_profile\n"
+        "from trainkit.recipes.config import RunConfig\n"
         "from trainkit import BPETokenizer\n"
-        "print(json.dumps([trainkit.__file__, from_profile(RunConfig).model.d_model, BPETokenizer.__module__]))"
+        "print(json.dumps([trainkit.__file__, from_profile(RunConfig).model.d_model, "
+        "BPETokenizer.__module__]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""The doctor on machines that are not this one: bare ones, broken ones, and real packages that clash."""
+"The doctor on other machines: bare ones, broken ones, and real packages that clash."
 
 import json
 import os
@@ -48,8 +48,8 @@ def test_declared_is_pyproject():
     def names(lines):
         return sorted(re.split(r"[\[<>=!~ ]", line)[0].lower() for line in lines)
 
-    found = declared_requirements()
-    assert {extra: names(lines) for extra, lines in found.items()} == {
+    requirements = declared_requirements()
+    assert {extra: names(lines) for extra, lines in requirements.items()} == {
         "": names(project["dependencies"])
     } | {extra: names(lines) for extra, lines in project["optional-dependencies"].items()}
 
@@ -57,8 +57,10 @@ def test_declared_is_pyproject():
 def test_bare_python_has_a_doctor():
     "No site-packages at all: nothing to import, nothing to raise."
     out = run(
-        'import sys; sys.path.insert(0, "."); from trainkit.system import doctor, environment; import json;'
-        'json.dumps(environment()); r = doctor(); print(r.ok, "torch" in sys.modules, len(r.checks)); print(r)',
+        'import sys; sys.path.insert(0, "."); from trainkit.system import doctor, environment; '
+        "import json;"
+        'json.dumps(environment()); r = doctor(); print(r.ok, "torch" in sys.modules, '
+        "len(r.checks)); print(r)",
         "-S",
     )
     assert out.splitlines()[0].split()[1] == "False"
@@ -68,7 +70,8 @@ def test_bare_python_has_a_doctor():
 def test_doctor_imports_only_torch():
     out = run(
         "from trainkit.system import doctor; doctor(); import sys;"
-        'print([m for m in ("transformers", "accelerate", "pydantic", "matplotlib", "ipywidgets") if m in sys.modules])'
+        'print([m for m in ("transformers", "accelerate", "pydantic", "matplotlib", '
+        '"ipywidgets") if m in sys.modules])'
     )
     assert out.strip() == "[]"
 
@@ -99,7 +102,10 @@ def test_torch_that_does_not_import(tmp_path):
         __init__='raise OSError("libcudart.so.12: cannot open shared object file")',
     )
     out = run(
-        "from trainkit.system import doctor, environment; r = doctor(); print(r.ok); print(r); environment()",
+        (
+            "from trainkit.system import doctor, environment; r = doctor(); print(r.ok); "
+            "print(r); environment()"
+        ),
         PYTHONPATH=str(tmp_path),
     )
     assert (
@@ -127,11 +133,11 @@ def test_environment_holds_nothing_private(monkeypatch):
     out = json.dumps(environment())
     for private in ("hf_secret", "sesame", str(Path.home()), str(ROOT)):
         assert private not in out
-    kept = json.loads(out)
+    facts = json.loads(out)
     assert (
-        kept["versions"]["torch"]
-        and kept["python"]
-        and set(kept["git"] or {"commit", "dirty"}) == {"commit", "dirty"}
+        facts["versions"]["torch"]
+        and facts["python"]
+        and set(facts["git"] or {"commit", "dirty"}) == {"commit", "dirty"}
     )
 
 

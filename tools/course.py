@@ -1,9 +1,8 @@
-"""The index of the course: nbs/README.md, a first page for each chapter, the map in the tour, pictures, and the links
-at the end of each lesson.
+"""Write the index of the course: nbs/README.md, chapter pages, map, pictures and lesson links.
 
-`make index` writes them, `python tools/course.py --check` says what is not up to date, and
-`python tools/course.py --measure` runs every lesson and notes its CPU time in tools/lesson_seconds.json. What a lesson
-enables a reader to do is the sentence under its title.
+`make index` writes them, `python tools/course.py --check` lists what is not up to date, and
+`python tools/course.py --measure` runs every lesson and notes its CPU time in
+tools/lesson_seconds.json. What a lesson enables a reader to do is the sentence under its title.
 """
 
 import json
@@ -49,7 +48,8 @@ CHAPTERS = {  # folder -> title, what a reader can do after it
         "look up files, configs, charts and progress bars; nothing here must be read first",
     ),
 }
-ROAD = [  # the main road, in the order in which a person learns; the picture has the name of the lesson
+# The main road, in the order in which a person learns; a picture has the name of its lesson
+ROAD = [
     "00_tour",
     "01_tokenizer/bpe",
     "01_tokenizer/tokenizer",
@@ -108,8 +108,8 @@ def name_of(path):
 
 def lessons():
     "Every lesson's path, in the order of the course."
-    found = [p for p in LESSONS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts]
-    return sorted(found, key=lambda path: (path.parent != LESSONS, name_of(path)))
+    paths = [p for p in LESSONS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts]
+    return sorted(paths, key=lambda path: (path.parent != LESSONS, name_of(path)))
 
 
 def title(notebook):
@@ -117,7 +117,7 @@ def title(notebook):
 
 
 def sentence(notebook):
-    "The line under the title: what a reader will be able to do. `>Text` is the same as `> Text`, see CONTRIBUTING.md."
+    "The line under the title: what a reader will be able to do (`>Text` or `> Text`)."
     return source(notebook["cells"][0]).split("\n>")[1].strip()
 
 
@@ -135,11 +135,11 @@ def road():
 
 def chapters():
     "Chapter -> its lessons, by name, in order; the tour stands alone."
-    found = {folder: [] for folder in CHAPTERS}
+    names_of = {folder: [] for folder in CHAPTERS}
     for path in lessons():
         if path.parent != LESSONS:
-            found[path.parent.name].append(name_of(path))
-    return {folder: names for folder, names in found.items() if names}
+            names_of[path.parent.name].append(name_of(path))
+    return {folder: names for folder, names in names_of.items() if names}
 
 
 def minutes(notebook):
@@ -173,7 +173,7 @@ def picture_name(name):
 
 
 def neighbours():
-    "Lesson -> (the one before it, the one after it): along the main road, and by number beside it."
+    "Lesson -> (the one before, the one after): along the main road, elsewhere by number."
     every, main, out = [name_of(path) for path in lessons()], road(), {}
     for i, name in enumerate(every):
         order, at = (main, main.index(name)) if name in main else (every, i)
@@ -204,7 +204,8 @@ def table(names, notebooks, folder="", marked=True):
         star = " ★" if marked and name in main else ""
         book = notebooks[name]
         rows.append(
-            f"| [{title(book)}]({link(name, folder)}){star} | {sentence(book)} | {minutes(book)} min | {cpu_time(name)} |"
+            f"| [{title(book)}]({link(name, folder)}){star} | {sentence(book)} | "
+            f"{minutes(book)} min | {cpu_time(name)} |"
         )
     return "\n".join(rows)
 
@@ -216,10 +217,14 @@ def index(notebooks):
     text = [
         "# The course",
         "<!-- Written by tools/course.py: `make index` -->",
-        f"Build a language model from nothing, in {len(main)} lessons: the main road, marked ★ everywhere. Begin with the "
-        "[tour](00_tour.ipynb), which trains, tunes, aligns and shrinks a small model on one page. The other "
-        f"{len(notebooks) - len(main)} lessons show how each part is built, for whoever wants to open the box.",
-        "You need Python, and to have trained or at least seen a neural network in PyTorch. Reading the main road takes "
+        f"Build a language model from nothing, in {len(main)} lessons: the main road, "
+        "marked ★ everywhere. Begin with the "
+        "[tour](00_tour.ipynb), which trains, tunes, aligns and shrinks a small model on one page. "
+        "The other "
+        f"{len(notebooks) - len(main)} lessons show how each part is built, "
+        "for anyone who wants to open the box.",
+        "You need Python, and to have trained or at least seen a neural network in PyTorch. "
+        "Reading the main road takes "
         f"about {reading // 60} hours; a lesson runs in seconds on one CPU core.",
         "## The main road ★",
         table(main, notebooks, marked=False),
@@ -233,7 +238,8 @@ def index(notebooks):
             table(names, notebooks),
         ]
     text.append(
-        "Reading time is computed from the length of a lesson; CPU time is measured on one core with the `quick` profile."
+        "Reading time is computed from the length of a lesson; "
+        "CPU time is measured on one core with the `quick` profile."
     )
     return "\n\n".join(text) + "\n"
 
@@ -246,8 +252,8 @@ def first_page(folder, names, notebooks):
         exported = notebooks[name]["metadata"].get("nbdev", {}).get("default_exp")
         written = {exported} if exported else set()
         for cell in notebooks[name]["cells"]:
-            if found := re.match(r"#\| *exporti? +(\S+)", source(cell)):
-                written.add(found[1])
+            if note := re.match(r"#\| *exporti? +(\S+)", source(cell)):
+                written.add(note[1])
         for module in sorted(filter(None, written)):
             modules.setdefault(module, []).append(name)
     text = [
@@ -259,7 +265,8 @@ def first_page(folder, names, notebooks):
     ]
     if modules:
         rows = [
-            f"| `trainkit.{module}` | {', '.join(f'[{title(notebooks[n])}]({link(n, folder)})' for n in pages)} |"
+            f"| `trainkit.{module}` | "
+            f"{', '.join(f'[{title(notebooks[n])}]({link(n, folder)})' for n in pages)} |"
             for module, pages in sorted(modules.items())
         ]
         text += [
@@ -276,10 +283,12 @@ def the_map(notebooks):
     for name in road():
         book = notebooks[name]
         rows.append(
-            f"| ![{picture_name(name).replace('_', ' ')}](images/{picture_name(name)}.svg) | [{title(book)}]({link(name)}): {sentence(book)} | {minutes(book)} min |"
+            f"| ![{picture_name(name).replace('_', ' ')}](images/{picture_name(name)}.svg) | "
+            f"[{title(book)}]({link(name)}): {sentence(book)} | {minutes(book)} min |"
         )
     others = [
-        f"- [{CHAPTERS[folder][0]}]({folder}/README.md): {CHAPTERS[folder][1]} ({len(names)} lessons)"
+        f"- [{CHAPTERS[folder][0]}]({folder}/README.md): {CHAPTERS[folder][1]} ({len(names)} "
+        "lessons)"
         for folder, names in chapters().items()
     ]
     return "\n".join(
@@ -332,7 +341,7 @@ def stale():
 
 
 def measure(only=()):
-    "Run lessons with one thread, each in a process of its own that begins with the imports done; their CPU seconds."
+    "Run each lesson with one thread in a forked process of its own; return their CPU seconds."
     os.environ.update(
         OMP_NUM_THREADS="1",
         HF_HUB_OFFLINE="1",
@@ -343,7 +352,7 @@ def measure(only=()):
     import support.prewarm  # noqa: F401
     from support.exercise_grading import run_lesson
 
-    found = read(SECONDS) if SECONDS.exists() else {}
+    seconds_of = read(SECONDS) if SECONDS.exists() else {}
     for path in lessons():
         name = name_of(path)
         if only and not any(word in name for word in only):
@@ -355,11 +364,11 @@ def measure(only=()):
         _, status, used = os.wait4(child, 0)
         seconds = round(used.ru_utime + used.ru_stime, 1)
         if not status:
-            found[plain_name(name)] = seconds
+            seconds_of[plain_name(name)] = seconds
         print(f"{name}: {seconds} s{' (it failed)' if status else ''}", flush=True)
     names = {plain_name(name_of(path)) for path in lessons()}
-    found = {name: seconds for name, seconds in sorted(found.items()) if name in names}
-    SECONDS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    seconds_of = {name: seconds for name, seconds in sorted(seconds_of.items()) if name in names}
+    SECONDS.write_text(json.dumps(seconds_of, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
@@ -371,6 +380,6 @@ if __name__ == "__main__":
             continue
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    said = "not up to date" if "--check" in sys.argv else "written"
-    print(*(f"{said}: {path.relative_to(ROOT)}" for path in old), sep="\n")
+    state = "not up to date" if "--check" in sys.argv else "written"
+    print(*(f"{state}: {path.relative_to(ROOT)}" for path in old), sep="\n")
     sys.exit("--check" in sys.argv and bool(old))

@@ -1,7 +1,9 @@
-"""The lessons as a web site that needs no network and no server: `make site`, then open site/index.html.
+"""The lessons as a web site without network or server: `make site`, then open site/index.html.
 
-Markdown by markdown-it, code by Pygments, formulas as MathML, saved outputs as they are, and a search that is a
-file of its own. Nothing is loaded from elsewhere, so the pages also work from a disk."""
+Markdown by markdown-it, code by Pygments, formulas as MathML, saved outputs as they are, and a
+search that is a file of its own. Nothing is loaded from elsewhere, so the pages also work from
+a disk.
+"""
 
 import html
 import json
@@ -24,75 +26,185 @@ ROOT = Path(__file__).parent.parent
 PAINT = HtmlFormatter(nowrap=True)
 
 STYLE = """
-:root { color-scheme: light dark; --ink: light-dark(#1d2129, #dfe3ea); --ground: light-dark(#fff, #15181d); --soft: light-dark(#f4f5f7, #1e2229);
-  --edge: light-dark(#dcdfe4, #343a44); --link: light-dark(#175a9c, #7db7ee); --pale: light-dark(#596170, #9aa3b0) }
-[data-look=light] { color-scheme: light } [data-look=dark] { color-scheme: dark }
+:root {
+  color-scheme: light dark; --ink: light-dark(#1d2129, #dfe3ea);
+  --ground: light-dark(#fff, #15181d); --soft: light-dark(#f4f5f7, #1e2229);
+  --edge: light-dark(#dcdfe4, #343a44); --link: light-dark(#175a9c, #7db7ee);
+  --pale: light-dark(#596170, #9aa3b0)
+}
+[data-look=light] { color-scheme: light }
+[data-look=dark] { color-scheme: dark }
 * { box-sizing: border-box }
-body { margin: 0; color: var(--ink); background: var(--ground); font: 16px/1.6 system-ui, sans-serif }
-a { color: var(--link) } a:focus-visible, button:focus-visible, input:focus-visible, summary:focus-visible { outline: 2px solid #d9640f; outline-offset: 2px }
-.skip { position: absolute; left: -999px } .skip:focus { left: 8px; top: 8px; background: var(--ground); padding: 4px 8px; z-index: 9 }
-header { position: sticky; top: 0; z-index: 5; display: flex; gap: 12px; align-items: center; flex-wrap: wrap; padding: 8px 20px; background: var(--ground); border-bottom: 1px solid var(--edge) }
+body {
+  margin: 0; color: var(--ink); background: var(--ground); font: 16px/1.6 system-ui, sans-serif
+}
+a { color: var(--link) }
+a:focus-visible,
+button:focus-visible,
+input:focus-visible,
+summary:focus-visible {
+  outline: 2px solid #d9640f; outline-offset: 2px
+}
+.skip { position: absolute; left: -999px }
+.skip:focus { left: 8px; top: 8px; background: var(--ground); padding: 4px 8px; z-index: 9 }
+header {
+  position: sticky; top: 0; z-index: 5; display: flex; gap: 12px; align-items: center;
+  flex-wrap: wrap; padding: 8px 20px; background: var(--ground);
+  border-bottom: 1px solid var(--edge)
+}
 header .name { font-weight: 700; text-decoration: none; color: var(--ink) }
-header input { flex: 1 1 160px; max-width: 380px; margin-left: auto; padding: 6px 10px; border: 1px solid var(--pale); border-radius: 6px; font: inherit; background: var(--soft); color: inherit }
-header button { padding: 6px 12px; border: 1px solid var(--pale); border-radius: 6px; font: inherit; background: var(--soft); color: inherit; cursor: pointer }
-#found:empty { display: none } #found { flex-basis: 100%; max-height: 70vh; overflow: auto; margin: 0; padding: 0; list-style: none } #found li { padding: 6px 0; border-top: 1px solid var(--edge) }
-#found small { display: block; color: var(--pale) } mark { background: #d9640f44; color: inherit }
-.page { display: grid; grid-template-columns: 240px minmax(0, 1fr); max-width: 1240px; margin: 0 auto }
-nav.course { padding: 16px 8px 40px 20px; font-size: 14px; line-height: 1.4 } nav.course ul { list-style: none; margin: 4px 0 12px; padding: 0 } nav.course li { padding: 2px 0 }
-nav.course summary { font-weight: 600; padding: 4px 0; cursor: pointer } nav.course a { text-decoration: none } nav.course [aria-current] { font-weight: 700; color: var(--ink) }
-main { padding: 16px 24px 60px; min-width: 0 } main > :is(p, ul, ol, blockquote, details) { max-width: 47rem } /* Prose in lines that the eye finds again; code and pictures have the page */
-h1, h2, h3 { line-height: 1.25 } h1 { font-size: 32px; margin: 12px 0 } h2 { margin-top: 40px }
-blockquote { margin: 0 0 24px; padding: 0 0 0 14px; border-left: 3px solid #d9640f; color: var(--pale); font-size: 18px }
-pre, .text { overflow-x: auto; padding: 10px 14px; border-radius: 6px; font: 13px/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre }
+header input {
+  flex: 1 1 160px; max-width: 380px; margin-left: auto; padding: 6px 10px;
+  border: 1px solid var(--pale); border-radius: 6px; font: inherit; background: var(--soft);
+  color: inherit
+}
+header button {
+  padding: 6px 12px; border: 1px solid var(--pale); border-radius: 6px; font: inherit;
+  background: var(--soft); color: inherit; cursor: pointer
+}
+#found:empty { display: none }
+#found {
+  flex-basis: 100%; max-height: 70vh; overflow: auto; margin: 0; padding: 0; list-style: none
+}
+#found li { padding: 6px 0; border-top: 1px solid var(--edge) }
+#found small { display: block; color: var(--pale) }
+mark { background: #d9640f44; color: inherit }
+.page {
+  display: grid; grid-template-columns: 240px minmax(0, 1fr); max-width: 1240px; margin: 0 auto
+}
+nav.course { padding: 16px 8px 40px 20px; font-size: 14px; line-height: 1.4 }
+nav.course ul { list-style: none; margin: 4px 0 12px; padding: 0 }
+nav.course li { padding: 2px 0 }
+nav.course summary { font-weight: 600; padding: 4px 0; cursor: pointer }
+nav.course a { text-decoration: none }
+nav.course [aria-current] { font-weight: 700; color: var(--ink) }
+main { padding: 16px 24px 60px; min-width: 0 }
+/* Prose in lines that the eye finds again; code and pictures have the whole page */
+main > :is(p, ul, ol, blockquote, details) { max-width: 47rem }
+h1, h2, h3 { line-height: 1.25 }
+h1 { font-size: 32px; margin: 12px 0 }
+h2 { margin-top: 40px }
+blockquote {
+  margin: 0 0 24px; padding: 0 0 0 14px; border-left: 3px solid #d9640f; color: var(--pale);
+  font-size: 18px
+}
+pre, .text {
+  overflow-x: auto; padding: 10px 14px; border-radius: 6px;
+  font: 13px/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre
+}
 pre { background: var(--soft); border: 1px solid var(--edge); margin: 12px 0 }
-.text { margin: 0 0 12px; border-left: 3px solid var(--edge); color: var(--pale); white-space: pre-wrap; overflow-wrap: anywhere }
-:not(pre) > code { background: var(--soft); padding: 1px 4px; border-radius: 4px; font-size: 87%; overflow-wrap: anywhere }
-.out { overflow-x: auto; margin: 0 0 14px } .out img, .out svg, main img { max-width: 100%; height: auto }
+.text {
+  margin: 0 0 12px; border-left: 3px solid var(--edge); color: var(--pale); white-space: pre-wrap;
+  overflow-wrap: anywhere
+}
+:not(pre) > code {
+  background: var(--soft); padding: 1px 4px; border-radius: 4px; font-size: 87%;
+  overflow-wrap: anywhere
+}
+.out { overflow-x: auto; margin: 0 0 14px }
+.out img, .out svg, main img { max-width: 100%; height: auto }
 .out-light { background: #fff; color: #1d2129; color-scheme: light }
-details { margin: 8px 0 } table { border-collapse: collapse; display: block; overflow-x: auto; max-width: 100% }
-th, td { border-bottom: 1px solid var(--edge); padding: 6px 10px; text-align: left; vertical-align: middle } td img { min-width: 96px }
-.exported { border-left: 3px solid #2f7fc1 } .source { color: var(--pale); font-size: 14px } math[display=block] { overflow-x: auto; margin: 14px 0 }
-@media (max-width: 860px) { .page { display: block } nav.course { padding: 8px 20px 0 } main { padding: 8px 20px 60px } header { padding: 8px 20px } }
-@media (min-width: 861px) { nav.course { position: sticky; top: 52px; height: calc(100vh - 52px); overflow-y: auto } nav.course > details > summary { display: none } }
+details { margin: 8px 0 }
+table { border-collapse: collapse; display: block; overflow-x: auto; max-width: 100% }
+th, td {
+  border-bottom: 1px solid var(--edge); padding: 6px 10px; text-align: left;
+  vertical-align: middle
+}
+td img { min-width: 96px }
+.exported { border-left: 3px solid #2f7fc1 }
+.source { color: var(--pale); font-size: 14px }
+math[display=block] { overflow-x: auto; margin: 14px 0 }
+@media (max-width: 860px) {
+  .page { display: block }
+  nav.course { padding: 8px 20px 0 }
+  main { padding: 8px 20px 60px }
+  header { padding: 8px 20px }
+}
+@media (min-width: 861px) {
+  nav.course { position: sticky; top: 52px; height: calc(100vh - 52px); overflow-y: auto }
+  nav.course > details > summary { display: none }
+}
 @media print { header, nav.course { display: none } }
 """
-SCRIPT = """
-const look = document.getElementById('look'), box = document.getElementById('search'), found = document.getElementById('found')
-const keep = (name, value) => { try { value === undefined || localStorage.setItem(name, value); return localStorage.getItem(name) } catch { return null } }
-const put = name => { name ? document.documentElement.dataset.look = name : delete document.documentElement.dataset.look }
-put(keep('look'))
-look.onclick = () => {
-  const dark = getComputedStyle(document.documentElement).colorScheme === 'dark' || (!document.documentElement.dataset.look && matchMedia('(prefers-color-scheme: dark)').matches)
-  put(keep('look', dark ? 'light' : 'dark'))
+SCRIPT = r"""
+const [look, box, list] = ['look', 'search', 'found'].map(id => document.getElementById(id))
+const root = document.documentElement
+const keep = (name, value) => {
+  try {
+    if (value !== undefined) localStorage.setItem(name, value)
+    return localStorage.getItem(name)
+  } catch { return null }
 }
-const clean = text => text.replace(/[&<>"]/g, c => ({'&': '&amp;', '<': '&lt;', '>': '&gt;', '"': '&quot;'}[c]))
-function search() {
-  const words = box.value.toLowerCase().split(/\\s+/).filter(Boolean)
-  found.innerHTML = ''
-  if (!words.length) return
+const put = name => { name ? root.dataset.look = name : delete root.dataset.look }
+const is_dark = () => getComputedStyle(root).colorScheme === 'dark' ||
+  (!root.dataset.look && matchMedia('(prefers-color-scheme: dark)').matches)
+put(keep('look'))
+look.onclick = () => put(keep('look', is_dark() ? 'light' : 'dark'))
+const ENTITIES = {'&': '&amp;', '<': '&lt;', '>': '&gt;', '"': '&quot;'}
+const clean = text => text.replace(/[&<>"]/g, c => ENTITIES[c])
+const escaped = text => text.replace(/[.*+?^${}()|[\]\\]/g, '\\$&')
+function hits_of(words) {
   const hits = []
   for (const [page, title, head, anchor, text] of INDEX) {
     const low = text.toLowerCase(), top = (title + ' ' + head).toLowerCase()
     let score = 0
     for (const word of words) {
-      const begins = new RegExp('(?:^|[^a-z0-9])' + word.replace(/[.*+?^${}()|[\\]\\\\]/g, '\\\\$&'), 'g')
+      const begins = new RegExp('(?:^|[^a-z0-9])' + escaped(word), 'g')
       const inside = (low.match(begins) || []).length, above = begins.test(top) ? 20 : 0
       if (inside || above) score += 1000 + Math.min(inside, 10) + above
     }
-    if (score) hits.push([score, page, title, head, anchor, text, Math.max(0, low.indexOf(words[0]) - 60)])
+    const at = Math.max(0, low.indexOf(words[0]) - 60)
+    if (score) hits.push([score, page, title, head, anchor, text.slice(at, at + 180)])
   }
   hits.sort((a, b) => b[0] - a[0])
   const most = hits.length ? Math.floor(hits[0][0]/1000) : 0
-  while (hits.length && Math.floor(hits.at(-1)[0]/1000) < most) hits.pop()
-  const paint = text => words.reduce((t, w) => t.replace(new RegExp('(' + clean(w).replace(/[.*+?^${}()|[\\]\\\\]/g, '\\\\$&') + ')(?![^<]*>)', 'gi'), '<mark>$1</mark>'), clean(text))
-  found.innerHTML = hits.length ? hits.slice(0, 20).map(([, page, title, head, anchor, text, at]) =>
-    `<li><a href="${ROOT}${page}#${anchor}">${paint(head === title ? title : title + ': ' + head)}</a><small>${paint(text.slice(at, at + 180))}</small></li>`).join('') : '<li role="status">Nothing found.</li>'
+  return hits.filter(hit => Math.floor(hit[0]/1000) >= most).slice(0, 20)
+}
+function search() {
+  const words = box.value.toLowerCase().split(/\s+/).filter(Boolean)
+  list.innerHTML = ''
+  if (!words.length) return
+  const outside_tags = word => new RegExp('(' + escaped(clean(word)) + ')(?![^<]*>)', 'gi')
+  const paint = text => words.reduce(
+    (painted, word) => painted.replace(outside_tags(word), '<mark>$1</mark>'), clean(text))
+  const item = ([, page, title, head, anchor, text]) => {
+    const name = paint(head === title ? title : title + ': ' + head)
+    return `<li><a href="${ROOT}${page}#${anchor}">${name}</a><small>${paint(text)}</small></li>`
+  }
+  const items = hits_of(words).map(item).join('')
+  list.innerHTML = items || '<li role="status">Nothing found.</li>'
 }
 box.oninput = search
-box.onkeydown = e => { if (e.key === 'Escape') { box.value = ''; search() } if (e.key === 'Enter') found.querySelector('a')?.click() }
-document.addEventListener('keydown', e => { if (e.key === '/' && !/INPUT|TEXTAREA|SELECT/.test(e.target.tagName)) { e.preventDefault(); box.focus() } })
+box.onkeydown = e => {
+  if (e.key === 'Escape') { box.value = ''; search() }
+  if (e.key === 'Enter') list.querySelector('a')?.click()
+}
+document.addEventListener('keydown', e => {
+  if (e.key !== '/' || /INPUT|TEXTAREA|SELECT/.test(e.target.tagName)) return
+  e.preventDefault()
+  box.focus()
+})
 if (innerWidth <= 860) document.querySelector('nav.course > details').removeAttribute('open')
 """
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title} · trainkit</title><meta name="description" content="{about}">
+<link rel="icon" href="data:,"><link rel="stylesheet" href="{root}style.css"></head><body>
+<a class="skip" href="#main">To the lesson</a>
+<header><a class="name" href="{root}index.html">trainkit</a>
+<input id="search" type="search" placeholder="Search (press /)" aria-label="Search the course">
+<button id="look" type="button" title="Light or dark" aria-label="Light or dark">◐</button>
+<ul id="found" aria-live="polite" aria-label="Found"></ul></header>
+<div class="page"><nav class="course" aria-label="Course">
+<details open><summary>The course</summary>{menu}</details></nav>
+<main id="main">{body}</main></div>
+<script>const ROOT = '{root}'</script>
+<script src="{root}search.js"></script><script src="{root}site.js"></script></body></html>
+"""
+CHAPTER = "<details{open}><summary>{title}</summary><ul>{entries}</ul></details>"
+ENTRY = '<li><a href="{root}{name}.html"{current}>{title}</a></li>'
+FIGURE = '<div class="out out-light"><img alt="{alt}" src="data:image/png;base64,{data}"></div>'
 
 
 def painted(code, language="python"):
@@ -129,9 +241,8 @@ MAKE = markdown()
 
 def render(text):
     "Markdown as HTML; links to lessons lead to their pages."
-    out = MAKE.render(
-        re.sub(r"\[!\[([^]]*)\]\(https?:[^)]*\)\]", r"[\1]", text)
-    )  # Badges are pictures from elsewhere
+    # Badges are pictures from elsewhere
+    out = MAKE.render(re.sub(r"\[!\[([^]]*)\]\(https?:[^)]*\)\]", r"[\1]", text))
     return re.sub(
         r'href="([\w./]+?)\.(?:ipynb|md)(#[^"]*)?"',
         lambda m: f'href="{m[1].replace("README", "index")}.html{m[2] or ""}"',
@@ -159,7 +270,8 @@ def output(out):
     if "image/svg+xml" in data:
         return f'<div class="out">{joined(data["image/svg+xml"])}</div>'
     if "image/png" in data:
-        return f'<div class="out out-light"><img alt="{html.escape(joined(data.get("text/plain", "figure")))}" src="data:image/png;base64,{joined(data["image/png"]).strip()}"></div>'
+        alt = html.escape(joined(data.get("text/plain", "figure")))
+        return FIGURE.format(alt=alt, data=joined(data["image/png"]).strip())
     if "text/markdown" in data:
         return render(joined(data["text/markdown"]))
     return f'<div class="text">{html.escape(joined(data.get("text/plain", "")))}</div>'
@@ -176,64 +288,66 @@ def cell(c):
     if text.startswith("#| hide"):
         return outs
     note = re.match(r"#\| ?(.*)\n", text)
-    code = f"<pre{' class=exported' if note and note[1].startswith('export') else ''}><code>{painted(text[note.end() :] if note else text)}</code></pre>"
-    return code + outs
+    kind = " class=exported" if note and note[1].startswith("export") else ""
+    code = painted(text[note.end() :] if note else text)
+    return f"<pre{kind}><code>{code}</code></pre>{outs}"
 
 
 def sections(notebook, name):
-    "What the search knows: (page, title, heading, anchor, text) for each section."
+    "What the search contains: (page, title, heading, anchor, text) for each section."
     title = course.source(notebook["cells"][0]).split("\n")[0].removeprefix("# ")
-    found = [[f"{name}.html", title, title, slug(title), ""]]
+    rows = [[f"{name}.html", title, title, slug(title), ""]]
     for c in notebook["cells"]:
-        if course.written_here(c, course.LINKS, course.MAP) or course.source(c).startswith(
-            "#| hide"
-        ):
-            continue
         text = course.source(c)
-        if c["cell_type"] == "markdown":
-            for line in text.splitlines():
-                if line.startswith("## "):
-                    found.append([f"{name}.html", title, line[3:], slug(line[3:]), ""])
-                elif not line.startswith("# "):
-                    found[-1][4] += " " + re.sub(r"[`*>|]|<[^>]+>", "", line)
-        else:
-            found[-1][4] += " " + " ".join(
-                re.findall(r"(?m)^(?:def|class) (\w+)|from trainkit\.(\w+)", text)
-                and {
-                    word
-                    for pair in re.findall(r"(?m)^(?:def|class) (\w+)|from trainkit\.(\w+)", text)
-                    for word in pair
-                    if word
-                }
+        if course.written_here(c, course.LINKS, course.MAP) or text.startswith("#| hide"):
+            continue
+        if c["cell_type"] != "markdown":
+            names = re.findall(r"(?m)^(?:def|class) (\w+)|from trainkit\.(\w+)", text)
+            rows[-1][4] += " " + " ".join(
+                dict.fromkeys(word for pair in names for word in pair if word)
             )
-    return [[*f[:4], re.sub(r"\s+", " ", f[4]).strip()] for f in found]
+            continue
+        for line in text.splitlines():
+            if line.startswith("## "):
+                rows.append([f"{name}.html", title, line[3:], slug(line[3:]), ""])
+            elif not line.startswith("# "):
+                rows[-1][4] += " " + re.sub(r"[`*>|]|<[^>]+>", "", line)
+    return [[*row[:4], re.sub(r"\s+", " ", row[4]).strip()] for row in rows]
 
 
 def menu(current, titles, parts, root):
     "The course at the side of each page."
-    entry = lambda n: (
-        f'<li><a href="{root}{n}.html"{" aria-current=page" if n == current else ""}>{html.escape(titles[n])}</a></li>'
-    )
+    road = parts["The main road"]
+
+    def entry(name):
+        mark = " aria-current=page" if name == current else ""
+        return ENTRY.format(root=root, name=name, current=mark, title=html.escape(titles[name]))
+
+    def chapter(title, names, is_road):
+        shown = [n for n in names if n in titles and (is_road or n not in road)]
+        is_open = is_road or (current in names and current not in road)
+        name = course.CHAPTERS[title][0] if title in course.CHAPTERS else title
+        return CHAPTER.format(
+            open=" open" if is_open else "",
+            title=html.escape(name),
+            entries="".join(map(entry, shown)),
+        )
+
     return "".join(
-        f"<details{' open' if not i or (current in names and current not in parts['The main road']) else ''}><summary>{html.escape(course.CHAPTERS[title][0] if title in course.CHAPTERS else title)}</summary>"
-        f"<ul>{''.join(map(entry, (n for n in names if n in titles and (not i or n not in parts['The main road']))))}</ul></details>"
-        for i, (title, names) in enumerate(parts.items())
+        chapter(title, names, is_road=i == 0) for i, (title, names) in enumerate(parts.items())
     )
 
 
 def page(title, body, current, titles, parts, about=""):
     "A whole page; `current` is its name, from which the way to the root of the site follows."
     root = "../" * current.count("/")
-    return f'''<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{html.escape(title)} · trainkit</title><meta name="description" content="{html.escape(about)}">
-<link rel="icon" href="data:,"><link rel="stylesheet" href="{root}style.css"></head><body>
-<a class="skip" href="#main">To the lesson</a>
-<header><a class="name" href="{root}index.html">trainkit</a><input id="search" type="search" placeholder="Search (press /)" aria-label="Search the course">
-<button id="look" type="button" title="Light or dark" aria-label="Light or dark">◐</button><ul id="found" aria-live="polite" aria-label="Found"></ul></header>
-<div class="page"><nav class="course" aria-label="Course"><details open><summary>The course</summary>{menu(current, titles, parts, root)}</details></nav><main id="main">{body}</main></div>
-<script>const ROOT = '{root}'</script><script src="{root}search.js"></script><script src="{root}site.js"></script></body></html>
-'''
+    return PAGE.format(
+        title=html.escape(title),
+        about=html.escape(about),
+        root=root,
+        menu=menu(current, titles, parts, root),
+        body=body,
+    )
 
 
 def tidy(text):
@@ -270,9 +384,13 @@ def build(folder):
     )
     only = "\n".join(line for line in dark.splitlines() if line.startswith("pre ."))
     base = "\n".join(line for line in light.splitlines() if line.startswith("pre ."))
-    nested = lambda where: re.sub(r"(?m)^pre ", where + " pre ", only)
+
+    def nested(where):
+        return re.sub(r"(?m)^pre ", where + " pre ", only)
+
     (folder / "style.css").write_text(
-        f"{STYLE}{base}\n{nested('[data-look=dark]')}\n@media (prefers-color-scheme: dark) {{\n{nested(':root:not([data-look=light])')}\n}}\n",
+        f"{STYLE}{base}\n{nested('[data-look=dark]')}\n@media (prefers-color-scheme: dark) {{\n"
+        f"{nested(':root:not([data-look=light])')}\n}}\n",
         encoding="utf-8",
     )
     (folder / "site.js").write_text(SCRIPT, encoding="utf-8")

@@ -1,6 +1,7 @@
-"""The picture of the panel in README.md: a real one, in JupyterLab, photographed by Chromium while it trains.
+"""Make the README's picture of the panel: a real one in JupyterLab, in Chromium, in training.
 
-`python tools/panel_picture.py` writes nbs/images/panel.png."""
+`python tools/panel_picture.py` writes nbs/images/panel.png.
+"""
 
 import io
 import shutil
@@ -21,9 +22,11 @@ from trainkit.config import load_config
 from trainkit.recipes.config import RunConfig
 from trainkit.widgets.panel import TrainerPanel
 
-words = ('data.max_chars=300000 data.max_length=64 tokenizer.vocab_size=512 model.d_model=64 model.n_heads=4 model.n_layers=2 model.d_ff=176 '
-         'train.max_steps=600 train.logging_steps=2 train.eval_strategy=steps train.eval_steps=40 train.sample_steps=100 '
-         'train.per_device_train_batch_size=8 optim.optim=muon optim.learning_rate=0.02 sampling.max_new_tokens=16').split()
+words = ('data.max_chars=300000 data.max_length=64 tokenizer.vocab_size=512 '
+         'model.d_model=64 model.n_heads=4 model.n_layers=2 model.d_ff=176 '
+         'train.max_steps=600 train.logging_steps=2 train.eval_strategy=steps '
+         'train.eval_steps=40 train.sample_steps=100 train.per_device_train_batch_size=8 '
+         'optim.optim=muon optim.learning_rate=0.02 sampling.max_new_tokens=16').split()
 panel = TrainerPanel(load_config(RunConfig, dict(runs_dir='runs', name='seen'), words))
 panel.show()
 """
@@ -51,7 +54,10 @@ def main(step=400):
         page.wait_for_timeout(3000)  # for the line about memory
         start.click()
         page.wait_for_function(
-            'step => [...document.querySelectorAll("div")].some(d => Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1]) >= step)',
+            (
+                'step => [...document.querySelectorAll("div")].some(d => '
+                "Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1]) >= step)"
+            ),
             arg=step,
         )
         box = page.locator(".jp-OutputArea-output").first.bounding_box()

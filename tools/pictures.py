@@ -1,6 +1,8 @@
 """A picture for each lesson of the main road, as SVG of less than 2 kB.
 
-The colours stand out from a light ground and from a dark one. `python tools/course.py` writes the files."""
+The colours stand out from a light ground and from a dark one. `python tools/course.py` writes
+the files.
+"""
 
 from math import cos, exp, pi, sin
 
@@ -26,7 +28,10 @@ def line(points, stroke=BLUE, width=2.0, dash=""):
 
 
 def text(x, y, words, fill=GREY, size=11, anchor="middle"):
-    return f'<text x="{x:.4g}" y="{y:.4g}" fill="{fill}" font-size="{size}" text-anchor="{anchor}">{words}</text>'
+    return (
+        f'<text x="{x:.4g}" y="{y:.4g}" fill="{fill}" font-size="{size}" '
+        f'text-anchor="{anchor}">{words}</text>'
+    )
 
 
 def bars(values, fills, base=54, height=46, left=10, right=110):
@@ -374,6 +379,7 @@ def picture(
 ):
     "A whole file of SVG."
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+        f'height="{HEIGHT}" role="img" '
         f'font-family="system-ui,sans-serif"><title>{label}</title>{globals()[name]()}</svg>\n'
     )

@@ -1,14 +1,15 @@
-"""The road of a run: which modules one real `trainkit train` passes before its first optimizer step.
+"""The road of a run: which modules `trainkit train` passes before its first optimizer step.
 
     python tools/road.py            # three figures
-    python tools/road.py --list     # also every module in the order it is entered, and every climb
+    python tools/road.py --list     # also every module in order of entry, and every climb
 
-A small model is trained in a temporary folder, and `trainkit train method=lora` then tunes it on questions, in
-this process under `sys.setprofile`, from the command to the first call of the optimizer. A reader who follows it
-reads each function once, when the run first enters it; so only the first call of each function counts, and what
-modules do while they are imported does not. Printed are
+A small model is trained in a temporary folder, and `trainkit train method=lora` then tunes it
+on questions, in this process under `sys.setprofile`, from the command to the first call of the
+optimizer. A reader who follows it reads each function once, when the run first enters it; so
+only the first call of each function counts, and what modules do while they are imported does
+not. It prints
 
-- modules: modules of trainkit that are entered, apart from those outside packages (files, config, display ...),
+- modules: modules of trainkit that are entered, apart from those outside packages (files, ...),
 - returns: how often the reader has to open a module again that was left for another one,
 - climbs: calls from a package into one above it (`LAYERS` in tests/test_package.py is the order).
 """

@@ -1,4 +1,4 @@
-"Preference tuning against TRL: each loss, whole runs step by step, references, shared prompts, metrics."
+"Preference tuning against TRL: each loss, whole runs, references, shared prompts, metrics."
 
 import copy
 import math
@@ -40,7 +40,10 @@ LENGTHS = torch.randint(2, 9, (16,), generator=RNG)
 
 def some_pairs(n, seed=0):
     rng = np.random.default_rng(seed)
-    draw = lambda low, high: rng.integers(3, 96, int(rng.integers(low, high))).tolist()
+
+    def draw(low, high):
+        return rng.integers(3, 96, int(rng.integers(low, high))).tolist()
+
     pairs = [dict(prompt=draw(3, 14), chosen=draw(2, 9), rejected=draw(2, 9)) for _ in range(n)]
     return [{**p, "length": sum(map(len, p.values()))} for p in pairs]
 
@@ -78,7 +81,7 @@ def ours(**knobs):
 
 
 def spread(both, lengths):
-    "Per-token log-probabilities of which some are far from the others, as (2B, T - 1), and the mask of the answers (2B, T)."
+    "Log-probabilities (2B, T - 1) with some outliers, and the mask of the answers (2B, T)."
     T = int(lengths.max()) + 1
     mask = (torch.arange(T) >= 1) & (torch.arange(T) <= lengths[:, None])
     share = (
@@ -204,9 +207,12 @@ def changed(config, **knobs):
 def test_a_knob_changes_the_loss_or_is_refused(loss):
     "Both ways round: what is accepted has an effect on the numbers, and what is refused has none."
     plain = DPOConfig(loss_type=[loss], label_smoothing=0.1 * (loss == "exo_pair"))
-    value = lambda config: preference_loss(
-        BOTH[:8], BOTH[8:], BEFORE[:8], BEFORE[8:], config, LENGTHS[:8], LENGTHS[8:], 0.3
-    )
+
+    def value(config):
+        return preference_loss(
+            BOTH[:8], BOTH[8:], BEFORE[:8], BEFORE[8:], config, LENGTHS[:8], LENGTHS[8:], 0.3
+        )
+
     for name, other in OTHER_VALUES.items():
         if name.endswith("desirable_weight") and loss in ("apo_zero", "bco_pair"):
             continue  # Rows with a label each have it: see the next test
@@ -290,12 +296,12 @@ def test_losses_without_a_reference_are_trls():
 
 def test_kto_is_the_papers():
     kl, config = 0.7, DPOConfig(loss_type=["kto"], beta=0.2, desirable_weight=1.5)
-    found = preference_loss(BOTH[:8], BOTH[8:], BEFORE[:8], BEFORE[8:], config, kl=kl).mean()
+    loss = preference_loss(BOTH[:8], BOTH[8:], BEFORE[:8], BEFORE[8:], config, kl=kl).mean()
     good, bad = BOTH[:8] - BEFORE[:8], BOTH[8:] - BEFORE[8:]
     losses = torch.cat(
         (1.5 * (1 - torch.sigmoid(0.2 * (good - kl))), 1 - torch.sigmoid(0.2 * (kl - bad)))
     )  # trl.KTOTrainer._compute_loss, eq. 7
-    assert found.item() == pytest.approx(losses.mean().item(), abs=1e-6)
+    assert loss.item() == pytest.approx(losses.mean().item(), abs=1e-6)
 
 
 def test_literal_values():
@@ -399,9 +405,12 @@ def test_a_run_is_trls_run_step_by_step(tmp_path, loss, more):
             "logps/rejected",
         )[: None if not more else 4]:  # TRL weighs those too
             assert b[name] == pytest.approx(a[name], rel=1e-4, abs=2e-5), (name, b["step"])
-    flat = lambda net: torch.cat([p.detach().flatten() for p in net.parameters()])
+
+    def flat(net):
+        return torch.cat([p.detach().flatten() for p in net.parameters()])
+
     start = flat(tiny_llama())
-    # Adam divides a gradient by its own size, so where it is nothing but rounding the weights may part
+    # Adam divides a gradient by its own size, so weights may differ where it is only rounding
     assert (flat(model) - flat(their.model)).norm() < 1e-3 * (flat(model) - start).norm()
 
 
@@ -422,17 +431,17 @@ def test_kto_without_pairs_is_trls_run_step_by_step(tmp_path, loss):
                 length=len(prompt) + len(answer),
             )
         )
-    theirs, said = [], [r["completion"].tolist() for r in rows]
+    theirs, answers = [], [r["completion"].tolist() for r in rows]
     for i, r in enumerate(
         rows
     ):  # Within each batch the answer of the row before, as `KTOTrainer` makes them
-        other = said[i - 1 if i % B else i + B - 1]
+        other = answers[i - 1 if i % B else i + B - 1]
         theirs.append(
             dict(
                 prompt="",
                 completion="",
                 prompt_ids=r["prompt"].tolist(),
-                completion_ids=said[i],
+                completion_ids=answers[i],
                 label=r["label"],
                 **(dict(KL_completion_ids=other) if loss == "kto" else {}),
             )
@@ -515,7 +524,10 @@ def test_kto_without_pairs_is_trls_run_step_by_step(tmp_path, loss):
     assert {"loss", "grad_norm", "kl", "rewards/chosen", "rewards/rejected"} <= set().union(
         *logs
     ) and (loss != "kto" or max(a["kl"] for a in logs) > 0.01)
-    flat = lambda net: torch.cat([p.detach().flatten() for p in net.parameters()])
+
+    def flat(net):
+        return torch.cat([p.detach().flatten() for p in net.parameters()])
+
     assert (flat(model) - flat(their.model)).norm() < 1e-3 * (
         flat(model) - flat(tiny_llama())
     ).norm()
@@ -525,7 +537,7 @@ def test_kto_without_pairs_is_trls_run_step_by_step(tmp_path, loss):
 def test_sharing_a_prompt_changes_nothing(make):
     model, pairs = make(), some_pairs(6)
     assert shares_prompts(model)
-    found = {}
+    results = {}
     for share in (True, False):
         model.zero_grad()
         objective = dpo_objective(
@@ -533,9 +545,9 @@ def test_sharing_a_prompt_changes_nothing(make):
         )
         loss = objective(model, collate_pairs(pairs)).total
         loss.backward()
-        found[share] = loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
-    assert found[True][0] == pytest.approx(found[False][0], abs=1e-5)
-    assert torch.allclose(found[True][1], found[False][1], atol=1e-5)
+        results[share] = loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert results[True][0] == pytest.approx(results[False][0], abs=1e-5)
+    assert torch.allclose(results[True][1], results[False][1], atol=1e-5)
 
 
 def test_models_that_cannot_share_are_read_plainly():
@@ -572,7 +584,7 @@ def test_models_that_cannot_share_are_read_plainly():
 
 @pytest.mark.parametrize("make", [ours, tiny_llama])
 def test_adapter_is_its_own_reference(make):
-    "The adapter off gives the numbers of a copy of the base, all through a run, and PEFT's model works as well."
+    "With the adapter off a run sees the numbers of a copy of the base; also with PEFT's model."
     pairs, base = some_pairs(8), make()
     model = add_lora(make(), LoRAConfig(r=4, lora_alpha=8))
     reference = make_reference(model)
@@ -712,7 +724,7 @@ def test_pairs_that_are_the_same_once_they_are_cut_are_left_out():
 
 @pytest.mark.parametrize("loss", ["simpo", "orpo", "cpo"])
 def test_rewards_are_those_that_the_loss_compares(loss):
-    "As TRL's CPO and ORPO trainers log them: means over tokens where the loss takes means, else sums."
+    "As in TRL's CPO and ORPO trainers: means over tokens if the loss takes means, else sums."
     model, batch = (
         ours(),
         collate_pairs(
@@ -722,22 +734,22 @@ def test_rewards_are_those_that_the_loss_compares(loss):
             ]
         ),
     )
-    found = pair_log_probs(model, batch, False)
+    log_probs = pair_log_probs(model, batch, False)
     per = (lambda x, n: x / n) if loss != "cpo" else (lambda x, n: x)
     chosen, rejected = (
-        0.1 * per(found.chosen, found.chosen_tokens),
-        0.1 * per(found.rejected, found.rejected_tokens),
+        0.1 * per(log_probs.chosen, log_probs.chosen_tokens),
+        0.1 * per(log_probs.rejected, log_probs.rejected_tokens),
     )
-    said = {
+    metrics = {
         k: float(v) / int(n)
         for k, (v, n) in dpo_objective(None, DPOConfig(loss_type=[loss]))(
             model, batch
         ).metrics.items()
     }
-    assert said["rewards/chosen"] == pytest.approx(chosen.mean().item(), rel=1e-4) and said[
+    assert metrics["rewards/chosen"] == pytest.approx(chosen.mean().item(), rel=1e-4) and metrics[
         "rewards/rejected"
     ] == pytest.approx(rejected.mean().item(), rel=1e-4)
-    assert said["rewards/accuracies"] == (chosen > rejected).float().mean().item()
+    assert metrics["rewards/accuracies"] == (chosen > rejected).float().mean().item()
 
 
 def test_written_numbers_of_one_adapter_are_not_anothers(tmp_path):
@@ -763,16 +775,19 @@ def test_written_numbers_of_one_adapter_are_not_anothers(tmp_path):
 
 
 def test_losses_of_policy_and_reference_are_logged_apart():
-    "Beside the loss itself: what model and reference pay for a token of the chosen answers, as log-probabilities of transformers' have it."
+    """Logged next to the loss: the cross-entropy of model and reference on the chosen answers.
+
+    It agrees with the log-probabilities of transformers.
+    """
     model, before = ours(), ours()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
     pairs = some_pairs(5)
-    found = dpo_objective(Reference(before), DPOConfig(share_prompts=False))(
+    sums = dpo_objective(Reference(before), DPOConfig(share_prompts=False))(
         model, collate_pairs(pairs)
     ).metrics
-    said = {k: float(v) / int(n) for k, (v, n) in found.items()}
+    means = {k: float(v) / int(n) for k, (v, n) in sums.items()}
     for name, net in (("policy", model), ("reference", before)):
         nats, tokens = {"chosen": 0.0, "rejected": 0.0}, 0
         for pair in pairs:
@@ -783,12 +798,12 @@ def test_losses_of_policy_and_reference_are_logged_apart():
                     logits, ids[0, len(pair["prompt"]) :], reduction="sum"
                 ).item()
             tokens += len(pair["chosen"])
-        assert said[f"loss/{name}"] == pytest.approx(nats["chosen"] / tokens, rel=1e-5)
+        assert means[f"loss/{name}"] == pytest.approx(nats["chosen"] / tokens, rel=1e-5)
         for side, total in nats.items():
-            assert said[f"logps/{'ref_' * (name == 'reference')}{side}"] == pytest.approx(
+            assert means[f"logps/{'ref_' * (name == 'reference')}{side}"] == pytest.approx(
                 -total / 5, rel=1e-5
             )
-    assert said["loss/policy"] != said["loss/reference"]
+    assert means["loss/policy"] != means["loss/reference"]
     assert (
         "loss/reference"
         not in dpo_objective(None, DPOConfig(loss_type="simpo"))(

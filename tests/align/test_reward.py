@@ -21,7 +21,10 @@ warnings.filterwarnings("ignore")
 
 def some_pairs(n, margin=False):
     rng = np.random.default_rng(0)
-    draw = lambda low, high: rng.integers(3, 96, int(rng.integers(low, high))).tolist()
+
+    def draw(low, high):
+        return rng.integers(3, 96, int(rng.integers(low, high))).tolist()
+
     pairs = [dict(prompt=draw(3, 14), chosen=draw(2, 9), rejected=draw(2, 9)) for _ in range(n)]
     return [
         {

@@ -1,4 +1,4 @@
-"RL beside TRL's trainers, and on models of transformers."
+"RL compared with TRL's trainers, and on models of transformers."
 
 import asyncio
 import copy
@@ -164,7 +164,7 @@ def test_grpo_is_trls(tmp_path):
     for knobs in GRPO:
         config = RLConfig(num_generations=2, max_completion_length=10, **knobs)
         advantages = group_relative(REWARDS, 2)
-        found = rl_objective(config)(
+        loss_of_ours = rl_objective(config)(
             model, {**ours, "advantages": advantages, "old_log_probs": old, "ref_log_probs": ref}
         ).total
         trainer.beta, trainer.loss_type, trainer.importance_sampling_level = (
@@ -187,8 +187,8 @@ def test_grpo_is_trls(tmp_path):
                 "num_items_in_batch": here.sum(),
             },
         )
-        assert abs(found - wanted) < 1e-5 and abs(found) > 1e-3, knobs
-        mine, other = gradient(model, found), gradient(model, wanted)
+        assert abs(loss_of_ours - wanted) < 1e-5 and abs(loss_of_ours) > 1e-3, knobs
+        mine, other = gradient(model, loss_of_ours), gradient(model, wanted)
         assert (mine - other).norm() < 1e-5 * other.norm(), knobs
 
 
@@ -202,20 +202,20 @@ def test_rloo_is_trls(tmp_path):
     noise = 0.1 * torch.randn(8, 6) * theirs["completion_mask"]
     old = token_scores(model, ours).log_probs.detach() + spread(theirs, noise, labels)
     advantages = leave_one_out(REWARDS, 2)
-    found = rl_objective(RLConfig("rloo", num_generations=2))(
+    loss_of_ours = rl_objective(RLConfig("rloo", num_generations=2))(
         model, {**ours, "advantages": advantages, "old_log_probs": old}
     ).total
     wanted = trainer._compute_loss(
         model, {**theirs, "advantages": advantages, "old_logps": old.sum(1)}
     )
-    assert abs(found - wanted) < 1e-5
-    mine, other = gradient(model, found), gradient(model, wanted)
+    assert abs(loss_of_ours - wanted) < 1e-5
+    mine, other = gradient(model, loss_of_ours), gradient(model, wanted)
     assert (mine - other).norm() < 1e-5 * other.norm()
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 def test_models_of_transformers_learn_too(method):
-    "Llama of transformers, once whole with a value head and once by an adapter: the ratio is 1, and the reward rises."
+    "A Llama of transformers, whole with a value head or by an adapter: ratio 1, rising reward."
     model = llama()
     with torch.no_grad():
         model.lm_head.weight.div_(4)
@@ -287,7 +287,10 @@ def test_many_rows_answer_with_rearranged_weights():
 
 
 def test_an_adapter_answers_folded_in(monkeypatch):
-    "Plain layers write what the layers with the adapter write, rearranged weights and all; then the policy is what it was, bit for bit."
+    """Generating with the adapter folded in gives the same text, and then the same policy.
+
+    The plain layers' weights are rearranged meanwhile; afterwards the policy has its old bits.
+    """
     from trainkit.align import rollouts
 
     torch.manual_seed(0)
@@ -314,23 +317,23 @@ def test_an_adapter_answers_folded_in(monkeypatch):
         [[1, 2, 3], [4, 5], [6]],
     )
     plain = generate(model, [p for p in prompts for _ in range(4)], 40, eos_token_id=(), seed=5)
-    asked, told = generate, []
+    asked, calls = generate, []
 
     def listen(policy, *args, **more):
-        told.append((rollouts.unsupported_reason(policy.eval()), more["weights"]))
+        calls.append((rollouts.unsupported_reason(policy.eval()), more["weights"]))
         return asked(policy, *args, **more)
 
     monkeypatch.setattr(rollouts, "generate", listen)
-    found = Rollouts(
+    batch_source = Rollouts(
         model.train(),
         None,
         prompts,
         lambda completion_ids, **columns: [float(ids[0]) for ids in completion_ids],
         config,
     )
-    found.collect([0, 1, 2], 5)
-    assert told == [("", "packed" if torch.backends.mkldnn.is_available() else None)]
-    assert [s["completion"] for s in found.samples] == [
+    batch_source.collect([0, 1, 2], 5)
+    assert calls == [("", "packed" if torch.backends.mkldnn.is_available() else None)]
+    assert [s["completion"] for s in batch_source.samples] == [
         row[len(p) :] for row, p in zip(plain, [p for p in prompts for _ in range(4)], strict=True)
     ]
     after = model.state_dict()
@@ -399,13 +402,19 @@ def test_out_of_memory_cuts_rollouts_as_any_batch():
 
 @pytest.mark.slow
 def test_grpo_sorts_better_than_examples_taught():
-    "A model of the tour's size that sorts some strings after instruction tuning sorts more that it has never seen, and not by chance."
+    """GRPO on a model of the tour's size solves more unseen strings than instruction tuning did.
+
+    The difference is larger than chance.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     signs, draw = Signs(), random.Random(0)
     every = ["".join(draw.choices("0123456789", k=6)) for _ in range(6400)]
     held, train = every[:400], [p for p in every[400:] if p not in every[:400]]
-    right = lambda p: "".join(sorted(p.strip()))
+
+    def right(p):
+        return "".join(sorted(p.strip()))
+
     rows = []
     for p in train[:2000]:
         a, b = signs.encode(p + " "), signs.encode(right(p) + ".")
@@ -415,10 +424,12 @@ def test_grpo_sorts_better_than_examples_taught():
     )
 
     def solved():
-        said = generate(
+        answers = generate(
             model, [signs.encode(p + " ") for p in held], 8, temperature=0, eos_token_id=12
         )
-        return [float(signs.decode(ids[7:]) == right(p)) for ids, p in zip(said, held, strict=True)]
+        return [
+            float(signs.decode(ids[7:]) == right(p)) for ids, p in zip(answers, held, strict=True)
+        ]
 
     def reward(prompts, completions, **columns):  # All of it, and a little for each place
         return [
@@ -445,8 +456,8 @@ def test_grpo_sorts_better_than_examples_taught():
         config=TrainConfig(max_steps=80, progress=False),
         optim=OptimConfig(learning_rate=3e-4, weight_decay=0.0, adam_beta2=0.99, warmup_steps=10),
     ).train()
-    found = compare(before, solved(), ("examples", "grpo"))
-    assert found.better == "b" and found.difference.low > 0, found
+    comparison = compare(before, solved(), ("examples", "grpo"))
+    assert comparison.better == "b" and comparison.difference.low > 0, comparison
 
 
 COLUMNS = dict(
@@ -458,7 +469,7 @@ COLUMNS = dict(
 
 
 @pytest.mark.parametrize(
-    "given, words",
+    "value, words",
     [
         (None, "odd gave None: a list"),
         (1.0, "odd gave 1.0: a list"),
@@ -469,9 +480,9 @@ COLUMNS = dict(
         ([1.0], "odd gave 1 rewards for 3"),
     ],
 )
-def test_a_reward_function_that_gives_something_else_is_named(given, words):
+def test_a_reward_function_that_gives_something_else_is_named(value, words):
     def odd(completions, **columns):
-        return given
+        return value
 
     with pytest.raises(ValueError, match=words):
         score([odd], None, COLUMNS)
@@ -533,7 +544,7 @@ def test_rows_without_an_answer_or_a_test_are_not_judged():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_answers_that_nobody_judges_teach_nothing(method):
-    "As in TRL's trainers: such an answer has advantage 0, and no part in what the others are compared with."
+    "As in TRL, an unjudged answer has advantage 0 and does not enter the others' baseline."
 
     def even(prompts, **columns):
         return [
@@ -563,7 +574,10 @@ def test_answers_that_nobody_judges_teach_nothing(method):
     rollouts = Rollouts(net, Signs(), prompts, even, knobs)
     with pytest.warns(
         UserWarning,
-        match=f"{2 * size} of {4 * size} answers were judged by no reward function, the first to .*1.1",
+        match=(
+            f"{2 * size} of {4 * size} answers were judged by no reward function, "
+            "the first to .*1.1"
+        ),
     ):
         batch = rollouts.collect([0, 1, 2, 3], 1)
     with warnings.catch_warnings():
@@ -605,7 +619,7 @@ def test_answers_that_nobody_judges_teach_nothing(method):
 
 
 def test_reinforce_expects_the_same_after_a_rescue(tmp_path):
-    "The step that could not be taken had asked for answers already, and its baseline had seen their rewards."
+    "A failed step had sampled answers already, and its baseline had seen their rewards."
     knobs = RLConfig("reinforce", num_prompts=2, num_generations=1, max_completion_length=5)
 
     def train(folder, ends=0, resume=None):
@@ -676,19 +690,19 @@ def test_a_model_in_float64_is_scored_in_float64(critic, knobs):
     ).double()
     ids = torch.randint(50, (2, 8))
     batch = dict(input_ids=ids, labels=ids.masked_fill(torch.arange(8) < 3, -100))
-    found = token_scores(ActorCritic(model).double() if critic else model, batch, **knobs)
+    scores = token_scores(ActorCritic(model).double() if critic else model, batch, **knobs)
     every = (model(ids).logits / knobs.get("temperature", 1.0)).log_softmax(-1)[:, 2:-1]
     torch.testing.assert_close(
-        found.log_probs[:, 3:], every.gather(-1, ids[:, 3:, None])[..., 0], rtol=0, atol=1e-13
+        scores.log_probs[:, 3:], every.gather(-1, ids[:, 3:, None])[..., 0], rtol=0, atol=1e-13
     )
     torch.testing.assert_close(
-        found.entropy[:, 3:], -(every.exp() * every).sum(-1), rtol=0, atol=1e-13
+        scores.entropy[:, 3:], -(every.exp() * every).sum(-1), rtol=0, atol=1e-13
     )
-    assert (found.values is not None) == critic and (
-        not critic or found.values.dtype == torch.float64
+    assert (scores.values is not None) == critic and (
+        not critic or scores.values.dtype == torch.float64
     )
     assert (
-        torch.autograd.grad(found.log_probs.sum(), model.get_output_embeddings().weight)[0]
+        torch.autograd.grad(scores.log_probs.sum(), model.get_output_embeddings().weight)[0]
         .abs()
         .sum()
         > 0
@@ -780,10 +794,10 @@ def test_a_knob_without_effect_is_refused(method):
     for name, value in READ.items():
         config = make()
         setattr(config, name, value)  # Nothing is checked here
-        found = loss(config)
+        loss_value = loss(config)
         same = all(
             (a is None and b is None) or torch.equal(a, b)
-            for a, b in zip(usual, found, strict=True)
+            for a, b in zip(usual, loss_value, strict=True)
         )
         if same:
             with pytest.raises(ConfigError, match=f"{name} = .*has no effect"):

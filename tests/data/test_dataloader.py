@@ -1,4 +1,4 @@
-"Batches, packing and curricula on our model: nothing leaks, nothing is lost, and any batch can be taken up again."
+"Batches, packing and curricula: no leak, no loss, and a resume at any batch."
 
 import hashlib
 
@@ -160,15 +160,17 @@ WAYS = [
 @given(stop=st.integers(0, 30), seed=st.integers(0, 3))
 def test_any_batch_can_be_taken_up_again(way, stop, seed):
     rows = examples(40)
-    make = lambda: Batches(rows, 5, seed, **WAYS[way])
+
+    def make():
+        return Batches(rows, 5, seed, **WAYS[way])
 
     def stream(batches):
         for _ in range(9):
             yield from batches
 
-    ids = lambda batches, n: [
-        b["input_ids"].tolist() for _, b in zip(range(n), stream(batches), strict=False)
-    ]
+    def ids(batches, n):
+        return [b["input_ids"].tolist() for _, b in zip(range(n), stream(batches), strict=False)]
+
     whole, halted, resumed = ids(make(), stop + 12), make(), make()
     assert ids(halted, stop) == whole[:stop]
     resumed.load_state_dict(halted.state_dict())
@@ -245,10 +247,16 @@ def test_the_end_token_is_learned_though_it_is_the_padding():
 
 
 def test_a_curriculum_cuts_running_text_and_is_taken_up_exactly():
-    "Every token of a block but its first is predicted once an epoch, pieces are no longer than allowed, a resumed run sees the same."
+    """Each token of a block but the first is predicted once an epoch; a resumed run sees the same.
+
+    Pieces are never longer than allowed.
+    """
     blocks = token_blocks(np.arange(2000, dtype=np.uint16), 65)
     config = CurriculumConfig(start_length=9, end_length=65, steps=90)
-    make = lambda workers=0: Batches(blocks, 4, 1, curriculum=config, num_workers=workers)
+
+    def make(workers=0):
+        return Batches(blocks, 4, 1, curriculum=config, num_workers=workers)
+
     batches, step = make(), 0
     for epoch in range(3):
         seen = []

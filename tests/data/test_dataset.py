@@ -1,4 +1,4 @@
-"Files of every format, with every kind of damage, to rows that can be trusted; splits that stay; mixtures and caches."
+"Files of every format, whole and damaged, become rows; splits are stable; mixtures, caches."
 
 import gzip
 import json
@@ -128,10 +128,10 @@ def seeded(seed, names):
 
 
 def load_skipping(path, **options):
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         rows = load_examples(path, on_bad="skip", **options)
-    assert bool(said) == bool(rows.report.bad), "what is left out must be said"
+    assert bool(warned) == bool(rows.report.bad), "what is left out must be said"
     return rows
 
 
@@ -153,9 +153,9 @@ def test_bad_rows_in_json(tmp_path, form, seed):
         (r["prompt"], r["completion"]) for r in GOOD
     ]
     assert len(back.report.bad) == len(where)
-    for said, (line, name) in zip(back.report.bad, sorted(where.items()), strict=True):
-        assert f"{path}, line {line}" in said
-        assert BAD[name][1] in said if name in BAD else "column 16: not JSON" in said
+    for message, (line, name) in zip(back.report.bad, sorted(where.items()), strict=True):
+        assert f"{path}, line {line}" in message
+        assert BAD[name][1] in message if name in BAD else "column 16: not JSON" in message
     first = min(where)
     with pytest.raises(ValueError, match=f"line {first}"):
         load_examples(path)
@@ -176,7 +176,7 @@ def test_bad_rows_in_tables(tmp_path, form, seed):
         line += record.count("\n")
     assert len(back) == 30
     assert [
-        int(said.split("line ")[1].split(":")[0].split(" ")[0]) for said in back.report.bad
+        int(message.split("line ")[1].split(":")[0].split(" ")[0]) for message in back.report.bad
     ] == expected
 
 
@@ -187,7 +187,11 @@ def test_bad_rows_in_parquet(tmp_path):
     ]
     back = load_skipping(write_examples(rows, tmp_path / "rows.parquet"))
     assert len(back) == 17
-    assert [said.split(": ")[0].split("line ")[1] for said in back.report.bad] == ["4", "9", "18"]
+    assert [message.split(": ")[0].split("line ")[1] for message in back.report.bad] == [
+        "4",
+        "9",
+        "18",
+    ]
     assert [r["line"] for r in back] == [i + 1 for i in range(20) if i not in (3, 8, 17)]
 
 
@@ -305,7 +309,7 @@ HELD_OUT = [4, 9, 10, 11, 12, 13, 14, 18]
 
 
 def test_split_vectors():
-    "The published places: whoever splits elsewhere, in whatever language, must get these."
+    "The published places: a split in any other program or language must get these."
     assert [side(t) for t in ("trainkit", "", "Why is the sky blue?", "déjà vu", "日本語")] == [
         0.6157926122048922,
         0.5151522356031434,
@@ -323,7 +327,8 @@ def test_split_vectors():
 def test_splits_do_not_depend_on_the_process():
     code = (
         "import json\nfrom trainkit.data.dataset import load_examples, split_examples\n"
-        "parts = split_examples(load_examples('arithmetic', max_examples=200), 0.1, 3, 0.1, by='source')\n"
+        "parts = split_examples(load_examples('arithmetic', max_examples=200), 0.1, 3, 0.1, "
+        "by='source')\n"
         "print(json.dumps([[r['question'] for r in part] for part in parts]))"
     )
     outs = {
@@ -353,15 +358,20 @@ keys = st.lists(st.integers(0, 10**6), min_size=1, max_size=60, unique=True)
 )
 @pytest.mark.filterwarnings("ignore")
 def test_added_rows_move_no_row(old, new, seed, test, by, own):
-    "Not one, ever: neither in collections of one row, nor by tasks, nor where a part is empty without it."
-    rows = lambda numbers: [
-        dict(prompt=f"Question {n}", completion=str(n), task=str(n % 4)) for n in numbers
-    ]
-    find = lambda numbers, own: {
-        r["prompt"]: i
-        for i, part in enumerate(split_examples(rows(numbers), 0.3, seed, test, by, fractions=own))
-        for r in part
-    }
+    "Adding rows moves none: with collections of one row, with tasks, with an empty part."
+
+    def rows(numbers):
+        return [dict(prompt=f"Question {n}", completion=str(n), task=str(n % 4)) for n in numbers]
+
+    def find(numbers, own):
+        return {
+            r["prompt"]: i
+            for i, part in enumerate(
+                split_examples(rows(numbers), 0.3, seed, test, by, fractions=own)
+            )
+            for r in part
+        }
+
     own = {
         task: share for task, share in own.items() if by and any(n % 4 == int(task) for n in old)
     }
@@ -395,9 +405,9 @@ def test_a_value_with_nothing_to_evaluate_on_is_named_and_its_own_share_helps():
         held
     ) + len(test) == 155
     rows = [dict(text=t, task="rare" if 25 <= i < 35 else "common") for i, t in enumerate(texts)]
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as warned:
         before = split_examples(rows, 0.1, by="task")[1]
-    share = float(re.search(r"fractions\['rare'\]=([.\d]+)", str(said[0].message))[1])
+    share = float(re.search(r"fractions\['rare'\]=([.\d]+)", str(warned[0].message))[1])
     after = split_examples(rows, 0.1, by="task", fractions=dict(rare=share))[1]
     assert (
         any(r["task"] == "rare" for r in after)
@@ -411,10 +421,10 @@ def test_a_run_with_nothing_to_evaluate_on_says_what_would_help(tmp_path):
         key=lambda row: side(split_key(row)),
     )[20:40]
     path = str(write_examples(rows, tmp_path / "rows.jsonl"))
-    with pytest.warns(UserWarning, match="20 rows leave none to evaluate on.*eval_file") as said:
+    with pytest.warns(UserWarning, match="20 rows leave none to evaluate on.*eval_file") as warned:
         parts, _ = load_splits(DataConfig(path=path))
     assert (len(parts["train"]), parts["eval"]) == (20, [])  # They train all the same
-    share = float(re.search(r"eval_fraction=([.\d]+) sets", str(said[0].message))[1])
+    share = float(re.search(r"eval_fraction=([.\d]+) sets", str(warned[0].message))[1])
     assert load_splits(DataConfig(path=path, eval_fraction=share))[1].eval_rows > 0
     with pytest.raises(ValueError, match="none to train on"):
         load_splits(DataConfig(path=path, eval_fraction=0.9))
@@ -490,10 +500,10 @@ def test_prepared_parts_share_nothing(tmp_path):
 @given(data=st.data())
 def test_messages_end_with_the_answer(kind, data):
     row = data.draw(ROWS[kind])
-    said = to_messages(row)
-    assert [m["role"] for m in said][-2:] == ["user", "assistant"]
+    messages = to_messages(row)
+    assert [m["role"] for m in messages][-2:] == ["user", "assistant"]
     answer = row["messages"][-1]["content"] if kind == "messages" else row[KINDS[kind][-1]]
-    assert said[-1]["content"].endswith(answer)
+    assert messages[-1]["content"].endswith(answer)
     assert example_kind(as_example(row)) == kind and as_example(as_example(row)) == as_example(row)
 
 
@@ -519,8 +529,11 @@ def test_mixtures_are_exact_and_fair(sizes, total, temperature):
 def test_cache_is_shared_by_processes(tmp_path):
     code = f"""
 from trainkit.parallel import cached
-def make(): open({str(tmp_path / "calls")!r}, 'a').write('x'); return [dict(input_ids=[1, 2], labels=[-100, 2])]
-print([e['labels'].tolist() for e in cached(make, [dict(a=1.5, b=None), 'v1'], {str(tmp_path / "cache")!r})])"""
+def make():
+    open({str(tmp_path / "calls")!r}, 'a').write('x')
+    return [dict(input_ids=[1, 2], labels=[-100, 2])]
+rows = cached(make, [dict(a=1.5, b=None), 'v1'], {str(tmp_path / "cache")!r})
+print([row['labels'].tolist() for row in rows])"""
     outs = [
         subprocess.run(
             [sys.executable, "-c", code],
@@ -700,9 +713,14 @@ def test_a_system_prompt_in_its_own_column_is_said(tmp_path, name):
 
 
 def test_clean_drops_empty_turns_and_keeps_different_calls():
-    talk = lambda answer, **more: dict(
-        messages=[dict(role="user", content="Do"), dict(role="assistant", content=answer, **more)]
-    )
+    def talk(answer, **more):
+        return dict(
+            messages=[
+                dict(role="user", content="Do"),
+                dict(role="assistant", content=answer, **more),
+            ]
+        )
+
     calls = [
         talk("", tool_calls=[dict(function=dict(name="f", arguments=dict(x=x)))]) for x in (1, 2, 1)
     ]
@@ -726,14 +744,14 @@ def test_what_the_doctor_sends_to_cleaning_is_cleaned(dirty):
 
 def test_cleaning_leaves_what_means_something():
     assert clean_text("\x1b[31mred\x1b[0m co\xadop") == "red coop"
-    for kept in (
+    for text in (
         "ภาษา\u200bไทย",
         "می\u200cخواهم",
         "👩\u200d👧",
         "שלום\u200f!",
         "\U0001f3f4\U000e0067\U000e0062\U000e007f",
     ):
-        assert clean_text(kept) == kept
+        assert clean_text(text) == text
 
 
 def test_conversations_that_the_assistant_opens_are_split_by_their_question():
@@ -843,7 +861,7 @@ def test_what_cannot_travel_is_an_error_and_no_hang():
 
 @pytest.mark.parametrize("count", [999, 1000, 1001, 2500])
 def test_bad_rows_are_all_counted_and_the_first_thousand_described(tmp_path, count):
-    "The messages are bounded, whatever a file holds; the number in each sentence is that of all rows."
+    "The messages are bounded for any file; the number in each sentence counts all rows."
     from trainkit.data.sources import BAD_KEPT
 
     lines = [
@@ -852,7 +870,7 @@ def test_bad_rows_are_all_counted_and_the_first_thousand_described(tmp_path, cou
         json.dumps(dict(prompt="Bye", completion="Bye bye")),
     ]
     (path := tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         rows = load_examples(path, on_bad="skip")
     report = rows.report
@@ -861,7 +879,7 @@ def test_bad_rows_are_all_counted_and_the_first_thousand_described(tmp_path, cou
     assert [f"line {n + 2}," in line for n, line in enumerate(report.bad)] == [True] * len(
         report.bad
     )
-    for text in (str(report), str(said[0].message), report._repr_html_()):
+    for text in (str(report), str(warned[0].message), report._repr_html_()):
         assert (
             f"{count:,} left out" in text
             and f"and {count - 5:,} more" in text
@@ -877,9 +895,10 @@ def test_rows_in_memory_are_loaded_like_a_file(tmp_path):
 
     rows = [dict(question=f"Is {n} even?", answer="yes" if n % 2 == 0 else "no") for n in range(6)]
     read = load_examples(write_examples(rows, tmp_path / "rows.jsonl"))
-    plain = lambda found: [
-        {k: v for k, v in row.items() if k not in ("source", "line")} for row in found
-    ]
+
+    def plain(examples):
+        return [{k: v for k, v in row.items() if k not in ("source", "line")} for row in examples]
+
     table = datasets.Dataset.from_list(rows)
     for source in (
         table,
@@ -888,9 +907,9 @@ def test_rows_in_memory_are_loaded_like_a_file(tmp_path):
         datasets.DatasetDict(train=table),
         datasets.DatasetDict(validation=table),
     ):
-        found = load_examples(source)
-        assert plain(found) == plain(read) and found.report.kind == read.report.kind
-        assert found[0]["source"] == f"{type(source).__name__} in memory"
+        examples = load_examples(source)
+        assert plain(examples) == plain(read) and examples.report.kind == read.report.kind
+        assert examples[0]["source"] == f"{type(source).__name__} in memory"
     assert len(load_examples(table, max_examples=2)) == 2
     assert (
         plain(
@@ -955,7 +974,10 @@ def with_small_sizes(data, sizes):
 def test_a_parquet_file_that_is_made_to_fill_the_memory_is_named(
     tmp_path, monkeypatch, what, lying
 ):
-    "As any compressed file: by what its footer says, and where that says too little, by what comes; never all of it at once."
+    """Parquet is bounded like any compressed file, and is never read all at once.
+
+    The footer is checked first; where it says too little, the data are counted as they come.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -996,7 +1018,10 @@ def test_a_parquet_file_that_is_made_to_fill_the_memory_is_named(
     seen, before = 0, pa.total_allocated_bytes()
     with pytest.raises(
         ValueError,
-        match=r"bomb\.parquet: .* bytes have become more than 2,000,000 of data.*TRAINKIT_MAX_UNPACKED",
+        match=(
+            r"bomb\.parquet: .* bytes have become more than 2,000,000 of "
+            r"data.*TRAINKIT_MAX_UNPACKED"
+        ),
     ):
         for _ in read_rows(path):
             seen += 1

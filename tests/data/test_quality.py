@@ -1,4 +1,4 @@
-"The data doctor: every kind of defect that is put into clean rows is found, and in clean rows nothing is."
+"The data doctor finds every kind of planted defect, and nothing in clean rows."
 
 import json
 import random
@@ -45,7 +45,7 @@ def corpus(name, most=600):
 
 @cache
 def facts():
-    "240 questions, one of each country and field at most, with their answers as sentences; 60 to evaluate on."
+    "240 questions, at most one per country and field, with sentences as answers; 60 held out."
     rows, seen = [], set()
     for row in corpus("factbook-questions", 3000):
         if (row["field"], row["country"]) in seen:
@@ -115,10 +115,14 @@ def put(rows, where, **how):
 
 
 some, every = range(100, 112), range(240)
-junk = lambda n, letters=string.ascii_letters + string.digits: "".join(
-    random.Random(n).choices(letters, k=n)
-)
-mojibake = lambda t: (t + " – café").encode().decode("cp1252")
+
+
+def junk(n, letters=string.ascii_letters + string.digits):
+    return "".join(random.Random(n).choices(letters, k=n))
+
+
+def mojibake(t):
+    return (t + " – café").encode().decode("cp1252")
 
 
 def turns(*roles):
@@ -135,8 +139,13 @@ def defects():
 def _defects():
     "Name of the defect -> (name of the finding, rows, rows to evaluate on)."
     good, held = facts()
-    c = lambda f, where=some: (put(good, where, completion=f), held)
-    q = lambda f, where=some: (put(good, where, prompt=f), held)
+
+    def c(f, where=some):
+        return (put(good, where, completion=f), held)
+
+    def q(f, where=some):
+        return (put(good, where, prompt=f), held)
+
     secret = {
         "GitHub": "ghp_" + junk(36),
         "AWS": "AKIA" + junk(16, string.ascii_uppercase + string.digits),
@@ -435,7 +444,7 @@ FORMATS = ["chatml", "smollm2", "qwen", "llama2", "mistral", "llama3", "gemma", 
 def test_a_template_that_does_not_fit_is_found():
     good, held, chats = facts()[0][:40], facts()[1], talks()[:40]
 
-    def found(rows, held=None, **more):
+    def findings(rows, held=None, **more):
         return {
             f.name: f
             for f in check_examples(rows, held, checks=["template_mismatch"], **more).findings
@@ -450,34 +459,37 @@ def test_a_template_that_does_not_fit_is_found():
             [dict(prompt=r["prompt"]) for r in good],
             [dict(text=r["completion"]) for r in good],
         ):
-            assert not found(rows, tokenizer=tok) and not found(rows, tokenizer=tok.to_hf()), name
-            assert not found(rows, tokenizer=tok, template=name) and not found(rows)
+            assert not findings(rows, tokenizer=tok) and not findings(
+                rows, tokenizer=tok.to_hf()
+            ), name
+            assert not findings(rows, tokenizer=tok, template=name) and not findings(rows)
         text = render_text(
             bare[3]["messages"], TEMPLATES[name].jinja, dict(bos_token="<s>", eos_token="</s>")
         )[0]
-        for rows in (
-            put(good, [7, 9], prompt=lambda t, text=text: text),
-            put([dict(text=r["completion"]) for r in good], [7, 9], text=lambda t, text=text: text),
-        ):
-            seen = found(rows, held, tokenizer=tok)["template_in_rows"]
+        answers = [dict(text=r["completion"]) for r in good]
+        for key, plain in (("prompt", good), ("text", answers)):
+            rows = put(plain, [7, 9], **{key: lambda old, text=text: text})
+            seen = findings(rows, held, tokenizer=tok)["template_in_rows"]
             assert seen.count == 2 and name in seen.says or "chatml" in seen.says, name
-        assert ("template_refuses" in found(chats, tokenizer=tok)) == (name == "gemma")
-        alternate = found([*bare, turns("user", "user", "assistant")], tokenizer=tok)
+        assert ("template_refuses" in findings(chats, tokenizer=tok)) == (name == "gemma")
+        alternate = findings([*bare, turns("user", "user", "assistant")], tokenizer=tok)
         assert ("template_refuses" in alternate) == (
             name in ("llama2", "mistral", "gemma", "alpaca")
         )
         if name in ("llama2", "mistral", "alpaca"):
             continue  # These end with whatever the tokenizer says
         for tok in (tokenizer(name, "<|endoftext|>"), tokenizer(name, "<|endoftext|>").to_hf()):
-            assert found(good, tokenizer=tok)["template_end"].severity == "error"
-        assert found(good, tokenizer=tokenizer(name, tokens=False))["template_tokens"].count >= 2
+            assert findings(good, tokenizer=tok)["template_end"].severity == "error"
+        assert findings(good, tokenizer=tokenizer(name, tokens=False))["template_tokens"].count >= 2
     for one in FORMATS:
         for other in FORMATS:
             if one == other:
                 continue
-            report = found([*bare[:9], *chats[:9]], tokenizer=tokenizer(one), template=other)
+            report = findings([*bare[:9], *chats[:9]], tokenizer=tokenizer(one), template=other)
             assert report["template_differs"].severity == "warning", (one, other)
-    assert "no chat template, line 2" in found(good, template="\n{% for")["template_refuses"].says
+    assert (
+        "no chat template, line 2" in findings(good, template="\n{% for")["template_refuses"].says
+    )
     assert check_examples(good, tokenizer=tokenizer(eos="<|endoftext|>")).exit_code == 1
 
 
@@ -504,7 +516,10 @@ WORLD = {
     "Hebrew": "זה המשפט מספר {} על העיר (Tel Aviv)\u200f.",
     "Hindi": "यह वाक्य संख्या {} है। क्\u200dष और र्\u200d भी ठीक है।",
     "Thai": "นี่คือ\u200bประโยค\u200bที่ {} เกี่ยวกับเมือง",
-    "emoji": "Number {} 👩🏽‍🚀 🏳️‍🌈 👨‍👩‍👧 ❤️ \U0001f3f4\U000e0067\U000e0062\U000e0073\U000e0063\U000e0074\U000e007f is fun.",
+    "emoji": (
+        "Number {} 👩🏽‍🚀 🏳️‍🌈 👨‍👩‍👧 ❤️ "
+        "\U0001f3f4\U000e0067\U000e0062\U000e0073\U000e0063\U000e0074\U000e007f is fun."
+    ),
     "maths": "x² + y² ≤ {} µm, ΔT = 5 °C ± 2 %, ½ × √2.",
 }
 
@@ -550,8 +565,8 @@ def test_clean_data_raises_no_alarm(name, most):
 
 def test_a_long_instruction_makes_no_duplicates_and_no_leaks():
     form = (
-        "You are a careful geographer who answers in one short sentence and never guesses, whatever is asked of you. "
-        * 2
+        "You are a careful geographer who answers in one short sentence and never guesses, "
+        "whatever is asked of you. " * 2
     )
     good, held = (put(rows, range(len(rows)), prompt=lambda t: form + t) for rows in facts())
     assert not {"near_duplicates", "near_leak", "question_leak", "leak"} & {
@@ -560,11 +575,11 @@ def test_a_long_instruction_makes_no_duplicates_and_no_leaks():
 
 
 def test_cleaned_rows_stay_clean():
-    kept, _ = clean_examples(
+    cleaned, _ = clean_examples(
         [*facts()[0], *put(facts()[0][:5], range(5), completion=lambda t: t + "\u200b\x00")]
     )
     assert not {"invisible", "control", "exact_duplicates"} & {
-        f.name for f in check_examples(kept).findings
+        f.name for f in check_examples(cleaned).findings
     }
 
 
@@ -718,10 +733,10 @@ def test_near_pairs_are_those_of_brute_force(threshold):
                 " ".join(w if rng.random() > rate else rng.choice(words) for w in text.split())
             )
     texts = list(dict.fromkeys(texts))
-    wanted, found = brute(texts, threshold), {(i, j): s for i, j, s in near_pairs(texts, threshold)}
-    assert found.keys() <= wanted
-    assert len(wanted) > 50 and len(wanted - found.keys()) <= 0.02 * len(wanted)
-    for (i, j), s in found.items():
+    wanted, ours = brute(texts, threshold), {(i, j): s for i, j, s in near_pairs(texts, threshold)}
+    assert ours.keys() <= wanted
+    assert len(wanted) > 50 and len(wanted - ours.keys()) <= 0.02 * len(wanted)
+    for (i, j), s in ours.items():
         assert s == jaccard(shingles(texts[i]), shingles(texts[j]))
     half = len(texts) // 2
     across = {(i, j - half) for i, j in wanted if i < half <= j}
@@ -763,7 +778,10 @@ def test_edges_of_the_search():
     assert (signatures(texts, seed=1) == signatures(texts)).mean() < 0.01
     assert near_pairs([]) == near_pairs(["a"]) == near_pairs(["a", "a"]) == []
     assert near_pairs(["One two three four.", "one two  three four."]) == [(0, 1, 1.0)]
-    letter = "Dear customer, we are glad to tell you that your order has been sent today and will arrive within a week. "
+    letter = (
+        "Dear customer, we are glad to tell you that your order has been sent today and will "
+        "arrive within a week. "
+    )
     many = [
         letter * 2 + f"Yours, number {i}" for i in range(300)
     ]  # a run longer than the reach of the search
@@ -886,7 +904,7 @@ def test_a_rendered_chat_is_found_as_one_slow_expression_would_find_it():
         "vicuna": r"(?m)^USER: [\s\S]*?\bASSISTANT:",
         "alpaca": r"(?m)(?:^|(?<=>))### Instruction:\s*\n[\s\S]*?^### Response:",
     }
-    rng, found = random.Random(0), 0
+    rng, count = random.Random(0), 0
     parts = [
         "[INST]",
         "[/INST]",
@@ -909,7 +927,7 @@ def test_a_rendered_chat_is_found_as_one_slow_expression_would_find_it():
             if (m := re.search(form, text))
         ]
         assert find_form(text) == (min(hits)[1:] if hits else None), text
-        found += bool(hits)
-    assert 300 < found < 2900
+        count += bool(hits)
+    assert 300 < count < 2900
     assert DEFECTS["role_words"]("\n\n  Human: hi\nAssistant: yes") == [(2, 10), (14, 24)]
     assert mask_personal("to " + "a." * 20 + "b@firm.org, please") == "to [e-mail address], please"

@@ -1,4 +1,4 @@
-"Shards survive kills of any process, need little memory, and are the same bytes for any number of workers."
+"Shards survive kills, need little memory, and are the same bytes for any number of workers."
 
 import json
 import os
@@ -28,8 +28,12 @@ from trainkit.data.shards import tokenize_to_disk
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 if __name__ == '__main__':
     source, tokenizer, folder, num_proc = sys.argv[1:]
-    shards = tokenize_to_disk(source, BPETokenizer.load(tokenizer), folder, int(num_proc), shard_chars=1_200_000, progress=False)
-    own = next(int(line.split()[1]) for line in open('/proc/self/status') if line.startswith('VmHWM')) # ru_maxrss starts with the parent's
+    tok = BPETokenizer.load(tokenizer)
+    options = dict(shard_chars=1_200_000, progress=False)
+    shards = tokenize_to_disk(source, tok, folder, int(num_proc), **options)
+    # VmHWM, as ru_maxrss starts with the parent's
+    status = open('/proc/self/status')
+    own = next(int(line.split()[1]) for line in status if line.startswith('VmHWM'))
     peak = [own // 1024, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024]
     print(len(shards), *peak, 'torch' in sys.modules)
 """
@@ -136,7 +140,7 @@ def test_killed_outright_it_goes_on_to_the_same_bytes(corpus, whole, tmp_path, s
 
     wait_for(gone, 20)
     (folder / ".shard-00009.bin.rest").write_bytes(b"what a killed process leaves behind")
-    kept = {p: p.stat().st_mtime_ns for p in folder.glob("*.bin")}
+    times = {p: p.stat().st_mtime_ns for p in folder.glob("*.bin")}
     recorded = (
         {r["file"] for r in json.loads((folder / "index.json").read_text())["shards"]}
         if (folder / "index.json").exists()
@@ -145,7 +149,7 @@ def test_killed_outright_it_goes_on_to_the_same_bytes(corpus, whole, tmp_path, s
     tokenize_to_disk(
         corpus[0] / "text", corpus[1], folder, 1, shard_chars=1_200_000, progress=False
     )
-    assert {p.name for p, t in kept.items() if p.stat().st_mtime_ns == t} >= recorded, (
+    assert {p.name for p, t in times.items() if p.stat().st_mtime_ns == t} >= recorded, (
         "finished shards are not made again"
     )
     assert contents(folder) == contents(whole[0]), "and nothing else lies there"
@@ -159,8 +163,8 @@ def test_a_killed_worker_is_said_and_nothing_is_lost(corpus, whole, tmp_path):
     workers = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
     assert len(workers) == 2
     os.kill(int(workers[0]), signal.SIGKILL)
-    said = child.communicate(timeout=60)[1]
-    assert child.returncode == 1 and "Finished shards are kept" in said
+    errors = child.communicate(timeout=60)[1]
+    assert child.returncode == 1 and "Finished shards are kept" in errors
     tokenize_to_disk(
         corpus[0] / "text", corpus[1], folder, 1, shard_chars=1_200_000, progress=False
     )

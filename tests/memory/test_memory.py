@@ -143,12 +143,12 @@ def test_prediction_is_what_torchs_own_tracker_finds_on_real_tensors(
             )
 
     model, ids = make(kind, **options), torch.randint(3000, (batch, length))
-    made, tracker = OPTIMIZERS[optimizer](model), Tracker()
-    tracker.track_external(model, made, ids)
+    optim, tracker = OPTIMIZERS[optimizer](model), Tracker()
+    tracker.track_external(model, optim, ids)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with tracker:
-            two_steps(model, made, ids, chunked, autocast, tracker.reset_mod_stats)
+            two_steps(model, optim, ids, chunked, autocast, tracker.reset_mod_stats)
     theirs = next(iter(tracker.get_tracker_snapshot("peak").values()))
     ours = predict_memory(
         lambda: make(kind, **options),
@@ -165,28 +165,30 @@ def test_prediction_is_what_torchs_own_tracker_finds_on_real_tensors(
         abs(ours.parts["optimizer"] - named["Optstate"]) < 1000 or ours.parts["activations"] == 0
     )  # Theirs counts what the step needs for a moment as state
     model = make(kind, **options)
-    made = OPTIMIZERS[optimizer](model)
-    found = measure_memory(lambda: two_steps(model, made, ids, chunked, autocast), model, made, ids)
-    assert abs(found.peak - ours.peak) < 1000
+    optim = OPTIMIZERS[optimizer](model)
+    measured = measure_memory(
+        lambda: two_steps(model, optim, ids, chunked, autocast), model, optim, ids
+    )
+    assert abs(measured.peak - ours.peak) < 1000
 
 
 def test_an_optimizer_of_8_bits_that_goes_in_pieces_is_predicted_to_the_byte():
-    "Of a parameter larger than a piece only the first piece is gone through, which needs as much as the others."
+    "Of a parameter larger than a piece only the first piece is traced; the others need as much."
     from trainkit.train.optim import UPDATE_CHUNK
 
     eight, ids = lambda m: AdamW8bit(trained(m), lr=1e-2), torch.randint(3000, (2, 64))
     model = make("ours")
     assert max(p.numel() for p in model.parameters()) > 2 * UPDATE_CHUNK
-    ours, made = predict_memory(lambda: make("ours"), 2, 64, eight), eight(model)
-    found = measure_memory(lambda: two_steps(model, made, ids, True, None), model, made, ids)
-    assert abs(found.peak - ours.peak) < 1000
-    assert ours.parts["optimizer"] == found.parts["optimizer"] < ours.parts["parameters"]
+    ours, optim = predict_memory(lambda: make("ours"), 2, 64, eight), eight(model)
+    measured = measure_memory(lambda: two_steps(model, optim, ids, True, None), model, optim, ids)
+    assert abs(measured.peak - ours.peak) < 1000
+    assert ours.parts["optimizer"] == measured.parts["optimizer"] < ours.parts["parameters"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="counts what a GPU has allocated")
 @pytest.mark.parametrize("chunked, autocast", [(True, None), (False, None), (True, torch.bfloat16)])
 def test_prediction_is_the_gpus_own_peak(chunked, autocast):
-    "Within 3 % of what CUDA's allocator counts; large enough that the workspace of cuBLAS is little beside it."
+    "Within 3 % of CUDA's allocator, on a model that dwarfs the workspace of cuBLAS."
 
     def large():
         return Transformer(
@@ -251,7 +253,7 @@ def test_predicting_leaves_nothing_behind():
 
 
 def test_who_trains_beside_a_prediction_does_not_notice():
-    "A panel predicts in one thread while another one trains: every parameter moves, and torch is as it was."
+    "A panel predicts in one thread while another trains: every parameter moves, torch is intact."
     apply, small = (
         nn.Module._apply,
         ModelConfig(vocab_size=300, d_model=32, n_heads=2, n_layers=1, d_ff=64, max_seq_len=64),
@@ -259,13 +261,13 @@ def test_who_trains_beside_a_prediction_does_not_notice():
 
     def train():
         torch.manual_seed(0)
-        model, found = nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)]), []
+        model, errors = nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)]), []
         optimizer = AdamW8bit(model.parameters(), lr=1e-2)
         for _ in range(100):
             loss = (model(torch.ones(2, 32)) - 3).pow(2).mean()
             loss.backward(), optimizer.step(), optimizer.zero_grad()
-            found.append(loss.item())
-        return found
+            errors.append(loss.item())
+        return errors
 
     alone, inside, done = train(), threading.Event(), threading.Event()
 
@@ -314,10 +316,15 @@ def test_free_memory_on_a_run():
 @pytest.mark.slow
 def test_a_model_of_a_billion_parameters_in_little_time_and_memory():
     code = (
-        "import resource, time; from trainkit.memory.estimate import predict_memory; from trainkit.model.config import ModelConfig; from trainkit.model.transformer import Transformer\n"
-        "config = ModelConfig(vocab_size=32000, d_model=2048, n_heads=32, n_kv_heads=4, n_layers=22, d_ff=5632, max_seq_len=2048, tie_embeddings=False)\n"
-        "began = time.process_time(); found = predict_memory(lambda: Transformer(config), 2, 2048)\n"
-        "print(found.parts['parameters'], time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*1024)"
+        "import resource, time; from trainkit.memory.estimate import predict_memory; from "
+        "trainkit.model.config import ModelConfig; from trainkit.model.transformer import "
+        "Transformer\n"
+        "config = ModelConfig(vocab_size=32000, d_model=2048, n_heads=32, n_kv_heads=4, "
+        "n_layers=22, d_ff=5632, max_seq_len=2048, tie_embeddings=False)\n"
+        "began = time.process_time(); found = predict_memory(lambda: Transformer(config), 2, "
+        "2048)\n"
+        "print(found.parts['parameters'], time.process_time() - began, "
+        "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*1024)"
     )
     size, seconds, most = map(
         float,

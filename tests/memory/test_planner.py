@@ -1,4 +1,4 @@
-"Plans: what they name is what is predicted, and a larger budget never needs more levers; a run writes down both."
+"Plans name what is predicted, and a larger budget never needs more levers; runs record both."
 
 import json
 import sys
@@ -60,11 +60,11 @@ def test_a_quantized_setup_is_a_quantized_model(bits):
 
 def test_a_run_says_what_was_predicted_and_measured():
     ids = torch.zeros(4, 64, dtype=torch.long)
-    watch, said = MemoryWatch(64), {}
+    watch, entries = MemoryWatch(64), {}
 
     class Log:
         def on_end(self, trainer, record):
-            said.update(record)
+            entries.update(record)
 
     Trainer(
         Transformer(TINY),
@@ -75,11 +75,11 @@ def test_a_run_says_what_was_predicted_and_measured():
     ).train()
     assert watch.report.peak == predict_memory(lambda: Transformer(TINY), 4, 64).peak
     assert (
-        said["step_memory_predicted_gib"] * 2**30 == watch.report.resident >= watch.report.peak
+        entries["step_memory_predicted_gib"] * 2**30 == watch.report.resident >= watch.report.peak
     ), "a process holds more than tensors"
-    assert said["step_memory_measured_gib"] > 0 and "predicted for a step of 4 x 64 tokens" in str(
-        watch
-    )
+    assert entries[
+        "step_memory_measured_gib"
+    ] > 0 and "predicted for a step of 4 x 64 tokens" in str(watch)
 
 
 def watched(folder):
@@ -106,7 +106,7 @@ def watched(folder):
 
 
 def test_the_record_of_a_run_holds_both(tmp_path):
-    "Predicted by `run` before the first step, measured in it, and near each other where tensors outweigh the rest of the process."
+    "`run` predicts before the first step and measures in it; the two are close for big tensors."
     from trainkit.train.runs import read_run
 
     done = in_child(watched, tmp_path, folder=tmp_path)
@@ -162,10 +162,10 @@ def test_memory_in_a_shell(tmp_path):
         "4",
     ]
     done = call("memory", "predict", *shape, "--json", cwd=tmp_path)
-    found = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     assert (
-        found["peak"] == predict_setup(TINY, Setup(4, 64, chunked_loss=True)).peak
-        and found["fits"]["T4"]
+        report["peak"] == predict_setup(TINY, Setup(4, 64, chunked_loss=True)).peak
+        and report["fits"]["T4"]
     ), done.stderr
     lines = call("memory", "predict", *shape, cwd=tmp_path).stdout
     assert (
@@ -173,14 +173,14 @@ def test_memory_in_a_shell(tmp_path):
         and " of main memory, the tensors and " in lines
         and " for the copy that a checkpoint is written from" in lines
     )
-    assert 0 <= found["beside"]["checkpoint"] - 3 * found["parts"]["parameters"] < 1000, (
+    assert 0 <= report["beside"]["checkpoint"] - 3 * report["parts"]["parameters"] < 1000, (
         "weights, both states of AdamW and its counts of steps"
     )
     never = json.loads(
         call("memory", "predict", *shape, "train.async_save=false", "--json", cwd=tmp_path).stdout
     )
-    assert never["beside"]["checkpoint"] == 0 and never["peak"] == found["peak"]
-    done = call("memory", "plan", *shape, "--budget", f"{found['peak'] // 2} B", cwd=tmp_path)
+    assert never["beside"]["checkpoint"] == 0 and never["peak"] == report["peak"]
+    done = call("memory", "plan", *shape, "--budget", f"{report['peak'] // 2} B", cwd=tmp_path)
     assert done.returncode == 0 and "train.per_device_train_batch_size=" in done.stdout, done.stderr
     done = call("memory", "plan", *shape, "--machine", "T5", cwd=tmp_path)
     assert (
@@ -201,7 +201,10 @@ def test_memory_in_a_shell(tmp_path):
     ],
 )
 def test_tokens_of_a_new_chat_format_are_counted(tmp_path, method, tied, chat):
-    "Embedding and head then learn as a whole, with gradients and states; a base that knows the tokens needs no more than it did."
+    """Embedding and head are then trained whole, with gradients and states.
+
+    A base that has the tokens already needs no more than before.
+    """
     from trainkit.tokenizer.chat import set_template
     from trainkit.interop.hf import save_pretrained
     from trainkit.recipes.config import method_config
@@ -248,7 +251,10 @@ def test_tokens_of_a_new_chat_format_are_counted(tmp_path, method, tied, chat):
     )
     needs = read_setup(config)
     counted = make_setup(needs.model, needs.setup)
-    learned = lambda net: {name: p.shape for name, p in net.named_parameters() if p.requires_grad}
+
+    def learned(net):
+        return {name: p.shape for name, p in net.named_parameters() if p.requires_grad}
+
     assert learned(counted) == learned(prepare(config).model)
     assert any("embed_tokens" in name for name in learned(counted)) != chat
 
@@ -294,15 +300,18 @@ def test_a_step_on_a_cpu_takes_what_was_predicted(tmp_path):
     "The tensors alone are two thirds of it; with what malloc keeps it is right within 10 %."
     done = in_child(held_by_steps, tmp_path, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert abs(found["predicted"] - found["measured"]) < 0.1 * found["measured"], found
-    assert found["peak"] < 0.85 * found["measured"], "the tensors alone"
-    assert found["beside"]["allocator"] > 0.1 * found["peak"] and "libraries" in found["beside"]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert abs(report["predicted"] - report["measured"]) < 0.1 * report["measured"], report
+    assert report["peak"] < 0.85 * report["measured"], "the tensors alone"
+    assert report["beside"]["allocator"] > 0.1 * report["peak"] and "libraries" in report["beside"]
 
 
 @pytest.mark.parametrize("kind", ["pairs", "kto", "masked", "grpo", "ppo"])
 def test_a_step_of_every_objective_is_predicted(kind):
-    "Pairs, thumbs, masked answers and rollouts: shapes that depend on data are known from a batch; the peak is that of a real step."
+    """The peak of a real step with pairs, thumbs, masked answers and rollouts is predicted.
+
+    Shapes that depend on data are taken from a batch.
+    """
     from trainkit.data.dataloader import Batches
     from trainkit.align.dpo import dpo_objective
     from trainkit.memory.estimate import MemoryWatch, predict_run
@@ -366,12 +375,12 @@ def test_a_step_of_every_objective_is_predicted(kind):
 
 @pytest.mark.parametrize("rows", [9, 100_000, 10**6])
 def test_a_batch_that_cannot_fit_is_refused_before_the_first_step(rows, monkeypatch):
-    "With the knob, and without predicting, or making, all of its rows; `free` memory alone is a note."
+    "The error names the knob, and predicts without all of its rows; `free` alone is a note."
     from trainkit.data.dataloader import Batches
     from trainkit.memory import estimate
 
     total = {9: 2**23, 100_000: 2**33, 10**6: 2**33}[rows]
-    said, asked = [], []
+    messages, asked = [], []
     texts = [dict(input_ids=[5] * 64, labels=[5] * 64)]
     batches = Batches(texts * 9, 9) if rows == 9 else Batches(Many(rows), rows, shuffle=False)
     trainer = Trainer(
@@ -390,17 +399,20 @@ def test_a_batch_that_cannot_fit_is_refused_before_the_first_step(rows, monkeypa
         )[1],
     )
     monkeypatch.setattr(estimate, "available_memory", lambda: (total, total))
-    trainer.callbacks.append(MemoryWatch(64, said.append))
+    trainer.callbacks.append(MemoryWatch(64, messages.append))
     with pytest.raises(
         MemoryError,
-        match="needs .*, as predicted, and this machine has .*per_device_train_batch_size = .*watch_memory",
+        match=(
+            "needs .*, as predicted, and this machine has .*per_device_train_batch_size = "
+            ".*watch_memory"
+        ),
     ):
         trainer.train()
     assert trainer.state.step == 0 and max(asked) <= 2048
     monkeypatch.setattr(estimate, "available_memory", lambda: (2**60, 0))
     if rows == 9:
         trainer.train()
-        assert "are free on this machine" in said[0] and trainer.state.step == 2
+        assert "are free on this machine" in messages[0] and trainer.state.step == 2
 
 
 class Many:
@@ -417,14 +429,17 @@ class Many:
 
 
 def test_batches_of_other_sizes_leave_gaps_that_a_step_of_several_is_predicted_with():
-    "Pairs of other widths within a step: tensors, products and peak are those of the largest batch, and no batch is drawn before the run."
+    """With pairs of several widths in a step, the peak is that of the largest batch.
+
+    Tensors and products are, too, and no batch is drawn before the run.
+    """
     from trainkit.align.dpo import DPOConfig, dpo_objective
     from trainkit.align.preference_data import PairBatches
     from trainkit.align.reference import make_reference
     from trainkit.memory.estimate import OTHERS, _others, predict_run
 
     pairs = [dict(prompt=[1, 2, 3], chosen=[4] * n, rejected=[8, 9]) for n in range(2, 34)]
-    model, found = Transformer(TINY), {}
+    model, peaks = Transformer(TINY), {}
     for count in (1, 8):
         batches = PairBatches(pairs, 2)
         plan, trainer = (
@@ -438,9 +453,9 @@ def test_batches_of_other_sizes_leave_gaps_that_a_step_of_several_is_predicted_w
         )
         others = _others(trainer, batches.largest())
         assert batches._plan is plan and len(others) == (0 if count == 1 else OTHERS)
-        found[count] = predict_run(trainer, batch=batches.largest())
+        peaks[count] = predict_run(trainer, batch=batches.largest())
         tensors = predict_run(trainer, batch=batches.largest(), resident=False)
-        assert (found[count].peak, found[count].parts, found[count].products) == (
+        assert (peaks[count].peak, peaks[count].parts, peaks[count].products) == (
             tensors.peak,
             tensors.parts,
             tensors.products,

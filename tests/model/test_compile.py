@@ -1,4 +1,4 @@
-"""The model compiles as one graph and computes the same, and its own products are those of torch."""
+"The model compiles as one graph with the same results, and its own products are torch's."
 
 import pytest
 import torch
@@ -40,13 +40,16 @@ def test_one_graph(kind: str, autocast: bool) -> None:
     torch._dynamo.reset()
     model = Transformer(ModelConfig(**{**SHAPE, **KINDS[kind]}))
     ids = torch.randint(61, (2, 150))
-    call = lambda ids: model(ids, labels=ids, return_logits=False).loss
+
+    def call(ids):
+        return model(ids, labels=ids, return_logits=False).loss
+
     loss, gradients = loss_and_gradients(call, model, ids, autocast)
-    found, theirs = loss_and_gradients(
+    ours, theirs = loss_and_gradients(
         torch.compile(call, fullgraph=True, backend="aot_eager"), model, ids, autocast
     )
     tolerance = 2e-2 if autocast else 1e-5
-    assert (found - loss).abs() <= tolerance
+    assert (ours - loss).abs() <= tolerance
     for name, grad in gradients.items():
         assert (theirs[name] - grad).norm() <= tolerance * max(1e-3, grad.norm()), name
 
@@ -62,13 +65,16 @@ def test_logits_in_one_graph() -> None:
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_products_of_a_model(exact: bool, monkeypatch) -> None:
-    "Whichever library multiplies, gradients agree with those of plain `nn.Linear` in double precision."
+    "With either library, gradients agree with those of `nn.Linear` in double precision."
     if exact and not layers.onednn_is_exact():
         pytest.skip("this CPU rounds")
     monkeypatch.setattr(layers, "onednn_is_exact", lambda: exact)
     torch.manual_seed(0)
     model, ids = Transformer(ModelConfig(**SHAPE)), torch.randint(61, (2, 150))
-    call = lambda model: model(ids, labels=ids, return_logits=False).loss
+
+    def call(model):
+        return model(ids, labels=ids, return_logits=False).loss
+
     call(model).backward()
     wide = Transformer(ModelConfig(**SHAPE)).double()
     wide.load_state_dict(model.state_dict())

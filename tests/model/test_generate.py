@@ -1,4 +1,4 @@
-"""Generation against transformers: token for token, on both kinds of model, in every form of prompt."""
+"Generation against transformers, token for token, on both kinds of model and any prompt."
 
 import math
 
@@ -124,15 +124,15 @@ def test_without_a_cache_all_is_read_again_and_the_text_is_the_same(request, kin
         def decode(self, ids, **_):
             return "".join(chr(i + 32) for i in ids)
 
-    told = [
+    warned = [
         make_sampler(
             Letters(), ["abc"], SamplingConfig(max_new_tokens=6, temperature=0, use_cache=keep)
         )(model, 0)
         for keep in (True, False)
     ]
-    assert told[0] == told[1] and [n for n, *_ in seen[-6:]] == [*range(3, 9)]
+    assert warned[0] == warned[1] and [n for n, *_ in seen[-6:]] == [*range(3, 9)]
     assert ["".join(stream(model, "abc", 6, 0, tokenizer=Letters(), use_cache=False))] == [
-        told[0][0][1]
+        warned[0][0][1]
     ]
     with pytest.raises(ValueError, match="compiled step"):
         generate(model, rows, 2, compile="eager", use_cache=False)
@@ -216,7 +216,7 @@ def test_post_norm_windows_and_learned_positions():
 
 
 def test_sampling_follows_the_distribution(ours):
-    "One step from one prompt, 40,000 rows: a chi-square test against the probabilities of the model."
+    "One step from one prompt, 40,000 rows: a chi-square test against the model's probabilities."
     n, knobs = 40_000, dict(temperature=0.7, top_k=12, top_p=0.95)
     with torch.no_grad():
         logits = ours(torch.tensor([[5, 6]])).logits[:, -1]
@@ -291,10 +291,10 @@ def test_a_nucleus_may_be_large():
     )
     logits[1] *= 100  # And in one batch with a row where it is small
     for p in (0.03, 0.2, 0.99):
-        kept = keep_top_p(logits, p)
+        nucleus = keep_top_p(logits, p)
         assert (
-            torch.equal(kept, transformers.TopPLogitsWarper(p)(None, logits))
-            and kept[1].isfinite().sum() < 200 * p + 9
+            torch.equal(nucleus, transformers.TopPLogitsWarper(p)(None, logits))
+            and nucleus[1].isfinite().sum() < 200 * p + 9
         )
 
 
@@ -329,7 +329,7 @@ def test_pieces_join_to_the_text_up_to_a_stop_string(data, stop):
 
 
 def test_pieces_with_a_tokenizer_that_joins_words():
-    "As sentencepiece does: the space before a word belongs to it, and is dropped at the start of a text."
+    "As in sentencepiece, a leading space belongs to its word and is dropped at a text's start."
 
     class Words:
         words = ["▁Hello", "▁world", "!", "▁again"]
@@ -359,27 +359,30 @@ class Emoji(Bytes):
 def test_stream_shows_whole_characters_and_stops():
     model = Transformer(ModelConfig(**{**LLAMA, "vocab_size": 256})).eval()
     tokenizer = Emoji("naïve 😀 — stop here")
-    made = dict(
+    options = dict(
         max_new_tokens=len(tokenizer.bytes),
         temperature=0,
         tokenizer=tokenizer,
         processors=[tokenizer.processor(2)],
     )
-    pieces = list(stream(model, "ab", **made))
+    pieces = list(stream(model, "ab", **options))
     assert "".join(pieces) == "naïve 😀 — stop here" and "😀" in pieces and all(pieces)
-    assert "".join(stream(model, "ab", stop=" stop", **made)) == "naïve 😀 —"
-    assert generate(model, "ab", stop=[" stop", "x"], **made) == "abnaïve 😀 —"
-    assert generate(model, ["ab", "cd"], stop=" stop", **made) == ["abnaïve 😀 —", "cdnaïve 😀 —"]
-    ids = generate(model, list(b"ab"), stop=" stop", **made)
+    assert "".join(stream(model, "ab", stop=" stop", **options)) == "naïve 😀 —"
+    assert generate(model, "ab", stop=[" stop", "x"], **options) == "abnaïve 😀 —"
+    assert generate(model, ["ab", "cd"], stop=" stop", **options) == [
+        "abnaïve 😀 —",
+        "cdnaïve 😀 —",
+    ]
+    ids = generate(model, list(b"ab"), stop=" stop", **options)
     assert bytes(ids).decode() == "abnaïve 😀 — stop"
     assert (
-        bytes(stream(model, list(b"ab"), **{**made, "tokenizer": None})).decode()
+        bytes(stream(model, list(b"ab"), **{**options, "tokenizer": None})).decode()
         == "naïve 😀 — stop here"
     )
 
 
 def test_texts_of_a_batch_end_each_in_its_place(ours):
-    "Rows that have ended write nothing more, while the others go on."
+    "Rows that have ended write nothing more, while the others continue."
 
     class Letters:
         def encode(self, text):
@@ -509,7 +512,8 @@ def test_broken_weights_are_an_error(ours):
         choose(logits, torch.ones(2, 1, dtype=torch.int64), SamplingConfig(), torch.ones(2))
 
 
-FAMILIES = {  # What the knobs of the families change in a step; each must be the same with a plan as without
+# What the knobs of the families change in a step; each must be the same with a plan as without
+FAMILIES = {
     "llama": {},
     "mha": dict(n_kv_heads=4),
     "mqa": dict(n_kv_heads=1),
@@ -589,7 +593,7 @@ SOME = (
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in SOME)) for n in FAMILIES]
 )
 def test_a_compiled_step_writes_what_the_model_writes(name):
-    "Traced as for the compiler; 50 tokens, so that windows of 5 and 6 move on, with and without gaps at the left."
+    "Traced as for the compiler; 50 tokens, so that windows of 5 and 6 move, with and without gaps."
     torch.manual_seed(0)
     model = Transformer(ModelConfig(**{**LLAMA, **FAMILIES[name]})).eval()
     for p in model.parameters():
@@ -605,11 +609,11 @@ def test_a_compiled_step_writes_what_the_model_writes(name):
 def test_a_compiled_step_is_kept_and_is_given_up(ours, llama, monkeypatch):
     import trainkit.model.decoding
 
-    made, original = [], trainkit.model.decoding.CompiledStep.__init__
+    steps, original = [], trainkit.model.decoding.CompiledStep.__init__
     monkeypatch.setattr(
         trainkit.model.decoding.CompiledStep,
         "__init__",
-        lambda self, *args: (made.append(args[2:4]), original(self, *args))[1],
+        lambda self, *args: (steps.append(args[2:4]), original(self, *args))[1],
     )
     want = generate(ours, [1, 2], 40, temperature=0)
     with torch.no_grad():
@@ -617,7 +621,7 @@ def test_a_compiled_step_is_kept_and_is_given_up(ours, llama, monkeypatch):
     good = generate(sick, [1, 2], 40, temperature=0)
     for _ in range(2):
         assert generate(sick, [1, 2], 40, temperature=0, compile="eager") == good
-    assert made == [(1, 64)]  # The second text made none
+    assert steps == [(1, 64)]  # The second text made none
     sick.model.layers[0].self_attn.v_proj.weight.data[0] = torch.nan
     with pytest.raises(FloatingPointError):
         generate(sick, [1, 2, 3, 4], temperature=0, compile="eager")
@@ -626,11 +630,11 @@ def test_a_compiled_step_is_kept_and_is_given_up(ours, llama, monkeypatch):
         sick, [1, 2], 40, temperature=0
     )  # No NaN is left behind
     assert generate(ours, [1, 2], 40, temperature=0, compile="eager") == want
-    before, other = len(made), generate(ours, [3, 4], 40, temperature=0)
+    before, other = len(steps), generate(ours, [3, 4], 40, temperature=0)
     both = [stream(ours, prompt, 40, temperature=0, compile="eager") for prompt in ([1, 2], [3, 4])]
     assert (
         list(zip(*both, strict=True)) == list(zip(want[2:], other[2:], strict=True))
-        and len(made) == before + 1
+        and len(steps) == before + 1
     )  # Each has its own cache
     with pytest.warns(UserWarning, match="compile is left out: LlamaForCausalLM is not"):
         assert generate(llama, [1, 2], 40, temperature=0, compile=True) == want
@@ -687,23 +691,25 @@ def test_a_step_reads_the_weights_as_they_are_now(ours):
 
 
 def test_memory_is_that_of_the_cache(monkeypatch):
-    "Bytes of the storages that a long text takes, with a window and without; nothing else grows with it."
+    "A long text adds the bytes of the cache, with a window and without, and nothing else."
     import trainkit.model.generation
 
-    made, original = [], trainkit.model.generation.KVCache
+    caches, original = [], trainkit.model.generation.KVCache
     monkeypatch.setattr(
-        trainkit.model.generation, "KVCache", lambda *args: made.append(original(*args)) or made[-1]
+        trainkit.model.generation,
+        "KVCache",
+        lambda *args: caches.append(original(*args)) or caches[-1],
     )
     for windows, room in (([8, 8], 40), (None, 250)):
         model = Transformer(
             ModelConfig(**{**LLAMA, "max_seq_len": 300, "layer_windows": windows})
         ).eval()
         generate(model, [[1, 2], [3]], 249, temperature=0)
-        stores = [t.untyped_storage().nbytes() for t in made[-1].keys + made[-1].values]
+        stores = [t.untyped_storage().nbytes() for t in caches[-1].keys + caches[-1].values]
         assert (
-            made[-1].length == 250 and stores == [2 * 2 * room * 8 * 4] * 4
+            caches[-1].length == 250 and stores == [2 * 2 * room * 8 * 4] * 4
         )  # rows, heads, tokens, width, bytes
-        assert made[-1].nbytes == sum(stores)
+        assert caches[-1].nbytes == sum(stores)
 
 
 @pytest.mark.parametrize("kind", ["llama", "ours"])
@@ -762,7 +768,10 @@ def test_speculation_refuses_what_turns_by_the_length_of_the_text():
 
 
 def test_a_text_cannot_forge_a_control_token():
-    "A tokenizer of ours and one of transformers refuse the same texts, wherever raw text is read; ids are what they are."
+    """Our tokenizer and one of transformers refuse the same texts wherever raw text is read.
+
+    Ids are used as they are.
+    """
     from trainkit.align.rl import RLConfig
     from trainkit.align.rollouts import Rollouts
     from trainkit.eval.evaluator import ask_row

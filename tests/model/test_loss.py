@@ -1,4 +1,4 @@
-"The chunked cross-entropy against the plain one: loss and gradients over the whole grid of its options."
+"The chunked cross-entropy against the plain one: loss and gradients for all its options."
 
 import pytest
 import torch
@@ -36,8 +36,8 @@ def example(dtype=torch.float32, ignore_index=-100, seed=0):
     return hidden.requires_grad_(), weight.requires_grad_(), labels
 
 
-def error(found, wanted):
-    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+def error(value, wanted):
+    return ((value.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-4, 0.3])
@@ -48,13 +48,13 @@ def error(found, wanted):
 def test_float32(chunk_size, ignore_index, reduction, softcap, z_loss):
     hidden, weight, labels = example(ignore_index=ignore_index)
     knobs = dict(ignore_index=ignore_index, reduction=reduction, softcap=softcap, z_loss=z_loss)
-    wanted, found = (
+    wanted, ours = (
         plain(hidden, weight, labels, **knobs),
         chunked_cross_entropy(hidden, weight, labels, chunk_size=chunk_size, **knobs),
     )
-    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert ours.item() == pytest.approx(wanted.item(), rel=1e-6)
     for a, b in zip(
-        *(torch.autograd.grad(x, (hidden, weight)) for x in (found, wanted)), strict=True
+        *(torch.autograd.grad(x, (hidden, weight)) for x in (ours, wanted)), strict=True
     ):
         assert error(a, b) < 1e-6
 
@@ -63,7 +63,10 @@ def test_float32(chunk_size, ignore_index, reduction, softcap, z_loss):
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_inputs(dtype, softcap, z_loss):
-    "The loss is that of the same rounded logits; gradients are no farther from the exact ones than the plain formula's."
+    """The loss is that of the same rounded logits.
+
+    Gradients are no farther from the exact ones than the plain formula's.
+    """
     hidden, weight, labels = example(dtype)
     exact_inputs = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     exact = torch.autograd.grad(
@@ -84,12 +87,12 @@ def test_half_precision_inputs(dtype, softcap, z_loss):
 def test_autocast():
     hidden, weight, labels = example()
     with torch.autocast("cpu", torch.bfloat16):
-        found = chunked_cross_entropy(hidden, weight, labels)
+        ours = chunked_cross_entropy(hidden, weight, labels)
         logits = hidden @ weight.T
     wanted = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert ours.item() == pytest.approx(wanted.item(), rel=1e-6)
     for a, b in zip(
-        *(torch.autograd.grad(x, (hidden, weight)) for x in (found, wanted)), strict=True
+        *(torch.autograd.grad(x, (hidden, weight)) for x in (ours, wanted)), strict=True
     ):
         assert error(a, b) < 1e-2
 

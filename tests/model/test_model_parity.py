@@ -1,4 +1,4 @@
-"""The transformer against transformers' own, family by family: logits, loss and the gradient of every parameter."""
+"The transformer against transformers, family by family: logits, loss and every gradient."
 
 import copy
 import importlib.util
@@ -277,7 +277,10 @@ def test_family(name: str) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_random_shapes(seed: int) -> None:
     "Llama again, with shapes, batch and labels drawn at random."
-    draw = lambda *choices: choices[torch.randint(len(choices), ()).item()]
+
+    def draw(*choices):
+        return choices[torch.randint(len(choices), ()).item()]
+
     torch.manual_seed(seed)
     heads, width, layers, vocab, ff = (
         draw(2, 3, 4, 6),
@@ -333,7 +336,10 @@ def test_random_shapes(seed: int) -> None:
 def random_config(family: str, seed: int) -> ModelConfig:
     "A shape and choices drawn at random, such that transformers has a class for it."
     torch.manual_seed(seed)
-    draw = lambda *choices: choices[torch.randint(len(choices), ()).item()]
+
+    def draw(*choices):
+        return choices[torch.randint(len(choices), ()).item()]
+
     heads, layers = draw(2, 3, 4, 6), draw(1, 2, 4)
     width = 2 * draw(2, 4, 8, 9)
     shared = draw(*(n for n in range(1, heads + 1) if heads % n == 0))
@@ -394,7 +400,7 @@ def random_config(family: str, seed: int) -> ModelConfig:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "GPT2"])
 def test_random_families(family: str, seed: int) -> None:
-    "Logits, loss and every gradient, on shapes and choices drawn at random; ours with torch's attention and by hand."
+    "Logits, loss and gradients on random shapes and options, with both kinds of attention."
     config = random_config(family, seed)
     assert hf_architecture(config).startswith(family)
     ours = Transformer(config)
@@ -427,7 +433,10 @@ def test_random_families(family: str, seed: int) -> None:
 
 
 def test_dynamic_scaling_with_a_cache() -> None:
-    "Token by token beyond the trained length, each token turned as the length at its time asks: as transformers does."
+    """Beyond the trained length, each token is rotated for the length at its time.
+
+    As in transformers.
+    """
     ours, theirs = pair("llama, dynamic")
     ids, _ = batch()
     cache, their_cache, steps = (
@@ -449,7 +458,7 @@ def test_cache_padding_and_packing(name: str) -> None:
     theirs.eval()
     ids, _ = batch()
     with torch.no_grad():
-        # Left padding, all at once and in parts with a cache: every real token as transformers has it
+        # Left padding, whole and in parts with a cache: every real token as in transformers
         mask = torch.ones_like(ids)
         mask[0, :7] = 0
         mask[2, :1] = 0
@@ -568,8 +577,8 @@ def test_softcaps() -> None:
     want, _ = eager_attention_forward(
         module, q, k, v, bias[None, None], scaling=8**-0.5, softcap=0.7
     )
-    for given in (None, mask[None, None]):
-        got = attend(q, k, v, given, softcap=0.7)
+    for padding in (None, mask[None, None]):
+        got = attend(q, k, v, padding, softcap=0.7)
         close(got.transpose(1, 2), want)
         a, b = (
             torch.autograd.grad(out.square().sum(), (q, k, v), retain_graph=True)
@@ -636,7 +645,10 @@ def test_small_gradients_survive_fp16() -> None:
 
 
 def test_batch_equals_its_pieces() -> None:
-    "`num_items_in_batch`: the gradient of three rows is the sum of three rows' gradients, unequal labels included."
+    """`num_items_in_batch`: the gradient of three rows is the sum of their gradients.
+
+    Also with unequal numbers of labels.
+    """
     ours, theirs = pair("llama, tied, grouped")
     ids, labels = batch()
     count = (labels[:, 1:] != -100).sum()
@@ -658,7 +670,7 @@ def test_batch_equals_its_pieces() -> None:
 def test_gradient_checkpointing(frozen: bool) -> None:
     "The same gradients, dropout included, with less kept; also where only a late layer learns."
     ids, labels = batch()
-    kept, results = [], []
+    memory, results = [], []
     for again in (False, True):
         torch.manual_seed(0)
         model = Transformer(
@@ -675,12 +687,12 @@ def test_gradient_checkpointing(frozen: bool) -> None:
             torch.manual_seed(5)
             loss = model(ids, labels=labels, return_logits=False).loss
         loss.backward()
-        kept.append(sum(sizes))
+        memory.append(sum(sizes))
         results.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
     assert len(results[0]) == len(results[1]) > 1
     for a, b in zip(*results, strict=True):
         close(a, b, 1e-6)
-    assert kept[1] < kept[0] / (1.5 if frozen else 3), kept
+    assert memory[1] < memory[0] / (1.5 if frozen else 3), memory
 
 
 def test_autocast_and_half_weights() -> None:
@@ -869,7 +881,7 @@ KNOWN = {  # From the config.json of each model
 
 @pytest.mark.parametrize("name", [n for n, values in PRESETS.items() if "vocab_size" in values])
 def test_presets_are_the_real_models(name: str) -> None:
-    "What the models' own files say gives our preset, and back; the same parameters, by name and shape."
+    "The models' own files give our presets and back, with the same parameter names and shapes."
     config = ModelConfig.preset(name)
 
     def plain(c: ModelConfig) -> dict:
@@ -935,7 +947,7 @@ def test_every_choice_is_counted() -> None:
     ],
 )
 def test_flops(changes: dict) -> None:
-    "Closed form = torch's counter, forward and training, short, in blocks, with a cache, and packed."
+    "The closed form equals torch's counter: forward, training, blocks, with a cache, packed."
     config = ModelConfig(**{**OURS, "max_seq_len": 1024}, attention="eager", **changes)
     model = Transformer(config)
 
@@ -1029,7 +1041,7 @@ LENGTHS = [[40, 3, 3, 150, 1, 403], [599, 1], [7, 7, 7, 579]]
     ids=str,
 )
 def test_packed_rows(changes: dict, dense: int, monkeypatch) -> None:
-    "Packed = apart: logits, loss and gradients; and the first document cannot be seen from the others, to the last bit."
+    "Packed equals separate: logits, loss, gradients; no document sees the first, bit for bit."
     monkeypatch.setattr(attention, "DENSE", dense)
     torch.manual_seed(0)
     model = Transformer(ModelConfig(**{**OURS, "max_seq_len": 600}, init_std=0.2, **changes))
@@ -1070,7 +1082,7 @@ def test_packed_rows(changes: dict, dense: int, monkeypatch) -> None:
 @pytest.mark.parametrize("window", [1, 2, 200, 256, 300, 650])
 @pytest.mark.parametrize("how", ["sdpa", "eager"])
 def test_long_rows_under_a_window(window: int, how: str) -> None:
-    "In blocks, where rows are longer than two of them: as Mistral, gradients too, and after a prompt in a cache."
+    "Rows longer than two windows go in blocks: as Mistral, gradients too, also after a cache."
     theirs = hf_model(
         "Mistral",
         num_key_value_heads=2,
@@ -1116,9 +1128,7 @@ def test_long_padded_rows(side: str, monkeypatch) -> None:
     labels = ids.masked_fill(mask == 0, -100)
     labels[0, 11 if side != "right" else 0] = -100
     more, cuts = {}, ([30], [30])
-    if (
-        side == "documents"
-    ):  # Their positions say nothing of the padding, and the second row has two
+    if side == "documents":  # Their positions do not show the padding; the second row has two
         more, cuts = (
             dict(position_ids=torch.stack((torch.arange(30), torch.arange(30) % 15))),
             ([30], [15, 15]),
@@ -1128,9 +1138,10 @@ def test_long_padded_rows(side: str, monkeypatch) -> None:
     got.loss.backward()
     together = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
-    for row, keep, logits, sizes in zip(ids, mask.bool(), got.logits, cuts, strict=True):
-        parts = (x.split(sizes) for x in (row, keep, logits))
-        for part, real, part_logits in zip(*parts, strict=True):
+    for row, present, scores, sizes in zip(ids, mask.bool(), got.logits, cuts, strict=True):
+        for part, real, logits in zip(
+            row.split(sizes), present.split(sizes), scores.split(sizes), strict=True
+        ):
             alone = model(part[real][None], labels=part[real][None], num_items_in_batch=1)
             close(part_logits[real], alone.logits[0])
             alone.loss.backward()
@@ -1176,7 +1187,8 @@ from trainkit.model import attention
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 attention.DENSE = int(sys.argv[1])
-model = Transformer(ModelConfig(vocab_size=61, d_model=32, n_heads=2, n_layers=4, d_ff=32, max_seq_len=4096))
+shape = dict(vocab_size=61, d_model=32, n_heads=2, n_layers=4, d_ff=32, max_seq_len=4096)
+model = Transformer(ModelConfig(**shape))
 ids, positions = torch.randint(61, (1, 4096)), torch.arange(512).repeat(8)[None]
 model(ids, position_ids=positions, labels=ids, return_logits=False).loss.backward()
 print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))
@@ -1220,19 +1232,19 @@ def test_implementations_agree(changes: dict) -> None:
     for how in ("sdpa", "eager"):
         model = Transformer(ModelConfig(**OURS, init_std=0.3, attention=how, **changes))
         model.load_state_dict(base.state_dict())
-        found = []
+        outputs = []
         for inputs in (dict(), dict(position_ids=packed), dict(attention_mask=mask)):
             model.zero_grad()
             out = model(ids, labels=labels.masked_fill(mask == 0, -100), **inputs)
             out.loss.backward()
-            found += [out.logits * mask[..., None], *(p.grad.clone() for p in model.parameters())]
+            outputs += [out.logits * mask[..., None], *(p.grad.clone() for p in model.parameters())]
         cache = KVCache(3, 24)
         with torch.no_grad():
-            found += [
+            outputs += [
                 model(ids[:, a:b], past_key_values=cache).logits
                 for a, b in ((0, 9), (9, 17), (17, 18), (18, 24))
             ]
-        results.append(found)
+        results.append(outputs)
     for a, b in zip(*results, strict=True):
         close(a, b)
 
@@ -1240,8 +1252,8 @@ def test_implementations_agree(changes: dict) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is here")
 def test_flash_attention_is_refused_where_it_is_not() -> None:
     "The knob has the names that others use, and says what is missing before any weight is made."
-    for given, want in ((True, "flash_attention_2"), (False, "sdpa")):
-        assert load_config(ModelConfig, {"use_flash_attention": given}).attention == want
+    for available, want in ((True, "flash_attention_2"), (False, "sdpa")):
+        assert load_config(ModelConfig, {"use_flash_attention": available}).attention == want
     assert load_config(ModelConfig, {"attn_implementation": "eager"}).attention == "eager"
     with pytest.raises(ConfigError, match="must be one of 'sdpa', 'eager', 'flash_attention_2'"):
         ModelConfig(attention="flash")
@@ -1253,7 +1265,7 @@ def test_flash_attention_is_refused_where_it_is_not() -> None:
     "learns", ["all", "no embedding", "one late layer", "one early bias", "an added matrix"]
 )
 def test_checkpointing_with_a_frozen_base(learns: str, monkeypatch) -> None:
-    "Only some of the weights learn, documents are packed and numbers dropped: the same gradients, and none for the frozen."
+    "With frozen weights, packed documents and dropout: same gradients, none for the frozen."
     monkeypatch.setattr(attention, "DENSE", 0)
     ids, labels = batch()
     packed, results = torch.cat((torch.arange(10), torch.arange(14)))[None].expand(3, -1), []

@@ -1,4 +1,4 @@
-"Quantization beyond the lessons: the library's bytes on many shapes, its defects that ours must not have, memory, LoRA on top."
+"Quantization: bitsandbytes' bytes on many shapes, its defects avoided, memory, LoRA on top."
 
 import copy
 import gc
@@ -46,7 +46,7 @@ def seed():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_every_byte_is_the_librarys(bnb, dtype, quant_type):
-    "Codes, scales, scales of scales and their mean, for whole and broken blocks, odd sizes, and pieces beyond one cache chunk."
+    "Codes, scales, scales of scales and their mean: whole and broken blocks, odd sizes, chunks."
     theirs = bnb.functional
     for n, blocksize in (
         (1, 64),
@@ -78,7 +78,8 @@ def test_every_byte_is_the_librarys(bnb, dtype, quant_type):
                     )
 
 
-# Mean and deviation of the mean absolute and relative errors, from bitsandbytes' tests (tests/test_functional.py, test_4bit_quant)
+# Mean and deviation of the mean absolute and relative errors, from bitsandbytes' own
+# tests/test_functional.py, test_4bit_quant
 ERRORS = {
     "fp4": {
         32: (0.088925, 0.000091, 0.242443, 0.000330),
@@ -110,14 +111,14 @@ def test_errors_are_those_of_the_librarys_own_tests(quant_type, dtype):
     x = torch.randn(1024, 1024, dtype=dtype)
     for blocksize, (error, error_std, relative, relative_std) in ERRORS[quant_type].items():
         back = dequantize_4bit(quantize_4bit(x, quant_type, blocksize, False))
-        found = (x - back).abs().float()
+        errors = (x - back).abs().float()
         assert back.dtype == dtype
-        assert abs(found.mean().item() - error) < 7 * error_std, (
+        assert abs(errors.mean().item() - error) < 7 * error_std, (
             blocksize,
-            found.mean().item(),
+            errors.mean().item(),
             error,
         )
-        ratio = (found / (x.abs().float() + 1e-8)).mean().item()
+        ratio = (errors / (x.abs().float() + 1e-8)).mean().item()
         assert abs(ratio - relative) < 7 * relative_std, (blocksize, ratio, relative)
 
 
@@ -141,7 +142,7 @@ def test_midpoints_go_where_the_library_sends_them(bnb):
 
 
 def test_widths_that_the_library_reads_wrongly(bnb):
-    "Where blocks cross rows of 32k numbers, bitsandbytes' CPU code takes scales of other blocks; ours does not."
+    "Where blocks cross rows of 32k numbers, bitsandbytes' CPU code takes wrong scales; not ours."
     weight = torch.randn(64, 96)
     packed, state = bnb.functional.quantize_4bit(weight, quant_type="nf4")
     limit = weight.abs().max() * 0.17
@@ -155,7 +156,7 @@ def test_widths_that_the_library_reads_wrongly(bnb):
 
 
 def test_an_evaluation_in_the_middle(bnb):
-    "On CPUs with AVX512-BF16 one evaluation takes bitsandbytes' gradients away; ours stay those of the de-quantized weight."
+    "With AVX512-BF16 one evaluation breaks bitsandbytes' gradients; ours stay exact."
     layer, x = nn.Linear(128, 64, bias=False), torch.randn(4, 128)
 
     def gradient(module):
@@ -181,8 +182,8 @@ def test_an_evaluation_in_the_middle(bnb):
     assert (gradient(theirs) - wanted).norm() < 1e-5 * wanted.norm()
     with torch.no_grad():
         theirs.eval()(x)
-    found = gradient(theirs.train())
-    if found is not None and (found - wanted).norm() < 1e-3 * wanted.norm():
+    theirs_now = gradient(theirs.train())
+    if theirs_now is not None and (theirs_now - wanted).norm() < 1e-3 * wanted.norm():
         warnings.warn(
             "bitsandbytes keeps its gradients here: the defect does not occur on this machine",
             stacklevel=1,
@@ -192,7 +193,7 @@ def test_an_evaluation_in_the_middle(bnb):
 
 @pytest.mark.parametrize("family", ["ours", "llama", "gpt2"])
 def test_qlora_gradients(family):
-    "LoRA over four bits learns what LoRA over the de-quantized weights learns, before and after an evaluation."
+    "LoRA over 4 bits learns what it learns over de-quantized weights, also after an evaluation."
     import transformers as hf
 
     from trainkit.lora.targets import LoRAConfig
@@ -241,7 +242,7 @@ def test_qlora_gradients(family):
                 )
                 if layer.bias is not None:
                     twin.bias.copy_(layer.bias)
-    config, found = LoRAConfig(r=4, target_modules="all-linear"), []
+    config, gradients = LoRAConfig(r=4, target_modules="all-linear"), []
     for model in (small, plain):
         torch.manual_seed(3)
         model = add_lora(model, config).train()
@@ -265,13 +266,13 @@ def test_qlora_gradients(family):
             grads = torch.autograd.grad(
                 model(input_ids=ids, labels=ids).loss, [model.get_parameter(n) for n in names]
             )
-            found.append(dict(zip(names, grads, strict=True)))
+            gradients.append(dict(zip(names, grads, strict=True)))
             model.eval()
             with torch.no_grad():
                 model(input_ids=ids)
             model.train()
             assert turn < 2
-    first, second, *wanted = found
+    first, second, *wanted = gradients
     assert first.keys() == wanted[0].keys()
     for name, grad in wanted[0].items():
         for other in (first[name], second[name]):
@@ -289,17 +290,17 @@ def test_order_of_lora_and_quantization():
 
 def test_autocast_and_checkpointing_change_nothing():
     "Recomputing a block in the backward pass gives the same gradient at the embeddings."
-    found = []
+    results = []
     for again in (False, True):
         torch.manual_seed(1)
         model = quantize_model(
             Transformer(ModelConfig(**{**vars(SHAPE), "gradient_checkpointing": again}))
         ).train()
         ids = torch.arange(64).view(2, 32)
-        found.append(
+        results.append(
             torch.autograd.grad(model(ids, labels=ids).loss, model.model.embed_tokens.weight)[0]
         )
-    assert torch.equal(*found)
+    assert torch.equal(*results)
 
 
 def test_deepcopy_and_casts():
@@ -319,7 +320,7 @@ def test_deepcopy_and_casts():
 
 
 def test_int8_of_a_wide_dynamic_range():
-    "No overflow, no NaN: rows of zeros, tiny and huge rows; the product stays within the rounding of both sides."
+    "No overflow, no NaN: zero, tiny and huge rows; the error stays within the rounding."
     weight = torch.stack(
         [torch.zeros(64), 1e-20 * torch.randn(64), 1e10 * torch.randn(64), torch.randn(64)]
     )
@@ -401,7 +402,7 @@ def family(kind):
 
 @pytest.mark.parametrize("kind", [k for k in FAMILIES if k not in ("neox", "mixtral")])
 def test_families_straight_into_four_bits(kind, tmp_path):
-    "A tensor at a time gives what quantizing the whole gives, and LoRA goes on top."
+    "A tensor at a time gives what quantizing the whole gives, and LoRA can be added."
     from trainkit.lora.targets import LoRAConfig
     from trainkit.lora.inject import adapted, add_lora
 
@@ -415,7 +416,10 @@ def test_families_straight_into_four_bits(kind, tmp_path):
 
 
 def test_families_with_other_names_in_their_files(tmp_path):
-    "transformers renames their tensors while it reads: they are refused by name, and `rename` helps where names are all that differs."
+    """Tensors that transformers renames while reading are refused by name.
+
+    `rename` helps where only names differ.
+    """
     for kind in ("neox", "mixtral"):
         family(kind).eval().save_pretrained(tmp_path / kind)
     with pytest.raises(
@@ -437,7 +441,10 @@ def test_families_with_other_names_in_their_files(tmp_path):
 
 
 def test_whoever_rounds_a_merged_model_again_is_told(tmp_path):
-    "What an adapter over four bits was folded into carries a mark; a run in few bits over it says what is lost, others do not."
+    """A model that an adapter over 4 bits was merged into is marked.
+
+    A quantized run over it says what is lost; other runs are silent.
+    """
     from types import SimpleNamespace
 
     from trainkit.lora.targets import LoRAConfig
@@ -469,7 +476,7 @@ def test_whoever_rounds_a_merged_model_again_is_told(tmp_path):
 
 
 def gpt2(folder, prefix=True, tied=True):
-    "A folder with a small GPT-2 and its tokenizer; without the prefix and with a table of old, as OpenAI's own file has it."
+    "A folder with a small GPT-2 and its tokenizer, and one with the names of OpenAI's own file."
     from safetensors.torch import load_file
 
     from trainkit.interop.hf import save_pretrained
@@ -508,7 +515,7 @@ def gpt2(folder, prefix=True, tied=True):
 @pytest.mark.parametrize("prefix, tied", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_gpt2_goes_straight_into_few_bits(tmp_path, prefix, tied, bits):
-    "Its layers are transposed there, and three of ours are one: read a tensor at a time it is what the whole becomes."
+    "Its layers are transposed and hold three of ours; read by tensor, the result is the same."
     from trainkit.interop.hf import load_pretrained
 
     folder, ids, few = (
@@ -530,13 +537,13 @@ def test_gpt2_goes_straight_into_few_bits(tmp_path, prefix, tied, bits):
 def floats() -> int:
     "How many float32 numbers live tensors hold."
     gc.collect()
-    found = [
+    counts = [
         t
         for t in gc.get_objects()
         if type(t) in (torch.Tensor, nn.Parameter) and t.dtype == torch.float32 and not t.is_meta
     ]
     return sum(
-        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 4 for t in found}.values()
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 4 for t in counts}.values()
     )
 
 
@@ -576,9 +583,12 @@ from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.quant.quantize import load_quantized
 shape = ModelConfig(vocab_size=256, d_model=512, n_heads=8, n_layers=8, d_ff=1536, max_seq_len=64)
-def peak(): return next(int(line.split()[1]) * 1024 for line in open('/proc/self/status') if line.startswith('VmHWM'))
+def peak():
+    status = open('/proc/self/status')
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith('VmHWM'))
 from trainkit.quant.quantize import _no_weights
-with _no_weights(): Transformer(ModelConfig(vocab_size=64, d_model=64, n_heads=4, n_layers=1, d_ff=64)) # what torch loads for it
+with _no_weights(): # what torch loads for a model
+    Transformer(ModelConfig(vocab_size=64, d_model=64, n_heads=4, n_layers=1, d_ff=64))
 before = peak()
 model = load_quantized(lambda: Transformer(shape), sys.argv[1])
 print(peak() - before)
@@ -608,13 +618,13 @@ def test_never_whole_in_memory(tmp_path):
 def test_config_names():
     from trainkit.config import load_config
 
-    given = dict(
+    names = dict(
         quantization_bit=4,
         double_quantization=True,
         bnb_4bit_quant_type="fp4",
         llm_int8_skip_modules=["lm_head"],
     )
-    assert load_config(QuantConfig, given) == QuantConfig(
+    assert load_config(QuantConfig, names) == QuantConfig(
         bits=4, quant_type="fp4", skip_modules=["lm_head"]
     )
 
@@ -628,16 +638,20 @@ assert can_fuse(torch.ones(1))
 for shape in ((70, 33), (64, 96)): # Odd sizes: tiles that are not full, bytes that two rows share
     for quant_type, double, rows in (('nf4', True, 1), ('fp4', False, 70)):
         q = quantize_4bit(torch.randn(shape), quant_type, 64, double)
+        tolerances = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 0.5}
         for back in (False, True):
-            for dtype, tolerance in ((torch.float32, 1e-4), (torch.float16, 5e-2), (torch.bfloat16, 0.5)):
-                x, W = torch.randn(rows, shape[0 if back else 1]).to(dtype), dequantize_4bit(q, dtype)
-                found, right = fused_product(x, q, back), x @ W if back else x @ W.T
-                assert found.dtype == dtype and (found - right).abs().max() < tolerance, (shape, quant_type, back, dtype)
+            for dtype, tolerance in tolerances.items():
+                x = torch.randn(rows, shape[0 if back else 1]).to(dtype)
+                W = dequantize_4bit(q, dtype)
+                y, right = fused_product(x, q, back), x @ W if back else x @ W.T
+                case = (shape, quant_type, back, dtype)
+                assert y.dtype == dtype and (y - right).abs().max() < tolerance, case
 layer, x = Linear4bit.from_weight(torch.randn(48, 64)), torch.randn(2, 3, 64, requires_grad=True)
 y = layer(x)
 y.sum().backward()
 W = layer.dequantize()
-assert torch.allclose(y, x @ W.T, atol=1e-4) and torch.allclose(x.grad, W.sum(0).expand(2, 3, 64), atol=1e-4)
+assert torch.allclose(y, x @ W.T, atol=1e-4)
+assert torch.allclose(x.grad, W.sum(0).expand(2, 3, 64), atol=1e-4)
 print('equal')
 """
 
@@ -645,7 +659,10 @@ print('equal')
 def test_the_fused_product_in_tritons_interpreter():
     pytest.importorskip(
         "triton",
-        reason="NO TRITON: the kernel of trainkit.quant.linear was not run (pip install triton, a gigabyte; it ran with 3.9.0)",
+        reason=(
+            "NO TRITON: the kernel of trainkit.quant.linear was not run (pip install triton, "
+            "a gigabyte; it ran with 3.9.0)"
+        ),
     )
     done = subprocess.run(
         [sys.executable, "-c", FUSED],
@@ -661,7 +678,10 @@ def test_the_fused_product_in_tritons_interpreter():
 @pytest.mark.parametrize("rows", [1, 7, 33])
 @pytest.mark.parametrize("size", [64, 1023, 1025, 5000])
 def test_both_products_of_bytes_are_one(rows, size, monkeypatch):
-    "A machine that multiplies bytes slowly goes by way of float32, and every bit is the same, at the largest codes, too."
+    """A machine with slow int8 products goes by way of float32 and gets the same bits.
+
+    Also at the largest codes.
+    """
     g = torch.Generator().manual_seed(0)
     for codes in (
         torch.full((rows, size), 127, dtype=torch.int8),
@@ -699,7 +719,7 @@ def test_both_products_of_bytes_are_one(rows, size, monkeypatch):
 
 
 def real_inputs(n, tokens):
-    "What a layer reads when a few directions are loud and the rest is nearly nothing, as on real text."
+    "Inputs with a few strong directions and little else, as on real text."
     g = torch.Generator().manual_seed(0)
     x = (
         torch.randn(tokens, 8, generator=g)
@@ -710,13 +730,13 @@ def real_inputs(n, tokens):
 
 
 def test_gptq_on_inputs_of_few_directions():
-    "The matrix of the inputs of real text can hardly be inverted in float32: that must not stop the method."
+    "A nearly singular float32 Hessian, as on real text, must not stop the method."
     weight = torch.randn(24, 256, generator=torch.Generator().manual_seed(1))
     inputs = real_inputs(256, 200)
     for damp in (1e-2, 1e-6, 1e-9):
-        made = calibrated.gptq(weight, inputs, 3, 64, damp)
-        assert made.isfinite().all() and calibrated.output_error(
-            weight, made, inputs
+        rounded = calibrated.gptq(weight, inputs, 3, 64, damp)
+        assert rounded.isfinite().all() and calibrated.output_error(
+            weight, rounded, inputs
         ) < calibrated.output_error(weight, calibrated.round_to_nearest(weight, bits=3), inputs)
     silent = calibrated.Inputs(torch.zeros(256, 256), torch.zeros(256), 9)
     assert torch.allclose(
@@ -729,7 +749,7 @@ def test_gptq_on_inputs_of_few_directions():
 
 
 def plain_gptq(weight, gram, bits, group, damp=0.01):
-    "Frantar and others' algorithm 1 without its short cut: what is left of the matrix is inverted anew for each column."
+    "Algorithm 1 of Frantar et al. without its shortcut: the rest is inverted for each column."
     left, gram = weight.double().clone(), gram.double().clone()
     gram.diagonal()[gram.diagonal() == 0] = 1
     gram += damp * gram.diagonal().mean() * torch.eye(len(gram))
@@ -802,10 +822,10 @@ def test_each_layer_is_rounded_for_what_the_rounded_ones_before_it_make(method):
 
 
 def test_awq_cuts_off_what_suits_each_group_of_each_row():
-    "Inputs that are all alike leave the scales at one; then a lone large weight is cut off where it is, and nowhere else."
+    "Equal inputs leave the scales at one; a lone large weight is clipped in its group only."
     weight = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
     weight[0, 3] = weight[4, 39] = 9
-    made = calibrated.awq(
+    clipped = calibrated.awq(
         weight, calibrated.Inputs(torch.eye(40), torch.ones(40), 99), bits=3, group=16
     )
     for row in range(6):
@@ -816,7 +836,7 @@ def test_awq_cuts_off_what_suits_each_group_of_each_row():
                 for step in range(10)
             ]
             assert torch.allclose(
-                made[row : row + 1, columns],
+                clipped[row : row + 1, columns],
                 min(ways, key=lambda way, part=part: (way - part).square().sum().item()),
                 atol=1e-5,
             )
@@ -861,13 +881,13 @@ def test_real_layers_are_closer_on_text_that_calibration_has_not_seen(smollm2):
             for method in ("nearest", "awq", "gptq")
         }
         assert off["awq"] < 0.95 * off["nearest"], (name, off)
-        # 4,096 tokens are few for 1,536 inputs: there GPTQ learns them by heart and is no closer on others
+        # 4,096 tokens are few for 1,536 inputs: GPTQ overfits them and is no closer on others
         assert name.endswith("down_proj") or off["gptq"] < 0.95 * off["nearest"], (name, off)
 
 
 @pytest.mark.slow
 def test_a_real_model_loses_less_when_its_inputs_are_looked_at(smollm2):
-    "At three bits. Each layer calibrated for the inputs of the full model, GPTQ was worse than the nearest code."
+    "At 3 bits. Calibrated on inputs of the full model alone, GPTQ was worse than rounding."
     model, read, held = smollm2
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"The commands as a newcomer types them, on right and on wrong input, with a model that is small but real."
+"The commands as a newcomer types them, with right and wrong input and a small real model."
 
 import json
 import os
@@ -49,7 +49,7 @@ def demo(tmp_path_factory):
 
 
 def test_demo_says_what_it_does(demo):
-    _, said = demo
+    _, output = demo
     for part in (
         "Tokenizer",
         "parameters",
@@ -68,7 +68,7 @@ def test_demo_says_what_it_does(demo):
         "NF4",
         "no difference seen",
     ):
-        assert part in said, part
+        assert part in output, part
 
 
 def test_demo_leaves_a_whole_run_folder(demo):
@@ -121,19 +121,21 @@ def test_demo_leaves_a_whole_run_folder(demo):
 
 
 def test_every_figure_of_the_demo_says_what_it_was_measured_on(demo):
-    folder, said = demo
-    [held_out] = re.findall(r"stdlib: .* characters to train on, ([\d,]+) held out", said)
+    folder, output = demo
+    [held_out] = re.findall(r"stdlib: .* characters to train on, ([\d,]+) held out", output)
     report, notes = (
         (folder / "runs" / "demo" / "report.html").read_text(),
         json.loads((folder / "runs" / "demo" / "demo.json").read_text()),
     )
     text = f"the {held_out} held-out characters of stdlib, read in rows of 64 tokens"
-    assert f"Bits per byte of {text}" in said and f"one byte of {text}" in report
+    assert f"Bits per byte of {text}" in output and f"one byte of {text}" in report
     measured_on = (
-        f"Right answers, and answers in a sentence: of the same 3 held-out questions. Finds the sentence likelier: in 3 held-out pairs. "
-        f"Bits per byte: of the same {held_out} held-out characters that pre-training was evaluated on, in rows of 64 tokens as there."
+        "Right answers, and answers in a sentence: of the same 3 held-out questions. "
+        "Finds the sentence likelier: in 3 held-out pairs. "
+        f"Bits per byte: of the same {held_out} held-out characters that pre-training was "
+        "evaluated on, in rows of 64 tokens as there."
     )
-    assert measured_on in said and measured_on in report
+    assert measured_on in output and measured_on in report
     assert notes["models"][0]["bits per byte of text"] == pytest.approx(
         notes["metrics"]["bits_per_byte"], abs=1e-4
     )  # one model, one text, one figure
@@ -214,13 +216,13 @@ def interrupted(words, cwd, env, step):
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 def test_ctrl_c_saves_and_resume_goes_on(demo, tmp_path):
-    "Interrupted after some steps and resumed, a run ends with the weights of the uninterrupted one."
+    "A run that is interrupted and resumed ends with the weights of the uninterrupted one."
     run = tmp_path / "runs" / "demo"
     stopped = in_child(interrupted, ["demo", *SMALL], tmp_path, {}, 13, folder=tmp_path)
     assert stopped.returncode == 130, stopped.stdout + stopped.stderr
     assert f"--resume {Path('runs') / 'demo'}" in stopped.stdout
     assert (run / "checkpoints" / "checkpoint-13").is_dir()
-    kept = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
+    files = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
     other = call("train", "--resume", str(run), "optim.learning_rate=0.5", cwd=tmp_path)
     assert (
         other.returncode
@@ -230,7 +232,7 @@ def test_ctrl_c_saves_and_resume_goes_on(demo, tmp_path):
     with run_lock(run):
         busy = trainkit("train", "--resume", str(run), "train.logging_steps=7", cwd=tmp_path)
     assert busy.returncode and f"process {os.getpid()} on" in busy.stderr, busy.stderr
-    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"} == kept
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"} == files
     shutil.copytree(run, tmp_path / "forced")
     forced = call(
         "train",
@@ -255,7 +257,10 @@ def test_ctrl_c_saves_and_resume_goes_on(demo, tmp_path):
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 def test_a_demo_goes_on_in_the_phase_where_it_was_stopped(demo, tmp_path):
-    "Ctrl-C while it learns from preferences: the same command does the rest, and ends with the weights of an undisturbed one."
+    """Ctrl-C during preference tuning: the same command does the rest.
+
+    It ends with the weights of an undisturbed demo.
+    """
     shutil.copytree(demo[0] / "runs", tmp_path / "runs")
     run = tmp_path / "runs" / "demo"
     notes = json.loads((run / "demo.json").read_text())
@@ -291,7 +296,7 @@ WRONG = {
     "unknown knob": (["demo", "train.max_step=3"], "Did you mean 'max_steps'"),
     "zero steps": (["demo", "train.max_steps=0"], "train.max_steps"),
     "negative steps": (["demo", "train.max_steps=-5"], "train.max_steps"),
-    "learning rate that is no number": (["demo", "optim.learning_rate=.nan"], "finite number"),
+    "learning rate that is NaN": (["demo", "optim.learning_rate=.nan"], "finite number"),
     "width and heads": (["demo", "model.d_model=100", "model.n_heads=3"], "divisible"),
     "rows too long": (
         [
@@ -395,7 +400,7 @@ WRONG = {
         ["train", "--method", "sft", "quant.bits=4", "--model", "x", "--dataset", "pairs.jsonl"],
         "qlora",
     ),
-    "a value that is no number": (
+    "a value that is not a number": (
         ["train", "foreign.yaml", "train.max_steps=abc"],
         "train.max_steps = 'abc': must be a valid integer",
     ),
@@ -531,7 +536,7 @@ def test_data_from_a_first_look_to_shards_that_train(demo, tmp_path):
     (tmp_path / "text.txt").write_text(
         "\n".join(f"{r['question']} {r['answer']}" for r in rows) * 9
     )
-    made = call(
+    shards = call(
         "data",
         "tokenize",
         "text.txt",
@@ -541,7 +546,7 @@ def test_data_from_a_first_look_to_shards_that_train(demo, tmp_path):
         "--verify",
         cwd=tmp_path,
     )
-    assert made.returncode == 0 and "All checksums are right" in made.stdout, made.stderr
+    assert shards.returncode == 0 and "All checksums are right" in shards.stdout, shards.stderr
     ran = trainkit(
         "train",
         "--dataset",
@@ -571,8 +576,8 @@ def test_check_counts_all_bad_rows(tmp_path):
         and done.stdout.count("not JSON") == 5
     ), done.stdout
     assert "<title>1,507 bad rows</title>" in (tmp_path / "page.html").read_text()
-    found = json.loads(call("data", "check", "a.jsonl", "b.jsonl", "--json", cwd=tmp_path).stdout)
-    assert (found["skipped"], len(found["bad"]), found["exit_code"]) == (1507, 1007, 1)
+    reports = json.loads(call("data", "check", "a.jsonl", "b.jsonl", "--json", cwd=tmp_path).stdout)
+    assert (reports["skipped"], len(reports["bad"]), reports["exit_code"]) == (1507, 1007, 1)
     assert "1 row is no example" in call("data", "check", "c.jsonl", cwd=tmp_path).stdout
 
 
@@ -597,15 +602,26 @@ def test_from_a_config_of_another_library_to_a_model_that_chats(demo, tmp_path):
     rows = [dict(instruction=f"Say {n}.", output=f"{n}") for n in range(40)]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "theirs.yaml").write_text(
-        f"base_model: {base}\nadapter: lora\nlora_r: 2\ndatasets:\n  - path: mine.jsonl\n    type: alpaca\nsequence_len: 64\nval_set_size: 0.2\n"
-        "chat_template: plain\nmicro_batch_size: 4\nmax_steps: 4\nlogging_steps: 2\nuse_unsloth: true\n"
+        f"base_model: {base}\n"
+        "adapter: lora\n"
+        "lora_r: 2\n"
+        "datasets:\n"
+        "  - path: mine.jsonl\n"
+        "    type: alpaca\n"
+        "sequence_len: 64\n"
+        "val_set_size: 0.2\n"
+        "chat_template: plain\n"
+        "micro_batch_size: 4\n"
+        "max_steps: 4\n"
+        "logging_steps: 2\n"
+        "use_unsloth: true\n"
     )
-    made = call("config", "convert", "theirs.yaml", "-o", "ours.yaml", cwd=tmp_path)
+    converted = call("config", "convert", "theirs.yaml", "-o", "ours.yaml", cwd=tmp_path)
     assert (
-        made.returncode == 0
-        and "plain torch" in made.stdout
-        and "trainkit train ours.yaml" in made.stdout
-    ), made.stdout + made.stderr
+        converted.returncode == 0
+        and "plain torch" in converted.stdout
+        and "trainkit train ours.yaml" in converted.stdout
+    ), converted.stdout + converted.stderr
     assert call("config", "convert", "theirs.yaml", "--strict", cwd=tmp_path).returncode == 1
     before = {p.name for p in tmp_path.iterdir()}
     tried = call("train", "ours.yaml", "--dry-run", "--json", cwd=tmp_path)
@@ -630,7 +646,7 @@ def test_from_a_config_of_another_library_to_a_model_that_chats(demo, tmp_path):
     assert "lora" in call("config", "show", str(run / "config.yaml"), cwd=tmp_path).stdout
     merged = call("merge", str(base), str(run / "adapter"), "merged", cwd=tmp_path)
     assert merged.returncode == 0, merged.stderr
-    said = [
+    answers = [
         call(
             "generate",
             "-m",
@@ -645,7 +661,7 @@ def test_from_a_config_of_another_library_to_a_model_that_chats(demo, tmp_path):
         ).stdout
         for m in ("merged", str(run / "model"))
     ]
-    assert said[0] == said[1]
+    assert answers[0] == answers[1]
     again = call("export", "hf", str(run / "model"), "again", cwd=tmp_path)
     assert (
         again.returncode == 0
@@ -745,15 +761,15 @@ def test_a_flag_in_the_spelling_of_another_library_is_a_knob(typed, tmp_path):
     group, knob, value = FLAGS[typed]
     if typed.startswith("--seed -1"):
         typed = "--seed 4 --seed 5"
-    made = shown_with(*typed.split(), cwd=tmp_path)
-    assert (made[group] if group else made)[knob] == value
+    config = shown_with(*typed.split(), cwd=tmp_path)
+    assert (config[group] if group else config)[knob] == value
 
 
 def plain(text):
     return " ".join(text.translate({ord(c): " " for c in "│╭╮╰╯─"}).split())
 
 
-ANSWERS = {  # what is no knob -> what is said instead
+ANSWERS = {  # a name that is not a knob -> the answer
     "train --leraning_rate 1": "Did you mean 'learning_rate'",
     "train --num_procesess 2": "Did you mean",
     "train --num_processes 2": "trainkit launch FILE --processes",
@@ -906,7 +922,7 @@ def test_what_a_dry_launch_prints_can_be_pasted(words, tmp_path):
     assert shown.returncode == 0 and [p.name for p in tmp_path.iterdir()] == ["c.yaml"], (
         shown.stderr
     )
-    if "--profile" in words:  # what is said beside a script is no line of it
+    if "--profile" in words:  # the note next to a script is not one of its lines
         swapped = call(
             "launch",
             "--processes",
@@ -962,19 +978,24 @@ def test_what_a_dry_launch_prints_can_be_pasted(words, tmp_path):
 def test_a_strategy_of_ones_own(tmp_path):
     "In settings.ini or in a file of its own; a run's own words win over both."
     (tmp_path / "settings.ini").write_text(
-        "[strategy.mine]\ndoc = Slow and careful\noptim.learning_rate = 1e-5\ntrain.per_device_train_batch_size = 3\nmethod = lora\nlora.target_modules = [q_proj, v_proj]\n"
+        "[strategy.mine]\n"
+        "doc = Slow and careful\n"
+        "optim.learning_rate = 1e-5\n"
+        "train.per_device_train_batch_size = 3\n"
+        "method = lora\n"
+        "lora.target_modules = [q_proj, v_proj]\n"
     )
     (tmp_path / "thin.yaml").write_text("lora: {r: 2}\noptim.warmup_ratio: 0.5\n")
-    made = shown_with(
+    config = shown_with(
         "preset=mine,thin.yaml", "init_from=x", "train.per_device_train_batch_size=5", cwd=tmp_path
     )
     assert (
-        made["method"],
-        made["optim"]["learning_rate"],
-        made["optim"]["warmup_ratio"],
-        made["lora"]["r"],
-        made["lora"]["target_modules"],
-        made["train"]["per_device_train_batch_size"],
+        config["method"],
+        config["optim"]["learning_rate"],
+        config["optim"]["warmup_ratio"],
+        config["lora"]["r"],
+        config["lora"]["target_modules"],
+        config["train"]["per_device_train_batch_size"],
     ) == ("lora", 1e-5, 0.5, 2, ["q_proj", "v_proj"], 5)
     assert (
         json.loads(call("config", "presets", "--json", cwd=tmp_path).stdout)["mine"]["doc"]

@@ -1,4 +1,4 @@
-"Preferences, reward models and scores from one config, in Python and from a shell, whole or by an adapter."
+"Preferences, reward models and rewards from one config, in Python and a shell, with LoRA too."
 
 import json
 
@@ -230,7 +230,7 @@ def test_dpo_is_the_trainer_put_together_by_hand(home, more, reference):
 
 @pytest.mark.parametrize("more", [{}, ADAPTER])
 def test_thumbs_are_learned_without_pairs(home, more):
-    "Rows with a label each, by method kto: all of them, as the Trainer put together by hand learns them."
+    "Labelled rows with method kto train as with a Trainer that is put together by hand."
     rows = [
         dict(prompt=f"Spell {n}.", completion=NAMES[n if up else (n + 1) % 10], label=up)
         for n in range(10)
@@ -370,7 +370,7 @@ def test_a_function_as_reward(home):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_the_best_model_is_the_one_with_the_highest_rewards(home, own):
-    "The loss of GRPO is about 0 however good the answers are; a loss of one's own needs to know nothing of rewards."
+    "GRPO's loss is about 0 at any quality, and a custom loss need not know of rewards."
 
     @objective(counts=lambda batch: dict(mine=len(batch["labels"])))
     def mine(model, batch):
@@ -433,17 +433,20 @@ def test_tokens_of_a_new_chat_format_are_learned(home, method):
     done = run(wanted, rewards=[longer] if method in ("grpo", "ppo") else (), verbose=False)
     net = getattr(done.model, "policy", done.model)
     start, end = (done.tokenizer.special_tokens[t] for t in ("<|im_start|>", "<|im_end|>"))
-    rows = lambda: net.get_input_embeddings().weight[[start, end]]
+
+    def rows():
+        return net.get_input_embeddings().weight[[start, end]]
+
     assert (
         not rows()[0].equal(rows()[1])
         and "The chat format brings 2 tokens" in (done.folder / "log.txt").read_text()
     )
     with adapters_off(net):
         assert rows()[0].equal(rows()[1])
-    kept = json.loads((done.folder / "adapter" / "adapter_config.json").read_text())[
+    modules = json.loads((done.folder / "adapter" / "adapter_config.json").read_text())[
         "modules_to_save"
     ]
-    assert sorted(kept) == (
+    assert sorted(modules) == (
         ["model.embed_tokens", "score"] if method == "reward" else ["lm_head", "model.embed_tokens"]
     )
 

@@ -1,4 +1,4 @@
-"A small model learns to answer from a file of questions and answers, in Python and from a shell, and opens elsewhere."
+"A small model learns to answer from a file, in Python and in a shell, and opens elsewhere."
 
 import json
 import os
@@ -162,7 +162,7 @@ def test_stopped_and_resumed_it_ends_the_same(home):
 
 
 def test_min_length_counts_tokens_and_min_chars_characters(home):
-    "Beside max_length it is in its unit; what is dropped is counted, for text as for examples."
+    "It has the unit of max_length; what is dropped is counted, for text as for examples."
     from trainkit.config import ConfigError
 
     short = config(home, "short")
@@ -171,12 +171,16 @@ def test_min_length_counts_tokens_and_min_chars_characters(home):
     lengths = sorted(every.examples.report.lengths.tolist())
     short.data.min_length = least = lengths[len(lengths) // 2] + 1
     with pytest.warns(UserWarning, match="too short"):
-        kept = prepare(short, base=load_pretrained(short.init_from))
-    assert [len(e["input_ids"]) for e in kept.examples] == [
+        prepared_run = prepare(short, base=load_pretrained(short.init_from))
+    assert [len(e["input_ids"]) for e in prepared_run.examples] == [
         len(e["input_ids"]) for e in every.examples if len(e["input_ids"]) >= least
     ]
-    assert kept.examples.report.too_short == len(every.examples) - len(kept.examples) > 0
-    assert kept.identity != before
+    assert (
+        prepared_run.examples.report.too_short
+        == len(every.examples) - len(prepared_run.examples)
+        > 0
+    )
+    assert prepared_run.identity != before
     (home / "texts.jsonl").write_text(
         "\n".join(json.dumps(dict(text=f"{name} " * (n + 1))) for n, name in enumerate(NAMES * 10))
     )
@@ -194,13 +198,16 @@ def test_min_length_counts_tokens_and_min_chars_characters(home):
     with pytest.warns(
         UserWarning, match="rows of train have fewer than data.min_length = 30 tokens"
     ):
-        kept = prepare(text)
-    long = lambda row: len(kept.tokenizer.encode(row["text"])) >= 30
-    assert kept.train_rows == [*filter(long, every.train_rows)] and kept.eval_rows == [
-        *filter(long, every.eval_rows)
-    ]
-    assert len(kept.train_rows) == kept.data.train_rows < len(every.train_rows)
-    assert kept.data.eval_chars == sum(len(row["text"]) for row in kept.eval_rows)
+        prepared_run = prepare(text)
+
+    def long(row):
+        return len(prepared_run.tokenizer.encode(row["text"])) >= 30
+
+    assert prepared_run.train_rows == [
+        *filter(long, every.train_rows)
+    ] and prepared_run.eval_rows == [*filter(long, every.eval_rows)]
+    assert len(prepared_run.train_rows) == prepared_run.data.train_rows < len(every.train_rows)
+    assert prepared_run.data.eval_chars == sum(len(row["text"]) for row in prepared_run.eval_rows)
     text.data.min_length, text.data.min_chars = 0, 30
     assert min(len(row["text"]) for row in prepare(text).train_rows) >= 30
     for method in ("dpo", "grpo"):
@@ -211,7 +218,10 @@ def test_min_length_counts_tokens_and_min_chars_characters(home):
 
 
 def test_a_file_that_was_split_trains_alone_and_beside_its_other_half(home):
-    "The README's commands: `data split`, then `train` on one file, which once ended in `rows leave none to evaluate on`."
+    """The README's commands, `data split`, then `train` on one of the two files.
+
+    This once failed with `rows leave none to evaluate on`.
+    """
     done = shell(
         "data",
         "split",
@@ -363,7 +373,7 @@ def test_rows_that_cannot_be_learned_stop_before_the_first_step(home, rows, hint
 
 def test_the_lesson_tunes_the_model_of_the_tour():
     "Both pages have the same knobs, but for where a run lies and what it shows on the way."
-    found = {}
+    rewards = {}
     for name, first in (("00_tour", "small = ["), ("28_instruction_tuning", "tour = [")):
         cells = [
             "".join(cell["source"])
@@ -371,15 +381,15 @@ def test_the_lesson_tunes_the_model_of_the_tour():
         ]
         (cell,) = [cell for cell in cells if re.search(rf"^{re.escape(first)}", cell, re.M)]
         cell = re.sub(
-            r"\{([\d_]+) if whole else [\d_]+\}", lambda found: found[1].replace("_", ""), cell
+            r"\{([\d_]+) if whole else [\d_]+\}", lambda rewards: rewards[1].replace("_", ""), cell
         )  # The whole tour's
-        found[name] = {
+        rewards[name] = {
             *re.findall(r"""["']((?:data|tokenizer|model|optim)\.\w+=[^"']+)["']""", cell),
             *re.findall(r"train\.max_steps=\{?(\d+)", cell),
         }
     assert (
-        found["00_tour"] == found["28_instruction_tuning"]
-        and len(found["28_instruction_tuning"]) == 10
+        rewards["00_tour"] == rewards["28_instruction_tuning"]
+        and len(rewards["28_instruction_tuning"]) == 10
     )
 
 
@@ -407,8 +417,8 @@ def test_the_same_from_a_shell(home):
         "report.html",
     ):
         assert part in done.stdout, done.stdout
-    said = Path(home / "runs" / "shell" / "config.yaml").read_text()
-    assert "per_device_train_batch_size: 8" in said and "learning_rate: 0.002" in said
+    config_text = Path(home / "runs" / "shell" / "config.yaml").read_text()
+    assert "per_device_train_batch_size: 8" in config_text and "learning_rate: 0.002" in config_text
 
 
 # --- what a config says of the data reaches what it names
@@ -463,11 +473,11 @@ def test_unused_columns_go_and_named_ones_stay(home):
         for ask in ASKS
     ]
     (home / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    kept = prepared(home, dict(path=str(home / "tasks.jsonl"))).train_rows[0]
+    row = prepared(home, dict(path=str(home / "tasks.jsonl"))).train_rows[0]
     bare = prepared(
         home, dict(path=str(home / "tasks.jsonl"), remove_unused_columns=True, split_by="task")
     ).train_rows[0]
-    assert ({*kept} - {*bare}, {*bare} - {"source", "line"}) == (
+    assert ({*row} - {*bare}, {*bare} - {"source", "line"}) == (
         {"note"},
         {"prompt", "completion", "task"},
     )
@@ -529,7 +539,10 @@ def test_a_part_and_a_split_of_a_hub_folder_are_read(home):
     (home / "hub" / "README.md").write_text(
         "---\nconfigs:\n"
         + "".join(
-            f"- config_name: {part}\n  data_files:\n  - {{split: train, path: {part}/train.parquet}}\n  - {{split: validation, path: {part}/dev.parquet}}\n"
+            f"- config_name: {part}\n"
+            "  data_files:\n"
+            f"  - {{split: train, path: {part}/train.parquet}}\n"
+            f"  - {{split: validation, path: {part}/dev.parquet}}\n"
             for part in ("digits", "tens")
         )
         + "---\n"
@@ -631,7 +644,7 @@ def test_the_lesson_has_sums_where_the_factbook_is_missing(monkeypatch):
 
 @pytest.mark.parametrize("method", ["lora", "freeze"])
 def test_tokens_of_a_new_chat_format_are_learned(home, method):
-    "Frozen, all new rows would stay one mean: what begins a turn and what ends it would be the same for ever."
+    "New rows must be trained: frozen, the tokens that begin and end a turn would stay equal."
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

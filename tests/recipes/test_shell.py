@@ -1,4 +1,4 @@
-"The shell where something comes between: a wrong value, Ctrl-C, a pipe that closes; and what programs read of it."
+"The shell under interruptions: wrong values, Ctrl-C, closed pipes; and machine-read output."
 
 import io
 import json
@@ -107,7 +107,7 @@ def pressed(words, cwd, env, what, person=False):
 @POSIX
 @pytest.mark.parametrize("person", [True, False])
 def test_ctrl_c_ends_an_answer(home, tmp_path, person):
-    "At a terminal the chat goes on with the next question; elsewhere the program ends."
+    "At a terminal the chat asks the next question; elsewhere the program ends."
     words = ["chat", "-m", str(home / "model"), "--max-new-tokens", "9", "--seed", "1"]
     done = in_child(pressed, words, tmp_path, {}, "answer", person, folder=tmp_path)
     assert done.returncode == (0 if person else 130) and "Traceback" not in done.stderr, done.stderr
@@ -480,7 +480,7 @@ def whole(home):
 
 @pytest.mark.parametrize("file", HARMS)
 def test_whatever_is_damaged_is_named(file, whole, tmp_path):
-    "Each kind of file, damaged in many ways: exit code 1 and a sentence with the name of the file or its folder."
+    "Each kind of file, damaged in many ways: exit code 1, and a sentence that names it."
     words, harms = HARMS[file]
     wrong = []
     for name, harm in harms.items():
@@ -512,7 +512,7 @@ def test_whatever_is_damaged_is_named(file, whole, tmp_path):
 
 
 def test_a_damaged_index_of_runs_is_made_again(whole, tmp_path):
-    "It is a memory of what the runs' own files hold: lines of other types, and none at all, cost time and nothing else."
+    "The index is a cache of the runs' own files: lines of other types cost only time."
     shutil.copytree(whole / "R", tmp_path / "runs" / "R")
     index = tmp_path / "runs" / "index.jsonl"
     right = call("runs", "list", cwd=tmp_path).stdout
@@ -594,7 +594,10 @@ def test_a_full_disk_leaves_the_old_tokenizer_whole(tmp_path, monkeypatch, files
     full_after(monkeypatch, files)
     with pytest.raises(
         OSError,
-        match=r"Nothing was written to .*t.(tokenizer|tokenizer_config|chat_template)\.j\w+: the disk is full",
+        match=(
+            r"Nothing was written to .*t.(tokenizer|tokenizer_config|chat_template)\.j\w+: "
+            r"the disk is full"
+        ),
     ):
         new.save(tmp_path / "t")
     assert everything(tmp_path) == before
@@ -647,7 +650,7 @@ def test_a_full_disk_that_a_library_in_rust_meets_names_the_folder(tmp_path):
     not sys.platform.startswith("linux") or os.geteuid() != 0, reason="mounts a small disk"
 )
 def test_a_disk_that_fills_up_while_a_model_is_saved(tmp_path):
-    "Ours and transformers' model, with the tokenizers of both: the old folder stays, and the error names it."
+    "Both kinds of model and tokenizer: the old folder stays, and the error names it."
     import torch
     import transformers
 
@@ -714,7 +717,8 @@ def test_a_session_on_a_disk_that_fills_up_says_so(tmp_path, room):
         )
     )
     words = (
-        f"data.path={tmp_path}/words.txt data.max_length=32 tokenizer.vocab_size=300 model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 "
+        f"data.path={tmp_path}/words.txt data.max_length=32 tokenizer.vocab_size=300 "
+        "model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 "
         "train.max_steps=2 train.per_device_train_batch_size=2 sampling.max_new_tokens=2"
     )
     (disk := tmp_path / "disk").mkdir()
@@ -790,7 +794,7 @@ def test_a_warning_is_a_line_without_source_code(tmp_path):
 
 
 def test_what_a_run_notes_is_not_in_its_json(home, tmp_path):
-    "Going on with other data or knobs is noted aloud, and a program still reads one JSON value."
+    "Resuming with other data or knobs is noted, and a program still reads one JSON value."
     train = [
         "train",
         "--method",
@@ -825,7 +829,7 @@ def test_what_a_run_notes_is_not_in_its_json(home, tmp_path):
 
 @pytest.mark.parametrize("colour", [True, False])
 def test_no_color_is_heard(colour, tmp_path, monkeypatch):
-    "Also by what is said of an error in a terminal (no-color.org)."
+    "Also in the message of an error in a terminal (no-color.org)."
     from trainkit.cli import main
 
     monkeypatch.setenv("NO_COLOR", "" if colour else "1")
@@ -873,7 +877,7 @@ def spoil(how):
 
 
 def unheard(how, words, cwd, by_command):
-    "The run, by the command or by the function that it calls; exit code 7 where it does not end well."
+    "The run, by the command or the function that it calls; exit code 7 if it does not end well."
     here = sys.stdout, sys.stderr
     os.chdir(cwd)
     try:
@@ -906,8 +910,10 @@ def test_output_never_ends_a_run(how, by_command, tmp_path):
         "\n".join(f"Other {i} words say less." for i in range(300))
     )
     words = (
-        "data.path=words.txt data.eval_file=others.txt data.max_length=32 tokenizer.vocab_size=300 model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 "
-        "train.max_steps=2 train.per_device_train_batch_size=2 train.logging_steps=1 sampling.max_new_tokens=3 name=quiet"
+        "data.path=words.txt data.eval_file=others.txt data.max_length=32 tokenizer.vocab_size=300 "
+        "model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 "
+        "train.max_steps=2 train.per_device_train_batch_size=2 train.logging_steps=1 "
+        "sampling.max_new_tokens=3 name=quiet"
     ).split()
     done = in_child(unheard, how, words, tmp_path, by_command, folder=tmp_path)
     assert done.returncode == 0 and (tmp_path / "runs" / "quiet" / "report.html").exists(), done
@@ -931,7 +937,7 @@ def looked(how, words, cwd):
     ["doctor", "data show rows.jsonl", "chat -m MODEL --max-new-tokens 3", "demo --only PHASE"],
 )
 def test_a_console_that_cannot_show_it(how, words, home, tmp_path):
-    "An escape is shown; a full disk behind standard output is named, since what was asked for is lost."
+    "The output is escaped; a full disk behind standard output is an error that names it."
     if how == "a full disk" and not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")
     (tmp_path / "rows.jsonl").write_text(json.dumps(dict(prompt="→ ☃", completion="ü 你好")) + "\n")
@@ -1049,9 +1055,9 @@ def test_prompts_and_answers_do_nothing_in_a_log(tmp_path, capsys):
         file = io.StringIO()
         with Progress(10, RUDE, where=where, file=file) as bar:
             bar.update(1, said=RUDE)
-            said = bar.status() + "".join(part for part, _ in bar.parts(400))
+            output = bar.status() + "".join(part for part, _ in bar.parts(400))
             if where == "lines":
                 bar.screen.refresh(bar)
-        assert no_controls(said) and KIND in said
+        assert no_controls(output) and KIND in output
         if where == "lines":
             assert no_controls(file.getvalue()) and KIND in file.getvalue()

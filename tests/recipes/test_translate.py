@@ -1,4 +1,7 @@
-"Configs of other systems, whole: each loads, each line is accounted for, what contradicts itself is refused; old names lead somewhere."
+"""Configs of other systems load whole: each line is accounted for, contradictions are refused.
+
+Old names of knobs lead to the new ones.
+"""
 
 import importlib
 import json
@@ -291,7 +294,7 @@ def test_what_contradicts_itself_is_an_error_with_its_place(name, hint):
     ],
 )
 def test_common_aliases_load_without_a_translation(words, knob, value):
-    given = {
+    config = {
         "method": "lora"
         if "lora" in str(words)
         and not {"method", "stage", "training_type", "finetuning_type", "use_lora"} & {*words}
@@ -300,15 +303,15 @@ def test_common_aliases_load_without_a_translation(words, knob, value):
         **words,
     }
     if {"stage", "training_type", "finetuning_type", "use_lora"} & {*words}:
-        given.pop("method")
+        config.pop("method")
     if "base_model_name" in words or "model_name" in words:
-        given.pop("init_from")
+        config.pop("init_from")
     for load in (lambda g: load_config(RunConfig, g), method_config):
-        assert value_of(load(given), knob) == value
+        assert value_of(load(config), knob) == value
     if not any(
-        isinstance(v, dict) for v in given.values()
+        isinstance(v, dict) for v in config.values()
     ):  # As a flag, too, over whatever the method has by itself
-        assert value_of(method_config(None, [f"{k}={v}" for k, v in given.items()]), knob) == value
+        assert value_of(method_config(None, [f"{k}={v}" for k, v in config.items()]), knob) == value
 
 
 def test_the_project_of_a_tracker_is_named_in_the_environment():
@@ -383,7 +386,10 @@ def test_a_word_at_the_top_beats_what_a_method_has_by_itself(
     ids=str,
 )
 def test_python_and_the_shell_read_a_file_alike(words, overrides, tmp_path):
-    "A user's own word, else the preset's, else the method's, else the default of the class; also where a group is named for one knob."
+    """The user's value wins, then the preset's, then the method's, then the class default.
+
+    Also if a group is named for one knob.
+    """
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({**words, "init_from": "x"}))
     read = load_config(RunConfig, tmp_path / "c.yaml", overrides)
     assert (
@@ -399,9 +405,9 @@ def test_python_and_the_shell_read_a_file_alike(words, overrides, tmp_path):
     )
     for group, values in METHODS[read.method].defaults.items():
         for name, value in values.items():
-            said = (words.get(group) or {}).get(name, preset.get(group, {}).get(name, value))
+            expected = (words.get(group) or {}).get(name, preset.get(group, {}).get(name, value))
             if name not in ("learning_rate", "max_length"):
-                assert getattr(getattr(read, group), name) == said, (group, name)
+                assert getattr(getattr(read, group), name) == expected, (group, name)
     rate = float(
         typed.get("learning_rate")
         or typed.get("optim.lr")
@@ -472,7 +478,9 @@ def test_override_rules():
             optimizer.step(), schedule.step()
         return rates
 
-    warm = lambda rates: next(i for i, r in enumerate(rates) if r == 1.0)
+    def warm(rates):
+        return next(i for i, r in enumerate(rates) if r == 1.0)
+
     assert (
         warm(first_rates(warmup_ratio=0.1, warmup_steps=0)) == 10
         and warm(first_rates(warmup_ratio=0.1, warmup_steps=20)) == 20
@@ -541,7 +549,7 @@ def with_preset(name, method, home):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_suits_a_method_or_says_why_not(name, method, tmp_path):
-    "Whoever names a method gets it; four bits need an adapter, and nothing else is refused."
+    "A named method is used; 4 bits need an adapter, and nothing else is refused."
     few = "quant" in PRESETS[name].knobs and method in ("pretrain", "sft", "freeze")
     if few:
         with pytest.raises(
@@ -618,7 +626,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stranger(home, tmp_path_factory):
-    "A model of a family that ours does not compute, with a tokenizer: as `load_pretrained(native=False)` opens it."
+    "A model of a family that ours does not compute, with a tokenizer, opened with native=False."
     import torch
     import transformers
 
@@ -689,7 +697,10 @@ ON_A_GPU = [
     "name", [*(name for name in PRESETS if not name.startswith("cuda")), *ON_A_GPU]
 )
 def test_a_preset_runs_with_every_method(name, method, home):
-    "Two steps of a small model, with the preset's batches, optimizer, adapter and bits. What it compiles is traced, and not made into machine code."
+    """Two steps of a small model with the preset's batches, optimizer, adapter and bits.
+
+    What it compiles is traced, not made into machine code.
+    """
     if name == "minimal-memory" and method in ("pretrain", "sft", "freeze"):
         pytest.skip("refused, as the test above says")
     from trainkit.recipes.runner import rehearse
@@ -715,8 +726,12 @@ def test_no_run_folder_holds_a_secret(tmp_path):
     "`${HF_TOKEN}` is filled in where it is used, and written down as it stood."
     secret = "hf_verysecretindeed"
     (tmp_path / "c.yaml").write_text(
-        "name: quiet\ndata: {path: stdlib, max_chars: 60000, max_length: 32, eval_fraction: 0.1}\ntokenizer: {vocab_size: 300}\nmodel: {d_model: 32, n_heads: 2, n_layers: 1, d_ff: 64}\n"
-        "train: {max_steps: 2, per_device_train_batch_size: 2, sample_steps: 0, output_dir: 'out', torch_compile_backend: '${HF_TOKEN}'}\n"
+        "name: quiet\n"
+        "data: {path: stdlib, max_chars: 60000, max_length: 32, eval_fraction: 0.1}\n"
+        "tokenizer: {vocab_size: 300}\n"
+        "model: {d_model: 32, n_heads: 2, n_layers: 1, d_ff: 64}\n"
+        "train: {max_steps: 2, per_device_train_batch_size: 2, sample_steps: 0, output_dir: 'out', "
+        "torch_compile_backend: '${HF_TOKEN}'}\n"
     )
     done = trainkit("train", "c.yaml", cwd=tmp_path, HF_TOKEN=secret)
     assert done.returncode == 0, done.stderr
@@ -763,33 +778,33 @@ def test_old_names_lead_somewhere():
                 words = name.split(".")
                 for n in range(len(words), 0, -1):  # the longest part of the name that is a module
                     try:
-                        found = importlib.import_module(".".join(["trainkit", *words[:n]]))
+                        target = importlib.import_module(".".join(["trainkit", *words[:n]]))
                     except ModuleNotFoundError:
                         continue
                     break
                 attribute = ".".join(words[n:])
                 for part in attribute.split(".") if attribute else []:
-                    found = (
-                        getattr(found, part)
-                        if hasattr(found, part)
-                        else found.__dataclass_fields__[part]
+                    target = (
+                        getattr(target, part)
+                        if hasattr(target, part)
+                        else target.__dataclass_fields__[part]
                     )
 
 
 def test_a_translated_word_is_reported_where_it_was_said():
     "Not in the module that read it, however deep in the config it stood."
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         load_config(TrainConfig, {"fp16": True})
         method_config({"fp16": True})
         method_config({"train": {"fp16": True}})
-    assert [(w.filename, "word of other libraries" in str(w.message)) for w in said] == [
+    assert [(w.filename, "word of other libraries" in str(w.message)) for w in warned] == [
         (__file__, True)
     ] * 3
 
 
 def test_two_trackers_are_no_contradiction():
-    for given, trackers in (
+    for settings, trackers in (
         ({"use_wandb": True, "use_tensorboard": True}, ["wandb", "tensorboard"]),
         (
             {"report_to": "tensorboard", "use_wandb": True, "use_tensorboard": True},
@@ -797,7 +812,7 @@ def test_two_trackers_are_no_contradiction():
         ),
     ):
         config, account = convert_config(
-            {"model_name_or_path": "x", "finetuning_type": "lora", **given}
+            {"model_name_or_path": "x", "finetuning_type": "lora", **settings}
         )
         assert sorted(config.report_to) == sorted(trackers) and "report_to" in next(
             r.becomes for r in account.rows if r.setting == "use_wandb"
@@ -819,11 +834,22 @@ def test_two_trackers_are_no_contradiction():
 
 KNOWN = {  # what an argument is, and what stands around it -> its value
     "an attribute of the object": (
-        "class P:\n  def __init__(self, output_dir='mine'):\n    self.output_dir = output_dir\n  def go(self): return TrainConfig(x=self.output_dir)",
+        (
+            "class P:\n"
+            "  def __init__(self, output_dir='mine'):\n"
+            "    self.output_dir = output_dir\n"
+            "  def go(self): return TrainConfig(x=self.output_dir)"
+        ),
         "mine",
     ),
     "the same, made with another value": (
-        "class P:\n  def __init__(self, output_dir='mine'):\n    self.output_dir = output_dir\n  def go(self): return TrainConfig(x=self.output_dir)\nP('yours').go()",
+        (
+            "class P:\n"
+            "  def __init__(self, output_dir='mine'):\n"
+            "    self.output_dir = output_dir\n"
+            "  def go(self): return TrainConfig(x=self.output_dir)\n"
+            "P('yours').go()"
+        ),
         "yours",
     ),
     "a constant of the class": (
@@ -848,11 +874,26 @@ KNOWN = {  # what an argument is, and what stands around it -> its value
         2e-4,
     ),
     "a field with a factory": (
-        "@dataclass\nclass C:\n  names: list = field(default_factory=lambda: ['a', 'b'])\ncfg = C()\nTrainConfig(x=cfg.names)",
+        (
+            "@dataclass\n"
+            "class C:\n"
+            "  names: list = field(default_factory=lambda: ['a', 'b'])\n"
+            "cfg = C()\n"
+            "TrainConfig(x=cfg.names)"
+        ),
         ["a", "b"],
     ),
     "a field of a field": (
-        "@dataclass\nclass A:\n  r: int = 8\n@dataclass\nclass C:\n  lora: A = field(default_factory=A)\ncfg = C()\nTrainConfig(x=cfg.lora.r)",
+        (
+            "@dataclass\n"
+            "class A:\n"
+            "  r: int = 8\n"
+            "@dataclass\n"
+            "class C:\n"
+            "  lora: A = field(default_factory=A)\n"
+            "cfg = C()\n"
+            "TrainConfig(x=cfg.lora.r)"
+        ),
         8,
     ),
     "a parameter with a class": (
@@ -875,7 +916,11 @@ KNOWN = {  # what an argument is, and what stands around it -> its value
     "a path": ("ROOT = Path('runs')\nTrainConfig(x=str(ROOT/'a'))", "runs/a"),
     "a joined path": ("ROOT = 'runs'\nTrainConfig(x=os.path.join(ROOT, 'a'))", "runs/a"),
     "an option of the command line": (
-        "parser.add_argument('--lr', type=float, default=1e-5)\nargs = parser.parse_args()\nTrainConfig(x=args.lr)",
+        (
+            "parser.add_argument('--lr', type=float, default=1e-5)\n"
+            "args = parser.parse_args()\n"
+            "TrainConfig(x=args.lr)"
+        ),
         1e-5,
     ),
     "two names at once": ("a, b = 1, 2\nTrainConfig(x=b)", 2),
@@ -895,19 +940,38 @@ UNKNOWN = {  # only a run would tell
     "a parameter without a default": "def go(lr): return TrainConfig(x=lr)",
     "called with two values": "def go(lr): return TrainConfig(x=lr)\ngo(1)\ngo(2)",
     "called with a list": "def go(lr=1): return TrainConfig(x=lr)\ngo(*more)",
-    "self, set by a parameter": "class P:\n  def __init__(self, out): self.out = out\n  def go(self): return TrainConfig(x=self.out)",
+    "self, set by a parameter": (
+        "class P:\n"
+        "  def __init__(self, out): self.out = out\n"
+        "  def go(self): return TrainConfig(x=self.out)"
+    ),
     "an f-string": "TrainConfig(x=f'runs/{name()}')",
     "a subscript": "TrainConfig(x=table[key])",
     "a list that grows": "NAMES = ['a']\nNAMES.append('b')\nTrainConfig(x=NAMES)",
     "a table that is changed": "T = {'a': 1}\nT['a'] = 2\nTrainConfig(x=T['a'])",
     "a global": "LR = 1\ndef change():\n  global LR\n  LR = 2\nTrainConfig(x=LR)",
-    "an option without a default": "parser.add_argument('--lr')\nargs = parser.parse_args()\nTrainConfig(x=args.lr)",
-    "set by name": "@dataclass\nclass C:\n  lr: float = 1\ncfg = C()\nfor k, v in more: setattr(cfg, k, v)\nTrainConfig(x=cfg.lr)",
+    "an option without a default": (
+        "parser.add_argument('--lr')\nargs = parser.parse_args()\nTrainConfig(x=args.lr)"
+    ),
+    "set by name": (
+        "@dataclass\n"
+        "class C:\n"
+        "  lr: float = 1\n"
+        "cfg = C()\n"
+        "for k, v in more: setattr(cfg, k, v)\n"
+        "TrainConfig(x=cfg.lr)"
+    ),
     "handed to somebody": "def go(lr=1): return TrainConfig(x=lr)\npool.submit(go, 2)",
     "a name of itself": "a = b\nb = a\nTrainConfig(x=a)",
     "a condition": "TrainConfig(x=True if cuda() else False)",
     "too large": "TrainConfig(x=9**9**9)",
-    "what an heir makes of it": "class P:\n  def __init__(self, out='a'): self.out = out\n  def go(self): return TrainConfig(x=self.out)\nclass Q(P):\n  def __init__(self): super().__init__(folder())",
+    "what an heir makes of it": (
+        "class P:\n"
+        "  def __init__(self, out='a'): self.out = out\n"
+        "  def go(self): return TrainConfig(x=self.out)\n"
+        "class Q(P):\n"
+        "  def __init__(self): super().__init__(folder())"
+    ),
 }
 
 
@@ -930,7 +994,8 @@ def test_what_a_script_computes_is_reported_with_its_place(tmp_path):
         self.output_dir, self.model_name = output_dir, model_name
     def go(self):
         model = AutoModelForCausalLM.from_pretrained(self.model_name)
-        args = SFTConfig(output_dir=self.output_dir, learning_rate=rate(), logging_steps=self.every, max_steps=3)
+        args = SFTConfig(output_dir=self.output_dir, learning_rate=rate(),
+                         logging_steps=self.every, max_steps=3)
         return SFTTrainer(model=model, args=args, train_dataset=load_rows(), reward_funcs=mine)
 """)
     done = call("config", "convert", "train.py", "-o", "ours.yaml", cwd=tmp_path)
@@ -996,7 +1061,7 @@ def test_what_a_script_computes_is_reported_with_its_place(tmp_path):
     ],
     ids=str,
 )
-def test_one_word_that_has_no_translation_is_reported_and_the_rest_is_converted(words, kept):
+def test_one_word_that_has_no_translation_is_reported_and_the_rest_is_converted(words, rest):
     config, account = convert_config(
         {
             "model_name_or_path": "x",
@@ -1008,13 +1073,13 @@ def test_one_word_that_has_no_translation_is_reported_and_the_rest_is_converted(
         device="cpu",
     )
     assert (config.init_from, config.method, config.train.max_steps) == ("x", "lora", 7)
-    assert {k: value_of(config, k) for k in kept} == kept
+    assert {k: value_of(config, k) for k in rest} == rest
     refused = account.named("refused")
     assert [row.setting.split(".")[0] for row in refused] == [
         k
         for k in words
         if k not in ("learning_rate", "lora_r", "lora_alpha", "per_device_train_batch_size")
-        or not kept
+        or not rest
     ], account.rows
     assert all(len(row.why) > 8 and "Traceback" not in row.why for row in refused)
 
@@ -1056,7 +1121,7 @@ def test_a_deepspeed_file_alone_becomes_the_knobs_that_it_names(tmp_path):
         method_config(tmp_path / "ours.yaml", ["method=sft", "init_from=x"]).optim.learning_rate
         == 5e-4
     )
-    for given, command in (
+    for settings, command in (
         (
             {
                 "zero_optimization": {"stage": 3},
@@ -1068,7 +1133,7 @@ def test_a_deepspeed_file_alone_becomes_the_knobs_that_it_names(tmp_path):
         ({"train_micro_batch_size_per_gpu": 2}, "trainkit train FILE"),
         ({**HALVES, "train_batch_size": 4}, "trainkit train FILE"),
     ):
-        account = convert_config(given)[1]
+        account = convert_config(settings)[1]
         assert (
             account.command == command
             or not command.endswith("zero3")
@@ -1092,7 +1157,7 @@ def test_a_deepspeed_file_alone_becomes_the_knobs_that_it_names(tmp_path):
 def test_fp16_with_zero_becomes_bf16_and_says_so(where, tmp_path):
     "As a trainer from scratch has it; the loop refuses the two together."
     (tmp_path / "ds.json").write_text(json.dumps(HALVES))
-    given = {
+    settings = {
         "model_name_or_path": "x",
         "num_gpus": 8,
         "max_steps": 3,
@@ -1107,7 +1172,7 @@ def test_fp16_with_zero_becomes_bf16_and_says_so(where, tmp_path):
             },
         }[where],
     }
-    config, account = convert_config(given)
+    config, account = convert_config(settings)
     assert (
         config.train.mixed_precision == "bf16"
         and config.train.max_steps == 3
@@ -1128,7 +1193,10 @@ def test_fp16_with_zero_becomes_bf16_and_says_so(where, tmp_path):
         for own in ({}, {"fp16": True}, {"train": {"mixed_precision": "fp16"}}):
             with pytest.warns(
                 UserWarning,
-                match="fp16 in the DeepSpeed file: zero2 is not combined with it here, and bf16 takes its place",
+                match=(
+                    "fp16 in the DeepSpeed file: zero2 is not combined with it here, "
+                    "and bf16 takes its place"
+                ),
             ):
                 plan, rest = translate(
                     {"deepspeed_config": str(tmp_path / "ds.json"), "num_gpus": 8, **own}
@@ -1165,8 +1233,8 @@ def test_launch_takes_bf16_for_fp16_with_zero(words, tmp_path, recwarn):
     if len(words) == 2:
         words = ["l.yaml", "train.mixed_precision=fp16"]
     done = call("launch", *words, "--processes", "8", "--dry-run", cwd=tmp_path)
-    said = done.stderr + "".join(str(warning.message) for warning in recwarn)
-    assert done.returncode == 0 and "bf16 takes its place" in said, said
+    messages = done.stderr + "".join(str(warning.message) for warning in recwarn)
+    assert done.returncode == 0 and "bf16 takes its place" in messages, messages
     assert "mixed_precision: bf16" in done.stdout and "mixed_precision: fp16" not in done.stdout, (
         done.stdout
     )
@@ -1192,7 +1260,7 @@ def test_a_file_that_describes_no_run_is_named(data, says, tmp_path):
 
 
 def test_a_file_of_accelerate_is_a_launch():
-    given = {
+    settings = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED",
         "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "none"},
@@ -1201,17 +1269,19 @@ def test_a_file_of_accelerate_is_a_launch():
         "mixed_precision": "bf16",
         "use_cpu": False,
     }
-    config, account = convert_config(given)
+    config, account = convert_config(settings)
     assert (
         account.command == "trainkit launch FILE --processes 4 --strategy zero3"
         and config.train.mixed_precision == "bf16"
     )
     assert (
-        convert_config({**given, "distributed_type": "FSDP", "deepspeed_config": None})[1].command
+        convert_config({**settings, "distributed_type": "FSDP", "deepspeed_config": None})[
+            1
+        ].command
         == "trainkit launch FILE --processes 4 --strategy fsdp"
     )
     assert (
-        convert_config({**given, "distributed_type": "MULTI_GPU", "deepspeed_config": None})[
+        convert_config({**settings, "distributed_type": "MULTI_GPU", "deepspeed_config": None})[
             1
         ].command
         == "trainkit launch FILE --processes 4 --strategy ddp"
@@ -1323,8 +1393,8 @@ def test_a_run_in_the_words_of_llamafactory_is_the_same_run(method, groups, loop
             "report_to": ["wandb"],
         }
     )
-    said = llamafactory_arguments(config, 100, ("train", "eval"))
-    back, account = convert_config(said, device="cpu")
+    arguments = llamafactory_arguments(config, 100, ("train", "eval"))
+    back, account = convert_config(arguments, device="cpu")
     assert not account.named("refused"), account.named("refused")
     ours, theirs = to_dict(config), to_dict(back)
     differ = {
@@ -1350,8 +1420,8 @@ def test_a_run_in_the_words_of_llamafactory_is_the_same_run(method, groups, loop
         k: (value_of(config, k), value_of(back, k)) for k in differ - names
     }
     assert llamafactory_arguments(
-        back, 100, (said["dataset"], said.get("eval_dataset", "eval"))
-    ) == {**said, "optim": said["optim"]}, "and a second time"
+        back, 100, (arguments["dataset"], arguments.get("eval_dataset", "eval"))
+    ) == {**arguments, "optim": arguments["optim"]}, "and a second time"
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -1390,7 +1460,7 @@ def test_a_base_model_without_a_chat_format_is_exported_with_the_one_that_it_get
         tmp_path / "base",
     )
     assert bool(PreTrainedTokenizerFast.from_pretrained(tmp_path / "base").chat_template) is own
-    for method, given in (
+    for method, options in (
         ("sft", True),
         ("lora", True),
         ("freeze", True),
@@ -1407,7 +1477,7 @@ def test_a_base_model_without_a_chat_format_is_exported_with_the_one_that_it_get
             }
         )
         assert llamafactory_arguments(config, 100).get("template") == (
-            "chatml" if given and not own else None
+            "chatml" if options and not own else None
         ), method
     config = method_config(
         {"method": "sft", "init_from": str(tmp_path / "base"), "sft": {"template": "llama3"}}

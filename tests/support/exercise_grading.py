@@ -1,4 +1,4 @@
-"Lessons run with their exercises: each check is asked about the cell as it stands and about the folded solution."
+"Run lessons with their exercises: each check sees the cell as it is and the folded solution."
 
 import os
 import warnings
@@ -7,7 +7,10 @@ from support.processes import ROOT
 
 
 def run_lesson(path, flags):
-    "Run a notebook as the tests do, in a process that is for nothing else; whether it ran, and for each exercise its two verdicts or what went wrong."
+    """Run a notebook as the tests do: did it run, and each exercise's two verdicts or its error.
+
+    Call it in a process of its own.
+    """
     os.chdir(ROOT)
     os.environ.update(TRAINKIT_PROFILE="quick", COLUMNS="100")
     warnings.simplefilter("ignore")
@@ -17,9 +20,9 @@ def run_lesson(path, flags):
 
     exercises, asked, verdicts = {e.stub: e for e in read_exercises(path)}, [], []
 
-    def judge(exercise, names, said):
+    def judge(exercise, names, answer):
         try:
-            return [str(verdict) for verdict in grade(exercise, names, said)]
+            return [str(verdict) for verdict in grade(exercise, names, answer)]
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
@@ -47,10 +50,10 @@ def run_lesson(path, flags):
 
 def wrong(verdicts):
     "The exercises whose stub passes or whose solution does not, in words."
-    for number, found in enumerate(verdicts, 1):
-        if isinstance(found, str):
-            yield f"exercise {number} cannot be graded: {found}"
-        elif found[0] == "right":
+    for number, verdict in enumerate(verdicts, 1):
+        if isinstance(verdict, str):
+            yield f"exercise {number} cannot be graded: {verdict}"
+        elif verdict[0] == "right":
             yield f"exercise {number}: the untouched cell passes"
-        elif found[1] != "right":
-            yield f"exercise {number}: its solution is {found[1]}"
+        elif verdict[1] != "right":
+            yield f"exercise {number}: its solution is {verdict[1]}"

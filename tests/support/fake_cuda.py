@@ -1,9 +1,10 @@
-"""A GPU that is not there: the CPU computes, but what lies on `cuda` is told from what lies on the CPU.
+"""A pretended GPU: the CPU computes, but tensors on `cuda` are distinguished from the CPU's.
 
-`pretend_gpu()` makes torch say that there is one. A tensor that is made there or sent there carries a mark on its storage; views
-share it, results inherit it. Whatever mixes both kinds fails with the words that CUDA has for it, so does numpy over a marked
-tensor, a CPU generator for random numbers of the GPU, a graph of tensors in two places. Kernels, speed and memory of a
-real GPU are not tried. There is no way back, so call it in a process of its own.
+`pretend_gpu()` makes torch report a GPU. A tensor that is created there or moved there carries
+a mark on its storage; views share it, results inherit it. Operations that mix both kinds fail
+with CUDA's message, and so do numpy over a marked tensor, a CPU generator for random numbers
+of the GPU, and a graph of tensors in two places. Kernels, speed and memory of a real GPU are
+not tried. It cannot be undone, so call it in a process of its own.
 """
 
 import functools
@@ -20,7 +21,10 @@ from torch.utils._pytree import tree_leaves
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 true_device = torch.Tensor.device  # Where memory is by torch's own account
 aten = torch.ops.aten
-TWO = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! ({})"
+TWO = (
+    "Expected all tensors to be on the same device, but found at least two devices, "
+    "cuda:0 and cpu! ({})"
+)
 ANYWHERE = {  # Takes tensors of both kinds
     "copy_",
     "_to_copy",
@@ -63,9 +67,8 @@ def on_gpu(x) -> bool:
 
 
 def is_nowhere(x) -> bool:
-    return (
-        is_plain(x) and mark(x) is None
-    )  # Autograd's own zeros, which on a real GPU would be in the right place
+    "Autograd's own zeros, which on a real GPU would be in the right place."
+    return is_plain(x) and mark(x) is None
 
 
 def put(x, gpu=True):
@@ -87,55 +90,56 @@ def wants_gpu(device) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
+def refuse_mixed(function, name, args, tensors):
+    "Raise CUDA's error where an operation may not take tensors of both kinds."
+    if name in BY_INDEX:
+        if not on_gpu(args[0]):
+            raise RuntimeError(
+                "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
+            )
+        if len(args) > 2 and args[2].ndim and not on_gpu(args[2]):
+            raise RuntimeError(TWO.format(name))
+        return
+    writes_to_cpu = function._schema.is_mutable and any(
+        is_plain(t) and not on_gpu(t) for t in tree_leaves(args[:1])
+    )
+    if writes_to_cpu or name == "_fused_adamw_" or any(t.ndim and not on_gpu(t) for t in tensors):
+        raise RuntimeError(TWO.format(name))
+
+
 class Watch(TorchDispatchMode):
-    "Every operation, those of backward passes too: are its tensors in one place? Then so is what it gives."
+    "Check that the tensors of every operation, backward included, are on one device."
 
     syncs = 0  # How often the CPU waited for a number of the GPU
     used = False  # Whether anything was there yet
 
     def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+        created_there = wants_gpu(kwargs.get("device"))
+        if created_there:
             kwargs = {**kwargs, "device": CPU}
-            forced = True
-        else:
-            forced = None
         tensors = [t for t in tree_leaves((args, kwargs)) if is_plain(t) and not is_nowhere(t)]
         places = [on_gpu(t) for t in tensors]
         name = function._schema.name.split("::")[-1]
         gpu = any(places)
         if gpu and not all(places) and name not in ANYWHERE:
-            first = tree_leaves(args[:1])
-            if name in BY_INDEX:
-                if not on_gpu(args[0]):
-                    raise RuntimeError(
-                        "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
-                    )
-                if len(args) > 2 and args[2].ndim and not on_gpu(args[2]):
-                    raise RuntimeError(TWO.format(name))
-            elif any(t.ndim and not there for t, there in zip(tensors, places, strict=True)):
-                raise RuntimeError(TWO.format(name))
-            elif function._schema.is_mutable and any(is_plain(t) and not on_gpu(t) for t in first):
-                raise RuntimeError(TWO.format(name))
-            elif name == "_fused_adamw_":
-                raise RuntimeError(TWO.format(name))
+            refuse_mixed(function, name, args, tensors)
         generator = kwargs.get("generator")
         if generator is not None and tensors and gpu != getattr(generator, "gpu", False):
             raise RuntimeError(
-                f"Expected a '{'cuda' if gpu else 'cpu'}' device type for generator but found the other ({name})"
+                f"Expected a '{'cuda' if gpu else 'cpu'}' device type for generator but found the "
+                f"other ({name})"
             )
         if gpu and name == "_local_scalar_dense":
             Watch.syncs += 1
         if gpu and name == "mm" and args[0].numel() >= 2**26:
             return kwargs.get("out", args[0])  # Somebody measures the speed of a GPU
-        found = function(*args, **kwargs)
+        out = function(*args, **kwargs)
         if name in ("copy_", "_foreach_copy_", "set_"):
-            return found  # In place
-        if forced is not None:
-            gpu = forced
-        elif name == "zeros" and torch._C._current_graph_task_id() != -1:
-            return put(found, None)
-        return put(found) if gpu else found
+            return out  # In place
+        if not created_there and name == "zeros" and torch._C._current_graph_task_id() != -1:
+            return put(out, None)
+        return put(out) if created_there or gpu else out
 
 
 def entered(run):
@@ -169,7 +173,8 @@ def placed(make):
         generator = kwargs.get("generator")
         if device is not None and generator is not None and gpu != getattr(generator, "gpu", False):
             raise RuntimeError(
-                f"Expected a '{'cuda' if gpu else 'cpu'}' device type for generator but found the other ({make.__name__})"
+                f"Expected a '{'cuda' if gpu else 'cpu'}' device type for generator but found the "
+                f"other ({make.__name__})"
             )
         if make.__name__ in ("tensor", "as_tensor", "asarray") and args and is_plain(args[0]):
             if device is None:
@@ -177,14 +182,12 @@ def placed(make):
             if gpu != on_gpu(args[0]):
                 return move(args[0], GPU if gpu else CPU, dtype=kwargs.get("dtype"))
         if device is None:
-            made = make(*args, **kwargs)
-            return put(made, False) if is_nowhere(made) else made
-        made = make(*args, device=CPU if gpu else device, **kwargs)
-        return (
-            put(made, gpu)
-            if gpu or not is_plain(made) or not on_gpu(made)
-            else put(made.clone(), False)
-        )
+            out = make(*args, **kwargs)
+            return put(out, False) if is_nowhere(out) else out
+        out = make(*args, device=CPU if gpu else device, **kwargs)
+        if gpu or not is_plain(out) or not on_gpu(out):
+            return put(out, gpu)
+        return put(out.clone(), False)
 
     return maker
 
@@ -289,8 +292,27 @@ def guarded(name, words):
 
 
 def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
-    "From now on this process has a GPU with that compute capability and that many bytes. narrow: autocast computes in 16 bits, as it says."
-    used = lambda: 0
+    """Give this process a GPU with that compute capability and that many bytes.
+
+    narrow: autocast really computes in 16 bits.
+    """
+    patch_cuda(capability, memory)
+    patch_accelerator()
+    patch_constructors()
+    patch_tensor()
+    patch_queries()
+    patch_autocast(narrow)
+    patch_loading()
+    threading.Thread.run = entered(threading.Thread.run)  # type: ignore
+    Watch().__enter__()
+
+
+def patch_cuda(capability, memory):
+    "What torch.cuda answers."
+
+    def used():
+        return 0
+
     facts = types.SimpleNamespace(
         total_memory=memory,
         major=capability[0],
@@ -307,7 +329,10 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
         is_integrated=False,
         gcnArchName="",
     )
-    state = lambda *args: torch.default_generator.get_state()
+
+    def state(*args):
+        return torch.default_generator.get_state()
+
     for name, value in dict(
         is_available=lambda: True,
         is_initialized=lambda: Watch.used,
@@ -354,6 +379,10 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
     torch._C._cuda_getDevice = lambda: 0  # type: ignore
     for name in ("get_rng_state", "get_rng_state_all", "set_rng_state", "set_rng_state_all"):
         setattr(torch.cuda.random, name, getattr(torch.cuda, name))
+
+
+def patch_accelerator():
+    "What torch.accelerator answers."
     for name, value in dict(
         is_available=lambda: True,
         current_accelerator=lambda *a, **k: torch.device("cuda"),
@@ -364,6 +393,10 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
         set_device_index=lambda *a: None,
     ).items():
         setattr(torch.accelerator, name, value)
+
+
+def patch_constructors():
+    "Functions that create tensors take `cuda`, and `with torch.device('cuda')` works."
     fake = FakeTensor.__new__
     FakeTensor.__new__ = staticmethod(
         lambda cls, mode, elem, device, *args, **kwargs: fake(
@@ -415,6 +448,22 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
     ):
         setattr(torch, name, placed(getattr(torch, name)))
     torch.Generator = Generator  # type: ignore
+
+
+def placed_method(true):
+    "A method as `new_zeros`, for any device."
+
+    def method(self, *args, device=None, **kwargs):
+        if not is_plain(self):
+            return true(self, *args, **kwargs, **({} if device is None else dict(device=device)))
+        gpu = on_gpu(self) if device is None else wants_gpu(device)
+        return put(true(self, *args, **kwargs), gpu)
+
+    return method
+
+
+def patch_tensor():
+    "Where a tensor is, how it moves, and what fails on the GPU."
     for name in (
         "new_empty",
         "new_zeros",
@@ -423,19 +472,7 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
         "new_tensor",
         "new_empty_strided",
     ):
-        true = getattr(torch.Tensor, name)
-
-        def method(self, *args, device=None, true=true, **kwargs):
-            if not is_plain(self):
-                return true(
-                    self, *args, **kwargs, **({} if device is None else dict(device=device))
-                )
-            return put(
-                true(self, *args, **kwargs), on_gpu(self) if device is None else wants_gpu(device)
-            )
-
-        setattr(torch.Tensor, name, method)
-
+        setattr(torch.Tensor, name, placed_method(getattr(torch.Tensor, name)))
     torch.Tensor.device = property(
         lambda self: GPU if is_plain(self) and on_gpu(self) else true_device.__get__(self)
     )  # type: ignore
@@ -461,16 +498,21 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
     for name in ("numpy", "__array__"):
         guarded(
             name,
-            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.",
+            "can't convert cuda:0 device type tensor to numpy. "
+            "Use Tensor.cpu() to copy the tensor to host memory first.",
         )
     true_type = torch.Tensor.type
-    torch.Tensor.type = lambda self, kind=None, **kwargs: (
-        true_type(self)
-        if kind is None
-        else self.to(kind)
-        if isinstance(kind, torch.dtype)
-        else true_type(self, kind)
-    )  # type: ignore
+
+    def of_type(self, kind=None, **kwargs):
+        if kind is None:
+            return true_type(self)
+        return self.to(kind) if isinstance(kind, torch.dtype) else true_type(self, kind)
+
+    torch.Tensor.type = of_type  # type: ignore
+
+
+def patch_queries():
+    "Torch's own questions about devices: how it parses them and groups tensors by them."
 
     def parse_to(*args, true=torch._C._nn._parse_to, **kwargs):
         args = [GPU if isinstance(a, int) and not isinstance(a, bool) else a for a in args]
@@ -478,15 +520,17 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
 
     torch._C._nn._parse_to = parse_to
 
-    def grouped(
-        lists, *args, true=torch._C._group_tensors_by_device_and_dtype
-    ):  # As optimizers ask
-        return {
+    def grouped(lists, *args, true=torch._C._group_tensors_by_device_and_dtype):
+        return {  # As optimizers ask
             (next((x.device for x in group[0][0] if x is not None), device), dtype): group
             for (device, dtype), group in true(lists, *args).items()
         }
 
     torch._C._group_tensors_by_device_and_dtype = grouped  # type: ignore
+
+
+def patch_autocast(narrow):
+    "Autocast and gradient scaling for `cuda`."
 
     class Autocast(torch.autocast):  # Numbers in 16 bits are slow on most CPUs
         def __init__(self, device_type, *args, **kwargs):
@@ -523,6 +567,9 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
 
     torch.amp.GradScaler = torch.cuda.amp.GradScaler = Scaler  # type: ignore
 
+
+def patch_loading():
+    "Files of tensors open on the GPU."
     import safetensors
     import safetensors.torch
 
@@ -536,10 +583,8 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
 
     class Opened:
         def __init__(self, path, framework="pt", device="cpu", **kwargs):
-            self.gpu, self.file = (
-                wants_gpu(device),
-                true_open(path, framework=framework, device="cpu", **kwargs),
-            )
+            self.gpu = wants_gpu(device)
+            self.file = true_open(path, framework=framework, device="cpu", **kwargs)
 
         def __enter__(self):
             self.file.__enter__()
@@ -559,13 +604,8 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
 
     def load(*args, map_location=None, **kwargs):
         gpu = isinstance(map_location, (str, torch.device)) and wants_gpu(map_location)
-        return (
-            put(true_torch_load(*args, map_location="cpu" if gpu else map_location, **kwargs), gpu)
-            if gpu
-            else true_torch_load(*args, map_location=map_location, **kwargs)
-        )
+        if gpu:
+            return put(true_torch_load(*args, map_location="cpu", **kwargs))
+        return true_torch_load(*args, map_location=map_location, **kwargs)
 
     torch.load = load
-
-    threading.Thread.run = entered(threading.Thread.run)  # type: ignore
-    Watch().__enter__()

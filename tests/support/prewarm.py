@@ -1,4 +1,7 @@
-"What every child process of the tests needs, imported and looked up once: the forkserver imports this, its children inherit it."
+"""Imports and look-ups that every child process needs, done once.
+
+The forkserver imports this module, and its children inherit the result.
+"""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"Fresh processes for tests: functions, commands and whole groups of ranks, the imports paid once for all."
+"Fresh processes for tests: functions, commands and groups of ranks, with shared imports."
 
 import asyncio
 import gc
@@ -28,7 +28,7 @@ SERVER = forkserver._forkserver
 
 
 def serve():
-    "Begin the server from which fresh processes are forked, if there is none."
+    "Start the server from which fresh processes are forked, unless it runs."
     with patch.dict(
         os.environ,
         PYTHONPATH=os.pathsep.join(
@@ -68,7 +68,7 @@ def begin(function, *args, folder):
 
 
 def end(process, folder, timeout=600):
-    "Wait for it, and kill it after `timeout` seconds; returncode, stdout and stderr as `subprocess.run` gives them."
+    "Wait, kill it after `timeout` seconds, and return what `subprocess.run` returns."
     process.join(timeout)
     if process.exitcode is None:
         process.kill(), process.join()
@@ -114,8 +114,8 @@ def together(n, function, *args, folder):
     ended = [
         end(p, log, 0 if p.exitcode is None else None) for p, log in zip(running, logs, strict=True)
     ]
-    assert all(found.returncode == 0 for found in ended), ended
-    return [json.loads(found.stdout.splitlines()[-1]) for found in ended]
+    assert all(process.returncode == 0 for process in ended), ended
+    return [json.loads(process.stdout.splitlines()[-1]) for process in ended]
 
 
 def command(words, cwd, env):

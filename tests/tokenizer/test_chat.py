@@ -1,4 +1,4 @@
-"Chats as ids and masks: the same as transformers and trl, on many conversations, and nothing that goes wrong in silence."
+"Chats as ids and masks: the same as transformers and trl, with no silent mistakes."
 
 import copy
 import json
@@ -27,7 +27,8 @@ from trainkit.tokenizer.chat_template import _WORKERS, TEMPLATES, render_text, r
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
 TEXT = (
-    "The quick brown fox jumps over the lazy dog. What is the capital of Chile? Santiago.\n\n1969, 42 + 7 = 49! "
+    "The quick brown fox jumps over the lazy dog. What is the capital of Chile? Santiago.\n"
+    "\n1969, 42 + 7 = 49! "
     "Ünïcödé — 你好 😀 def f(x): return x**2\n"
 ) * 30
 WORDS = st.text(alphabet=st.sampled_from("ab Zé.\n?4你😀<|>[]/#"), max_size=20)
@@ -142,9 +143,17 @@ def test_formats_that_are_known_by_heart():
         " q  [", " q ["
     )
     assert text["mistral"] == "<s>[INST] S\n\n q [/INST] a</s>[INST] r[/INST] b</s>"
-    assert (
-        text["alpaca"]
-        == "<s>S\n\n### Instruction:\nq\n\n### Response:\na</s>\n\n### Instruction:\nr\n\n### Response:\nb</s>\n\n"
+    assert text["alpaca"] == (
+        "<s>S\n"
+        "\n### Instruction:\n"
+        "q\n"
+        "\n### Response:\n"
+        "a</s>\n"
+        "\n### Instruction:\n"
+        "r\n"
+        "\n### Response:\n"
+        "b</s>\n"
+        "\n"
     )
     assert text["plain"] == "S q  a </s>rb</s>"
 
@@ -419,7 +428,7 @@ def test_many_chats_are_rendered_as_one_by_one():
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma"])
 def test_no_tool_call_is_left_out_in_silence(name):
-    "SmolLM2's own template knows no tools: the turn that calls one would be learned as an empty answer."
+    "SmolLM2's template has no tools: a turn that calls one would become an empty answer."
     call = dict(type="function", function=dict(name="weather", arguments=dict(city="Rome")))
     chat = [
         dict(role="user", content="Is it sunny?"),
@@ -428,7 +437,9 @@ def test_no_tool_call_is_left_out_in_silence(name):
         dict(role="assistant", content="It is."),
     ]
     own = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n"
+        "' + m.content + '<|im_end|>\n"
+        "' }}{% endfor %}"
         if name == "smollm2"
         else TEMPLATES[name].jinja
     )
@@ -469,11 +480,13 @@ TOOLS = [
 
 
 def tool_talk(system, calls=1, ids=True):
-    call = lambda i: dict(
-        type="function",
-        function=dict(name="weather", arguments=dict(city=f"Lima {i}")),
-        **({"id": f"call0000{i}"} if ids else {}),
-    )
+    def call(i):
+        return dict(
+            type="function",
+            function=dict(name="weather", arguments=dict(city=f"Lima {i}")),
+            **({"id": f"call0000{i}"} if ids else {}),
+        )
+
     return [
         *([dict(role="system", content="Be brief.")] if system else []),
         dict(role="user", content="Hello, how warm?"),
@@ -497,7 +510,7 @@ def published(name):
     [("qwen", "qwen2_5", 2), ("qwen", "qwen2_5", 1), ("llama3", "llama3_1", 1)],
 )
 def test_tools_are_written_as_the_family_was_published(ours, theirs, calls, system, tools):
-    "All of a talk, each beginning of it, and the head of an answer; what is learned is the answers with their ends."
+    "A whole talk, each beginning of it, and the head of an answer; answers and ends are learned."
     chat, names = (
         tool_talk(system, calls),
         dict(bos_token="<|begin_of_text|>" if ours == "llama3" else "", eos_token="<|im_end|>"),
@@ -523,17 +536,36 @@ def test_tools_are_written_as_the_family_was_published(ours, theirs, calls, syst
     )
 
 
-MISTRAL = """{%- if messages[0]["role"] == "system" %}{%- set system_message = messages[0]["content"] %}{%- set loop_messages = messages[1:] %}{%- else %}{%- set loop_messages = messages %}{%- endif %}
-{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}{{- bos_token }}
+# v0.3, without its checks, and with the system's text in the first question
+MISTRAL = """{%- if messages[0]["role"] == "system" %}
+{%- set system_message = messages[0]["content"] %}
+{%- set loop_messages = messages[1:] %}
+{%- else %}{%- set loop_messages = messages %}{%- endif %}
+{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
+{{- bos_token }}
 {%- for message in loop_messages %}{%- if message["role"] == "user" %}
-{%- if tools is not none and (message == user_messages[-1]) %}{{- "[AVAILABLE_TOOLS] [" }}{%- for tool in tools %}{%- set tool = tool.function %}{{- '{"type": "function", "function": {' }}
-{%- for key, val in tool.items() if key != "return" %}{%- if val is string %}{{- '"' + key + '": "' + val + '"' }}{%- else %}{{- '"' + key + '": ' + val|tojson }}{%- endif %}{%- if not loop.last %}{{- ", " }}{%- endif %}{%- endfor %}
-{{- "}}" }}{%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" }}{%- endif %}{%- endfor %}{{- "[/AVAILABLE_TOOLS]" }}{%- endif %}
-{%- if loop.first and system_message is defined %}{{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}{%- else %}{{- "[INST] " + message["content"] + "[/INST]" }}{%- endif %}
-{%- elif message.tool_calls is defined and message.tool_calls is not none %}{{- "[TOOL_CALLS] [" }}{%- for tool_call in message.tool_calls %}{%- set out = tool_call.function|tojson %}{{- out[:-1] }}
-{{- ', "id": "' + tool_call.id + '"}' }}{%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" + eos_token }}{%- endif %}{%- endfor %}
+{%- if tools is not none and (message == user_messages[-1]) %}{{- "[AVAILABLE_TOOLS] [" }}
+{%- for tool in tools %}{%- set tool = tool.function %}
+{{- '{"type": "function", "function": {' }}
+{%- for key, val in tool.items() if key != "return" %}
+{%- if val is string %}{{- '"' + key + '": "' + val + '"' }}
+{%- else %}{{- '"' + key + '": ' + val|tojson }}{%- endif %}
+{%- if not loop.last %}{{- ", " }}{%- endif %}{%- endfor %}
+{{- "}}" }}{%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" }}{%- endif %}{%- endfor %}
+{{- "[/AVAILABLE_TOOLS]" }}{%- endif %}
+{%- if loop.first and system_message is defined %}
+{{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+{%- else %}{{- "[INST] " + message["content"] + "[/INST]" }}{%- endif %}
+{%- elif message.tool_calls is defined and message.tool_calls is not none %}
+{{- "[TOOL_CALLS] [" }}{%- for tool_call in message.tool_calls %}
+{%- set out = tool_call.function|tojson %}{{- out[:-1] }}
+{{- ', "id": "' + tool_call.id + '"}' }}
+{%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" + eos_token }}{%- endif %}{%- endfor %}
 {%- elif message["role"] == "assistant" %}{{- " " + message["content"]|trim + eos_token}}
-{%- elif message["role"] == "tool" %}{{- '[TOOL_RESULTS] {"content": ' + message.content|string + ", " }}{{- '"call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}{%- endif %}{%- endfor %}"""  # v0.3, without its checks, and with the system's text in the first question
+{%- elif message["role"] == "tool" %}
+{{- '[TOOL_RESULTS] {"content": ' + message.content|string + ", " }}
+{{- '"call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+{%- endif %}{%- endfor %}"""
 
 
 @pytest.mark.parametrize("system", [True, False])
@@ -637,7 +669,7 @@ def from_parts(model, normalizer=None, pre_tokenizer=None, decoder=None, normali
 
 
 def byte_fallback(merge_controls: bool):
-    "A vocabulary as SentencePiece gives it: letters, bytes for the rest, and the control tokens among them."
+    "A vocabulary as SentencePiece gives it: letters, bytes for the rest, and control tokens."
     from tokenizers import models
 
     vocab = {"<unk>": 0, **{token: k + 1 for k, token in enumerate(CONTROLS)}}
@@ -762,15 +794,21 @@ def control_counts(tok, ids) -> dict:
 
 
 PARTS = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{{ '<|im_end|>' }}{% if m.role != 'assistant' %}{{ '\n' }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n"
+    "' }}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{{ '<|im_end|>' }}{% if m.role != "
+    "'assistant' %}{{ '\n"
+    "' }}{% endif %}{% endfor %}"
 )
 
 
 def conversations(bad: str) -> dict[str, tuple[list[dict], str | None, list[dict] | None]]:
     "Every place in which a text of somebody else may stand: the chat, its template, its tools."
     answer = dict(role="assistant", content="yes")
-    said = lambda text: [dict(role="user", content=text), answer]
+
+    def question(text):
+        return [dict(role="user", content=text), answer]
+
     tool = dict(
         type="function",
         function=dict(
@@ -785,14 +823,14 @@ def conversations(bad: str) -> dict[str, tuple[list[dict], str | None, list[dict
         tool_calls=[dict(type="function", function=dict(name="f", arguments=dict(x="1")))],
     )
     return {
-        "a question": (said(bad), None, None),
-        "a system message": ([dict(role="system", content=bad), *said("q")], None, None),
+        "a question": (question(bad), None, None),
+        "a system message": ([dict(role="system", content=bad), *question("q")], None, None),
         "an answer of a tool": (
             [dict(role="user", content="q"), call, dict(role="tool", content=bad), answer],
             None,
             None,
         ),
-        "the description of a tool": (said("q"), None, [tool]),
+        "the description of a tool": (question("q"), None, [tool]),
         "parts": ([dict(role="user", content=[dict(type="text", text=bad)]), answer], PARTS, None),
         "halves in two parts": (
             [
@@ -819,8 +857,8 @@ def conversations(bad: str) -> dict[str, tuple[list[dict], str | None, list[dict
             PARTS,
             None,
         ),
-        "a stranger's template": (said(bad), PARTS, None),
-        "the first of two": ([*said(bad), *said("q")], None, None),
+        "a stranger's template": (question(bad), PARTS, None),
+        "the first of two": ([*question(bad), *question("q")], None, None),
     }
 
 
@@ -835,7 +873,10 @@ def test_no_user_writes_a_control_token(name, place):
     ids, mask = render(chat, tok, jinja, tools=tools)
     known, learned = render(plain, tok, jinja, tools=tools_too)
     assert control_counts(tok, ids) == control_counts(tok, known)
-    words = lambda ids, mask: [i for i, m in zip(ids, mask, strict=True) if m]
+
+    def words(ids, mask):
+        return [i for i, m in zip(ids, mask, strict=True) if m]
+
     assert words(ids, mask) == words(known, learned)  # What is learned is the same answer
     if name in ("ours", "qwen", "llama3") and "tool" not in place:
         import unicodedata
@@ -933,26 +974,54 @@ HOSTILE = {
     "batch": "{{ [1] | batch(1000000000, 0) | list | length }}",
     "slice": "{{ [1] | slice(1000000000, 0) | list | length }}",
     "tojson": "{{ range(90000) | list | tojson(indent=100000) }}",
-    "tilde": "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "tilde": (
+        "{% set ns = namespace(s='ab') %}"
+        "{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
+    ),
     "times": "{{ ('a' * 9000000) * 1000 }}",
     "list times": "{{ ([0] * 9000000) * 100 }}",
     "power": "{{ 10 ** 10 ** 8 }}",
     "nested powers": "{{ ((1000000 ** 64) ** 64) ** 64 }}",
-    "products": "{% set ns = namespace(n=999999) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}{{ ns.n % 7 }}",
-    "nested loops": "{% for i in range(90000) %}{% for j in range(90000) %}{{ i }}{% endfor %}{% endfor %}",
-    "macros": "{% macro f(n) %}{% for i in range(20) %}{{ f(n - 1) if n else '' }}{% endfor %}{% endmacro %}{{ f(20) }}",
+    "products": (
+        "{% set ns = namespace(n=999999) %}"
+        "{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}{{ ns.n % 7 }}"
+    ),
+    "nested loops": (
+        "{% for i in range(90000) %}{% for j in range(90000) %}{{ i }}{% endfor %}{% endfor %}"
+    ),
+    "macros": (
+        "{% macro f(n) %}{% for i in range(20) %}{{ f(n - 1) if n else '' }}{% endfor %}"
+        "{% endmacro %}{{ f(20) }}"
+    ),
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "recursive loop": "{% for i in [1] recursive %}{{ loop([1]) }}{% endfor %}",
-    "set blocks": "{% set a %}{{ 'a' * 9000000 }}{% endset %}{% set b %}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{% endset %}{{ b | length }}",
+    "set blocks": (
+        "{% set a %}{{ 'a' * 9000000 }}{% endset %}"
+        "{% set b %}" + "{{ a }}" * 10 + "{% endset %}{{ b | length }}"
+    ),
     "filter blocks": "{% filter center(1000000000) %}a{% endfilter %}",
     "autoescape": "{% autoescape 'a' | center(1000000000) %}{% endautoescape %}",
-    "a growing list": "{% set ns = namespace(l=[]) %}{% for i in range(90000) %}{% set ns.l = ns.l + ['a' * 9000] %}{% endfor %}",
-    "a growing namespace": "{% set ns = namespace() %}{% for i in range(90000) %}{% set ns.x = (ns.x or []) + ['a' * 9000] %}{% endfor %}",
-    "slow search": "{% set s = 'a' * 9000000 %}{% for i in range(99999) %}{{ (s ~ 'b') in (s ~ s) }}{% endfor %}",
-    "sums": "{% for i in range(900) %}{{ range(99999) | sum }}{% endfor %}{% for i in range(99999) %}{{ range(99999) | sort | first }}{% endfor %}",
+    "a growing list": (
+        "{% set ns = namespace(l=[]) %}"
+        "{% for i in range(90000) %}{% set ns.l = ns.l + ['a' * 9000] %}{% endfor %}"
+    ),
+    "a growing namespace": (
+        "{% set ns = namespace() %}"
+        "{% for i in range(90000) %}{% set ns.x = (ns.x or []) + ['a' * 9000] %}{% endfor %}"
+    ),
+    "slow search": (
+        "{% set s = 'a' * 9000000 %}"
+        "{% for i in range(99999) %}{{ (s ~ 'b') in (s ~ s) }}{% endfor %}"
+    ),
+    "sums": (
+        "{% for i in range(900) %}{{ range(99999) | sum }}{% endfor %}"
+        "{% for i in range(99999) %}{{ range(99999) | sort | first }}{% endfor %}"
+    ),
     "lorem": "{{ lipsum(n=100000, max=1000) }}",
     "a long text": "{% set x = 'a' * 9000000 %}{{ x }}{{ x }}",
-    "sort": "{% for i in range(999) %}{{ range(99999) | map('string') | sort | length }}{% endfor %}",
+    "sort": (
+        "{% for i in range(999) %}{{ range(99999) | map('string') | sort | length }}{% endfor %}"
+    ),
     "urlize": "{{ ('www.a.b ' * 1000000) | urlize }}",
     "xmlattr": "{{ {'a': 'b' * 9000000, 'c': '&' * 9000000} | xmlattr }}",
     "escape": "{{ ('&' * 9000000) | escape | length }}{{ ('&' * 9000000) | forceescape }}",
@@ -963,9 +1032,11 @@ HOSTILE = {
 
 MEASURED = """
 import json, resource, sys, time
-from trainkit.tokenizer.chat_template import MEMORY, SECONDS, _WORKERS, compile_template, render_text, render_texts
+from trainkit.tokenizer.chat_template import (
+    MEMORY, _WORKERS, compile_template, render_text, render_texts
+)
 chat, slack = [dict(role='user', content='hello')], 64_000_000
-used = lambda who=resource.RUSAGE_SELF: resource.getrusage(who).ru_maxrss*1024
+def used(who=resource.RUSAGE_SELF): return resource.getrusage(who).ru_maxrss*1024
 first, child, words = used(), 0, {}
 for name, hostile in json.load(sys.stdin).items():
     begin = time.monotonic()
@@ -976,7 +1047,9 @@ for name, hostile in json.load(sys.stdin).items():
     except ValueError: pass
 good = render_texts([chat]*3, '{{ messages[0].content }}')
 _WORKERS.end()
-print(json.dumps(dict(words=words, good=good, mine=used() - first, theirs=used(resource.RUSAGE_CHILDREN) - first, room=MEMORY + slack)))
+report = dict(words=words, good=good, room=MEMORY + slack)
+report.update(mine=used() - first, theirs=used(resource.RUSAGE_CHILDREN) - first)
+print(json.dumps(report))
 """
 
 
@@ -994,11 +1067,11 @@ def test_hostile_templates_get_two_seconds_and_64_mb():
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    for name, why in found["words"].items():
+    report = json.loads(done.stdout)
+    for name, why in report["words"].items():
         assert "template" in why and ("not safe" in why or "no chat template" in why), (name, why)
-    assert found["good"] == [["hello", []]] * 3
-    assert found["mine"] < found["room"] and found["theirs"] < found["room"], found
+    assert report["good"] == [["hello", []]] * 3
+    assert report["mine"] < report["room"] and report["theirs"] < report["room"], report
 
 
 FOUR = [HOSTILE[name] for name in ("percent", "products", "set blocks", "center")]
@@ -1021,7 +1094,7 @@ def impatient(monkeypatch):
 
 @pytest.mark.parametrize("jinja", FOUR)
 def test_every_path_that_renders_is_guarded(jinja, impatient):
-    "Ours and transformers' tokenizers, batches, prompts of a chat, rows, the template of a GGUF file or a folder, the Modelfile."
+    "Both kinds of tokenizer, batches, prompts, rows, templates of GGUF and folders, Modelfiles."
     from trainkit.interop.gguf import chat_parts
 
     chat = [dict(role="user", content="q"), dict(role="assistant", content="a")]

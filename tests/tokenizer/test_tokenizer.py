@@ -1,4 +1,4 @@
-"The tokenizer beside tiktoken, tokenizers, transformers and rustbpe, on real vocabularies, real text and odd text."
+"The tokenizer against tiktoken, tokenizers, transformers and rustbpe, on real and odd text."
 
 import ast
 import base64
@@ -40,10 +40,10 @@ QUIET = settings(
 
 def package(name: str) -> Path:
     "The folder of a data package, which is never imported."
-    found = importlib.util.find_spec(name)
-    if found is None:
+    spec = importlib.util.find_spec(name)
+    if spec is None:
         pytest.skip(f"{name} is not installed (requirements-course.txt)")
-    return Path(found.origin).parent
+    return Path(spec.origin).parent
 
 
 @functools.cache
@@ -84,7 +84,7 @@ def prose(size: int) -> str:
 
 @functools.cache
 def engines_agree() -> str:
-    "All characters that `regex` and tiktoken's engine put into the same classes: their Unicode versions differ."
+    "All characters in the same classes for `regex` and tiktoken; their Unicode versions differ."
     table = char_classes()
     every = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
     agreed, text = set(every), "".join(every)
@@ -281,14 +281,12 @@ def test_the_compiled_cut_is_the_regular_expression(name):
         starts, sizes, counts = kernel(
             np.frombuffer(data, np.uint8), np.array([len(data)]), char_classes(), kind
         )
-        found = {
+        cuts = {
             data[a : a + n].decode(): k
             for a, n, k in zip(starts.tolist(), sizes.tolist(), counts.tolist(), strict=True)
         }
         assert (
-            found
-            == Counter(regex.findall(PATTERNS[name], text))
-            == Counter(split_words(text, name))
+            cuts == Counter(regex.findall(PATTERNS[name], text)) == Counter(split_words(text, name))
         )
 
     QUIET(given(odd_text)(check))()
@@ -391,7 +389,10 @@ def test_backends_learn_what_the_slow_way_learns(words, n_merges):
 
 
 def test_an_endless_word_is_searched_once_a_merge():
-    "A genome, or Chinese without a comma: in the Python backend too, each merge goes once through a word, not once for each place."
+    """In a genome, or Chinese without a comma, each merge goes once through the word.
+
+    Not once for each place, in the Python backend either.
+    """
     text, calls = "".join(random.Random(0).choices("ACGT", k=20_000)), Counter()
     words = {text: 1, "ACGTT" * 7: 3, "aaaaaaabab" * 30: 2}
 
@@ -410,7 +411,7 @@ def test_an_endless_word_is_searched_once_a_merge():
 
 
 def test_merges_equal_tokenizers_up_to_ties():
-    "Each merge that `tokenizers` makes is a best one at its time, and where none ties the two are the same."
+    "Each merge of `tokenizers` is a best one at its time; without ties the two are the same."
     from tokenizers import Regex, Tokenizer, models, trainers
     from tokenizers import pre_tokenizers as pre
 
@@ -483,7 +484,7 @@ def test_saved_folder_opens_in_transformers(name, tmp_path):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gpt2_from_hugging_face(backend):
-    "GPT-2 as transformers has it: ids by the letters of the bytes, merges as pairs, its pattern inside ByteLevel."
+    "GPT-2 of transformers: ids in byte letters, merges as pairs, its pattern inside ByteLevel."
     from tokenizers import Tokenizer, models
     from tokenizers import pre_tokenizers as pre
 
@@ -549,7 +550,7 @@ def test_smollm2_from_hugging_face(backend):
 
 
 def test_special_tokens_keep_their_ids_in_hugging_face(tmp_path):
-    "First in the vocabulary, as the tokenizers library trains them, or with a gap before them, as OpenAI has them."
+    "First, as the tokenizers library trains them, or after a gap, as in OpenAI's vocabularies."
     from tokenizers import Tokenizer, models, trainers
     from tokenizers import pre_tokenizers as pre
     from transformers import AutoTokenizer
@@ -583,7 +584,7 @@ def test_special_tokens_keep_their_ids_in_hugging_face(tmp_path):
 
 @pytest.mark.parametrize("added", ["!", "the", "漢字"])
 def test_a_token_that_is_there_already_can_be_added_in_hugging_face(added):
-    "By a user who extends a vocabulary with words of which it has some: one id for two uses, or two ids for one text."
+    "A user adds known words to a vocabulary: one id for two uses, or two ids for one text."
     hf = BPETokenizer.train(
         [prose(20_000) + "漢字" * 50], 400, "gpt2", ["<|end|>"], progress=False
     ).to_hf()
@@ -603,13 +604,13 @@ def test_of_several_chat_templates_the_usual_one_is_taken(tmp_path):
         dict(name="default", template="usual"),
     ]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    for found in (
+    for opened in (
         BPETokenizer.load(tmp_path),
         BPETokenizer.from_hf(AutoTokenizer.from_pretrained(tmp_path)),
     ):
-        assert found.chat_template == "usual"
+        assert opened.chat_template == "usual"
         assert (
-            AutoTokenizer.from_pretrained(found.save(tmp_path / "again")).chat_template == "usual"
+            AutoTokenizer.from_pretrained(opened.save(tmp_path / "again")).chat_template == "usual"
         )
     hf = AutoTokenizer.from_pretrained(tmp_path)
     assert render([dict(role="user", content="x")], hf)[0] == hf.encode("usual")
@@ -617,13 +618,13 @@ def test_of_several_chat_templates_the_usual_one_is_taken(tmp_path):
 
 
 def test_imported_ranks_go_to_hugging_face():
-    "tiktoken's rule has several merges for a token; as a merge list in order they give the same ids on real text."
+    "tiktoken allows several merges for a token; as an ordered list they give the same ids."
     tok = ours("cl100k", "python")
     hf, text = tok.to_hf(), prose(30_000) + code(60_000)
     assert hf.backend_tokenizer.encode(text).ids == tok.encode(text)
 
 
-# ---- what cannot be done is said, and nothing is half done
+# ---- what cannot be done raises an error, and nothing is half done
 
 
 def test_more_merges_than_the_text_holds():
@@ -734,7 +735,7 @@ assert 'torch' not in sys.modules and 'transformers' not in sys.modules
 
 
 def test_learned_vocabulary_reaches_all_its_tokens():
-    "So a word that is a token may be taken whole (the rule that makes encoding fast), and tiktoken's rule is the same."
+    "A word that is a token may be taken whole, which makes encoding fast; as in tiktoken."
     for seed in range(5):
         words = {
             bytes(random.Random(f"{seed} {i}").choices(b"aaab ", k=1 + i % 17)): 1 + i % 5
@@ -749,7 +750,7 @@ def test_learned_vocabulary_reaches_all_its_tokens():
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_hundred_megabytes_in_four_hundred(backend):
-    "100 MB of Python source, read as a stream, trained to 8,192 tokens in at most 400 MB of memory."
+    "100 MB of Python source, streamed, give 8,192 tokens in at most 400 MB of memory."
     work = f"""
 import resource, sysconfig
 from pathlib import Path
@@ -763,8 +764,9 @@ def texts(left=100_000_000):
                 left -= len(text)
                 if left < 0: return
 BPETokenizer.train(texts(), 8192, backend={backend!r}, num_proc=1)
-status = Path('/proc/self/status') # its VmHWM is this program's alone; ru_maxrss begins with the parent's
-peak = [int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith('VmHWM')] if status.exists() else []
+status = Path('/proc/self/status') # VmHWM is this program's; ru_maxrss begins with the parent's
+lines = status.read_text().splitlines() if status.exists() else []
+peak = [int(line.split()[1]) for line in lines if line.startswith('VmHWM')]
 print((peak or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss])[0] // 1024)
 """
     done = subprocess.run(
@@ -779,9 +781,13 @@ print((peak or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss])[0] // 1024)
 
 # ---- the spelling of patterns, surrogates, normal forms, names
 
-READERS_KNOW = {  # As gigatoken recognises a tokenizer (src/pretokenize/options.rs of marcelroed/gigatoken)
+# As gigatoken recognises a tokenizer (src/pretokenize/options.rs of marcelroed/gigatoken)
+READERS_KNOW = {
     "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    "cl100k": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "cl100k": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
     "o200k": (
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
@@ -868,7 +874,7 @@ def test_a_surrogate_pair_is_a_character_and_half_of_one_is_refused(backend, pat
 
 
 def with_nfc() -> BPETokenizer:
-    "A tokenizer as Qwen's: NFC, and special tokens; one that was added later is looked for in the normal form."
+    "A tokenizer like Qwen's: NFC and special tokens; later ones are found in normal form."
     tok = BPETokenizer.train(
         [prose(20_000)], 400, special_tokens=["<|end|>", "<|im_end|>"], progress=False
     )

@@ -1,4 +1,4 @@
-"""Checkpoints under real accidents: processes that are killed, disks that are full, files that change."""
+"Checkpoints under real accidents: killed processes, full disks, files that change."
 
 import errno
 import os
@@ -31,7 +31,7 @@ from trainkit.train.checkpoint import find_checkpoints, latest_checkpoint, rotat
 
 
 def learn(folder: Path, ready, steps: int = 40) -> None:
-    "A run that saves every other step and goes on from what it finds."
+    "A run that saves every other step and resumes from what it finds."
     warnings.simplefilter("error")
     with run_lock(folder):
         seed_everything(0)
@@ -358,7 +358,7 @@ def test_warnings_only_where_something_is_wrong(tmp_path):
 
 
 def test_what_a_killed_save_left_goes_with_the_next_run(tmp_path):
-    "Only under the lock, and only what a run itself writes; between the two renames the new model is whole."
+    "Only under the lock, and only a run's own files; between two renames the new model is whole."
     from trainkit.train.checkpoint import run_lock
 
     for name in (

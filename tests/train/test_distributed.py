@@ -1,4 +1,4 @@
-"Many processes: two on gloo are one, whatever the strategy; checkpoints fit any number; a killed worker is named, or the job goes on."
+"Many processes: two on gloo equal one, checkpoints fit any number, killed workers are named."
 
 import json
 import os
@@ -29,7 +29,7 @@ ROWS = [
 
 
 def trainer(folder="", batch_size=8, tied=True, **config):
-    "A run over masked rows of 6 to 28 tokens; the last window of an epoch and the last batch of an evaluation are partial."
+    "A run over masked rows of 6 to 28 tokens; last windows and batches are partial."
     torch.manual_seed(0)
     model = Transformer(
         ModelConfig(
@@ -81,20 +81,20 @@ def work(folder, resume, strategies):
     for name in strategies:
         strategy, _, untied = name.partition("-")
         os.environ["TRAINKIT_STRATEGY"] = strategy
-        t, found = trainer(folder / name, batch_size=4, tied=not untied), {}
+        t, results = trainer(folder / name, batch_size=4, tied=not untied), {}
         size, step = sum(p.numel() * 4 for p in t.model.parameters()), t.step
 
-        def then(group, t=t, found=found, size=size, step=step):
+        def then(group, t=t, results=results, size=size, step=step):
             step(group)
             if t.state.step == 2 and t.shards is not None:
-                found |= dict(
+                results |= dict(
                     share=t.shards.share() / size,
                     kinds=sorted({type(p).__name__ for p in t.shards.twin.parameters()}),
                 )
 
         t.step = then
         result = t.train(resume=resume)
-        found |= dict(
+        results |= dict(
             history=result.history,
             processes=t.accelerator.num_processes,
             wrapped=type(t.wrapped).__name__,
@@ -102,8 +102,8 @@ def work(folder, resume, strategies):
         )
         if t.accelerator.is_main_process:
             torch.save(weights(t.model), folder / name / "weights.pt")
-        found |= dict(sum=float(weights(t.model).double().sum()), again=t.evaluate()["eval_loss"])
-        out[name] = found
+        results |= dict(sum=float(weights(t.model).double().sum()), again=t.evaluate()["eval_loss"])
+        out[name] = results
     print(json.dumps(out), flush=True)
     torch.distributed.barrier(), torch.distributed.destroy_process_group()
     os._exit(0)  # threads of gloo may abort what is left of the interpreter
@@ -125,12 +125,15 @@ def check(one, result, two, folder, tolerance):
 
 
 def test_two_processes_are_one(tmp_path):
-    "2 processes x batch 4 x accumulation 2 = 1 x 8 x 2 by DDP and FSDP2, with masked uneven rows; each holds its share; a checkpoint fits any number."
-    found = run_processes(2, tmp_path, None, "ddp", "fsdp", "fsdp-untied")
+    """2 processes x batch 4 x accumulation 2 equal 1 x 8 x 2, by DDP and FSDP2.
+
+    Rows are masked and uneven, each process holds its share, a checkpoint fits any number.
+    """
+    results = run_processes(2, tmp_path, None, "ddp", "fsdp", "fsdp-untied")
     for name in ("ddp", "fsdp", "fsdp-untied"):
         one = trainer(tmp_path / f"one-{name}", tied="untied" not in name)
         result = one.train()
-        first, second = (f[name] for f in found)
+        first, second = (f[name] for f in results)
         check(one, result, first, tmp_path / name, 1e-6)
         assert (
             first["processes"] == 2
@@ -159,7 +162,10 @@ def test_two_processes_are_one(tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_fits_more_processes(tmp_path):
-    "1 process -> 2 and 3, whole in each or sharded, with as many batches in a step; another number of batches is another run."
+    """From 1 process to 2 and 3, replicated or sharded, with as many batches in a step.
+
+    Another number of batches is another run.
+    """
     for n in (2, 3):
         one = trainer(tmp_path / f"one-{n}", 4, gradient_accumulation_steps=2 * n)
         one.train()
@@ -184,21 +190,25 @@ def test_a_checkpoint_fits_more_processes(tmp_path):
 )
 @pytest.mark.parametrize("offload", ["", "offload_optimizer", "offload_param"])
 def test_zero_is_one_process(tmp_path, offload):
-    "ZeRO 1, 2 and 3 on two processes, and one process: the same losses, norms, evaluations, weights, and a checkpoint for either."
+    "ZeRO 1, 2 and 3 on two processes equal one process: losses, norms, weights, checkpoints."
     zero = {offload: dict(device="cpu")} if offload else {}
     (tmp_path / "ds.json").write_text(
         json.dumps({"zero_optimization": {**zero, "stage3_param_persistence_threshold": 0}})
     )
-    told = dict(TRAINKIT_DEEPSPEED_CONFIG=str(tmp_path / "ds.json"))
+    variables = dict(TRAINKIT_DEEPSPEED_CONFIG=str(tmp_path / "ds.json"))
     one = trainer(tmp_path / "one")
     result = one.train()
     names = ("zero3",) if offload == "offload_param" else ("zero1", "zero2", "zero3")
-    found = run_processes(2, tmp_path, None, *names, **told)
+    results = run_processes(2, tmp_path, None, *names, **variables)
     run_processes(
-        2, tmp_path / "again", tmp_path / "zero3" / "checkpoints" / "checkpoint-4", *names, **told
+        2,
+        tmp_path / "again",
+        tmp_path / "zero3" / "checkpoints" / "checkpoint-4",
+        *names,
+        **variables,
     )
     for name in names:
-        first, second = (f[name] for f in found)
+        first, second = (f[name] for f in results)
         assert first["wrapped"] == "DeepSpeedEngine" and first["sum"] == second["sum"]
         check(one, result, first, tmp_path / name, 2e-6)
         assert (
@@ -259,7 +269,7 @@ FILES = {  # What users write about ZeRO, as a config of a run holds it
 )
 @pytest.mark.parametrize("name", FILES)
 def test_deepspeed_takes_the_file(name, monkeypatch):
-    "Each file that `launch` writes is read by DeepSpeed's own classes, and says there what was asked for."
+    "DeepSpeed's own classes read each file that `launch` writes, with the values asked for."
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -270,8 +280,8 @@ def test_deepspeed_takes_the_file(name, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     plan, _ = translate(FILES[name], num_processes=2)
     written = json.loads(launch_files(plan, gpu=False)["deepspeed.json"])
-    told = zero_settings(written, plan.strategy, 0.5)
-    read = DeepSpeedConfig(told)
+    settings = zero_settings(written, plan.strategy, 0.5)
+    read = DeepSpeedConfig(settings)
     zero = read.zero_config
     assert (
         f"zero{int(zero.stage)}" == plan.strategy
@@ -282,13 +292,13 @@ def test_deepspeed_takes_the_file(name, monkeypatch):
         "zero_optimization", {}
     )
     for kind in ("offload_optimizer", "offload_param"):
-        wanted, found = asked.get(kind), getattr(zero, kind)
+        wanted, value = asked.get(kind), getattr(zero, kind)
         if not wanted:
-            assert found is None
+            assert value is None
         elif wanted is True:
-            assert found.device == "cpu"
+            assert value.device == "cpu"
         else:
-            assert {k: str(getattr(found, k)) for k in wanted} == {
+            assert {k: str(getattr(value, k)) for k in wanted} == {
                 k: str(v) for k, v in wanted.items()
             }
     if name == "a file":
@@ -297,14 +307,15 @@ def test_deepspeed_takes_the_file(name, monkeypatch):
             and zero.gather_16bit_weights_on_model_save
             and read.aio_config["queue_depth"] == 32
         )
-    assert set(told["zero_optimization"]) <= {
+    assert set(settings["zero_optimization"]) <= {
         f.alias or n for n, f in DeepSpeedZeroConfig.model_fields.items()
     }
     with pytest.raises(
         ValueError, match="offload_params"
     ):  # Its classes do refuse what they do not know
         DeepSpeedConfig(
-            told | dict(zero_optimization={**told["zero_optimization"], "offload_params": {}})
+            settings
+            | dict(zero_optimization={**settings["zero_optimization"], "offload_params": {}})
         )
 
 
@@ -323,9 +334,9 @@ def test_nvme_without_its_library_says_what_to_install(tmp_path):
     (tmp_path / "ds.json").write_text(
         json.dumps({"zero_optimization": dict(offload_optimizer=disk)})
     )
-    told = dict(TRAINKIT_DEEPSPEED_CONFIG=str(tmp_path / "ds.json"))
+    variables = dict(TRAINKIT_DEEPSPEED_CONFIG=str(tmp_path / "ds.json"))
     with pytest.raises(AssertionError, match="needs libaio here: apt install libaio-dev"):
-        run_processes(2, tmp_path, None, "zero3", **told)
+        run_processes(2, tmp_path, None, "zero3", **variables)
 
 
 KILLED = """
@@ -352,7 +363,7 @@ torch.distributed.destroy_process_group()
 @pytest.mark.slow
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_killed_worker(tmp_path, monkeypatch, restarts):
-    "It is named with its log; with a restart the job goes on from the last checkpoint to the same weights."
+    "It is named with its log; with a restart the job resumes and ends with the same weights."
     from trainkit.recipes.launcher import WorkerDied, start
     from trainkit.recipes.launcher import LaunchConfig
 
@@ -399,7 +410,7 @@ SMALL = [
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_launch_from_a_shell(tmp_path, strategy):
-    "A whole run by two processes: one folder, written by the first, with the model and losses of one process that takes both batches."
+    "A run by two processes: one folder, with the model and losses of one process."
     done = shell(
         "launch",
         "--processes",
@@ -470,7 +481,10 @@ def test_launch_from_a_shell(tmp_path, strategy):
 
 @pytest.fixture
 def machines():
-    "Two network namespaces with a cable between them, where root may make them; else the loopback twice: (command before python, environment)."
+    """Two network namespaces joined by a cable (needs root), else the loopback twice.
+
+    Each is (command before python, environment).
+    """
     names, ends = [f"tk{os.getpid()}{x}" for x in "ab"], [f"v{os.getpid()}{x}" for x in "ab"]
 
     def ip(*words):
@@ -530,7 +544,10 @@ start(program, LaunchConfig(**plan), folder)
 @pytest.mark.slow
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_two_launchers_are_two_nodes(tmp_path, machines, restarts):
-    "One launcher for each machine: they meet, train as one, each keeps its own logs; with a restart a worker that is killed costs nothing."
+    """Two launchers meet, train as one, and keep their own logs.
+
+    With a restart a killed worker costs nothing.
+    """
     from trainkit.recipes.launcher import free_port
 
     (tmp_path / "job.py").write_text(KILLED.format(tests=str(ROOT / "tests")))
@@ -565,11 +582,11 @@ def test_two_launchers_are_two_nodes(tmp_path, machines, restarts):
             )
         )
     try:
-        said = [p.communicate(timeout=200)[0] for p in running]
+        outputs = [p.communicate(timeout=200)[0] for p in running]
     finally:
         for p in running:
             p.kill()
-    assert [p.returncode for p in running] == [0, 0], said
+    assert [p.returncode for p in running] == [0, 0], outputs
     one = trainer(tmp_path / "one")
     one.train()
     assert (weights(one.model) - torch.load(tmp_path / "run" / "weights.pt")).abs().max() < 1e-6

@@ -1,4 +1,4 @@
-"Faults on the way: memory that runs out, numbers that are none, helpers that die, and what is left of the run."
+"Faults in a run: out of memory, NaN, failing helpers, and what is left of the run."
 
 import math
 import os
@@ -23,15 +23,15 @@ from trainkit.train.trainer import Trainer
 
 
 def limited(rows, error=None, start=0):
-    "`lm_loss` on a machine that holds no more than `rows` rows at once, from its `start`th batch on."
+    "`lm_loss` on a machine with room for `rows` rows, from its `start`th batch on."
     calls = []
 
     def loss(model, batch):
         calls.append(len(batch["input_ids"]))
-        found = lm_loss(model, batch)
+        total = lm_loss(model, batch)
         if model.training and len(calls) > start and len(batch["input_ids"]) > rows:
             raise error or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return found
+        return total
 
     loss.calls = calls
     return objective(counts=lm_loss.counts)(loss)
@@ -46,7 +46,7 @@ def limited(rows, error=None, start=0):
     ids=["device", "host", "allocator"],
 )
 def test_a_step_that_does_not_fit_is_done_in_halves_with_the_same_gradient(tmp_path, error):
-    "Batches of 6 in a machine for 2: the run is that of the machine with room, to 1e-6, and says what it did."
+    "Batches of 6 with room for 2: the run equals one with room, to 1e-6, and reports it."
     room, short = (
         trainer(
             batch_size=6,
@@ -76,7 +76,7 @@ def test_a_step_that_does_not_fit_is_done_in_halves_with_the_same_gradient(tmp_p
 
 
 def test_a_retried_step_draws_the_same_random_numbers():
-    "An objective that adds noise, one number a step: the step that succeeds sees what the failed one saw."
+    "The objective adds noise: the step that succeeds sees what the failed one saw."
     drawn = {}
 
     def noisy(name, limit):
@@ -113,7 +113,7 @@ def test_dropout_and_other_couplings_are_said(tmp_path):
 
 
 def test_pieces_survive_a_resume(tmp_path):
-    "The gradient of four pieces differs in its last bits from that of one, so a checkpoint must remember the pieces."
+    "Four pieces give a gradient with other last bits, so a checkpoint stores their number."
 
     def run(name, **more):
         return trainer(
@@ -131,7 +131,7 @@ def test_pieces_survive_a_resume(tmp_path):
     run("cut", loss=limited(2, start=3), callbacks=[StopAt(5)]).train()
     again = run(
         "cut", loss=limited(99)
-    )  # a machine with room, which must go on in pieces all the same
+    )  # a machine with room, which must continue in pieces all the same
     rest = again.train(resume=True)
     assert (
         same(whole.model, again.model)
@@ -163,22 +163,22 @@ def test_a_row_that_does_not_fit_alone_ends_the_run_saved(tmp_path):
 
 
 def spoilt(calls, value=math.nan):
-    "An objective with two terms, of which the second is no number in the given calls of a training."
+    "An objective with two terms, of which the second is NaN in the given calls."
     count = []
 
     @objective(counts=lambda batch: {**lm_loss.counts(batch), "length": len(batch["labels"])})
     def loss(model, batch):
-        found = lm_loss(model, batch)
+        total = lm_loss(model, batch)
         if model.training:
             count.append(0)
         n = len(batch["labels"])
-        found.terms["length"] = (
-            found.terms["loss"][0].detach() * 0
+        total.terms["length"] = (
+            total.terms["loss"][0].detach() * 0
             + (value if model.training and len(count) in calls else 1.0) * n,
             n,
             0.1,
         )
-        return found
+        return total
 
     return loss
 
@@ -256,7 +256,10 @@ def test_an_infinite_gradient_is_traced_to_its_parameters_and_can_be_skipped(cli
     config = dict(max_steps=6, gradient_accumulation_steps=1, logging_steps=1, max_grad_norm=clip)
     with pytest.raises(
         TrainingError,
-        match=r"Step 4: the norm of the gradient is (nan|inf) \(batch 4 of epoch 1, rows .*the gradient of model.embed_tokens.weight",
+        match=(
+            r"Step 4: the norm of the gradient is (nan|inf) \(batch 4 of epoch 1, "
+            r"rows .*the gradient of model.embed_tokens.weight"
+        ),
     ):
         trainer(loss=loss, **config).train()
     calls.clear()
@@ -375,7 +378,7 @@ def test_an_accelerator_of_ones_own_does_every_backward_pass():
 
 
 def test_an_optimizer_that_lives_elsewhere(tmp_path):
-    "What it remembers may be anywhere, as long as its groups hold the model's parameters and it has a state_dict."
+    "Its state may be anywhere if its groups hold the parameters and it has a state_dict."
     optim, batches = (
         OptimConfig(learning_rate=1e-2, warmup_steps=2),
         lambda: Batches(ROWS, 2, seed=3),

@@ -1,4 +1,4 @@
-"Health checks and the monitor: each fault is found on a run that has it, a healthy run is left in peace, the machine is watched and let go."
+"Health checks and the monitor: faults are found, healthy runs pass, the machine is watched."
 
 import argparse
 import json
@@ -50,13 +50,13 @@ def trainer(
     )
 
 
-def said(history):
+def checks_of(history):
     "Every check that speaks at any moment of a run."
     return {f.name for n in range(len(history)) for f in check_health(history[: n + 1])}
 
 
-# What the tables of symptoms of other toolkits list, and the check that does it here. The made record shows that it fires;
-# the lessons show the same on runs that have the fault.
+# What the tables of symptoms of other toolkits list, and the check that covers it here. The
+# record shows that it fires; the lessons show the same on runs that have the fault.
 FALL = [4 - 0.05 * i for i in range(40)]
 TABLE = {
     "overfitting: training loss falls, evaluation loss rises": (
@@ -120,9 +120,9 @@ TABLE = {
 @pytest.mark.parametrize("symptom", TABLE)
 def test_each_symptom_has_a_check(symptom):
     name, records = TABLE[symptom]
-    found = {f.name: f for f in check_health(records)}
-    assert name in found
-    finding = found[name]
+    findings = {f.name: f for f in check_health(records)}
+    assert name in findings
+    finding = findings[name]
     assert (
         finding.symptom
         and finding.evidence
@@ -139,22 +139,22 @@ def test_no_check_without_a_symptom():
 
 
 def test_a_gradient_that_cannot_come_through_is_said_and_one_that_is_not_needed_is_not():
-    "An objective that lets next to nothing through; and a model that has learned all and needs no gradient."
+    "An objective that blocks nearly all gradient, and a model that needs none any more."
 
     @objective(counts=lm_loss.counts)
     def shut(model, batch):
         total, count, weight = lm_loss(model, batch).terms["loss"]
         return Loss({"loss": (total.detach() + 1e-9 * (total - total.detach()), count, weight)})
 
-    found = {f.name: f for f in check_health(trainer(30, objective=shut).train().history)}
-    assert "from the beginning" in found["vanishing_gradient"].evidence, found
-    assert "vanishing_gradient" not in said(trainer(30).train().history)
+    findings = {f.name: f for f in check_health(trainer(30, objective=shut).train().history)}
+    assert "from the beginning" in findings["vanishing_gradient"].evidence, findings
+    assert "vanishing_gradient" not in checks_of(trainer(30).train().history)
     learned = [dict(step=i, loss=4 * 0.8**i, grad_norm=0.7**i) for i in range(60)]
     by_nature = [
         dict(step=i, loss=1e-9 * (-1) ** i, grad_norm=1e-9) for i in range(40)
     ]  # As of grpo where all answers earn the same
     for records in (learned, by_nature):
-        assert "vanishing_gradient" not in said(records)
+        assert "vanishing_gradient" not in checks_of(records)
 
 
 def test_healthy_records_stay_silent():
@@ -166,9 +166,10 @@ def test_healthy_records_stay_silent():
             draw.choice((0.02, 0.1, 0.3)),
             draw.choice((2, 5, 20)),
         )
-        loss = lambda j, n=n, tau=tau: (
-            2 + 2.5 * math.exp(-j * tau / n) - 0.3 * math.log1p(5 * j / n)
-        )
+
+        def loss(j, n=n, tau=tau):
+            return 2 + 2.5 * math.exp(-j * tau / n) - 0.3 * math.log1p(5 * j / n)
+
         history = [
             dict(
                 step=j + 1,
@@ -205,8 +206,8 @@ def test_healthy_runs_stay_silent():
             optim=dict(learning_rate=(3e-3, 1e-2)[seed // 9], lr_scheduler_type=schedule),
         )
         t.train()
-        if found := said(t.history):
-            loud[seed] = found
+        if findings := checks_of(t.history):
+            loud[seed] = findings
     assert loud == {}
 
 
@@ -226,15 +227,15 @@ def test_a_slow_loader_is_found_on_a_real_run():
 
 
 def test_a_loss_that_breaks_is_said_and_kept(tmp_path):
-    "The callback says it once, the folder keeps it with its step, and the record that is read later says it again."
+    "The callback warns once, the folder keeps it with its step, and reading repeats it."
     lines = []
 
     def bad(model, batch):
-        found = lm_loss(model, batch)
+        loss = lm_loss(model, batch)
         return (
-            found
+            loss
             if next(count) < 9
-            else type(found)({k: (s * math.nan, n, w) for k, (s, n, w) in found.terms.items()})
+            else type(loss)({k: (s * math.nan, n, w) for k, (s, n, w) in loss.terms.items()})
         )
 
     count = iter(range(99))
@@ -244,8 +245,8 @@ def test_a_loss_that_breaks_is_said_and_kept(tmp_path):
         t.train()
     assert len(lines) == 1 and "no number" in lines[0] and "checkpoint" in lines[0]
     records = read_run(folder.path).records
-    (kept,) = (r for r in records if r["event"] == "health")
-    assert kept["name"] == "not_a_number" and kept["step"] == 10 and kept["remedy"]
+    (event,) = (r for r in records if r["event"] == "health")
+    assert event["name"] == "not_a_number" and event["step"] == 10 and event["remedy"]
     assert [f.name for f in check_health(records)] == ["not_a_number"]
     assert "Health: The loss is no number" in (folder.path / "log.txt").read_text()
 
@@ -330,7 +331,7 @@ def no_thread():
 
 
 def test_monitor_in_a_run(tmp_path):
-    "Its numbers reach the log, the history and the checks; the peaks the last record; the model is what it is without it."
+    "Its numbers reach log, history and checks, its peaks the last record; the model is the same."
     folder = RunFolder(tmp_path / "run")
     t = trainer(12, callbacks=[SystemMonitor(every=0.02, nvml=fake_nvml()), MetricsLog(folder)])
     t.train()
@@ -397,7 +398,10 @@ class Fails:
 @pytest.mark.parametrize("event", ["on_start", "on_log", "on_save", "on_end"])
 @pytest.mark.parametrize("place", [0, 2])
 def test_a_callback_that_fails_leaves_no_thread_behind(tmp_path, event, place):
-    "Whatever it fails in, wherever it stands: each callback that has heard of the start hears of the end, once; the error is that of the failure."
+    """Each callback that saw the start sees the end once, and the error is the failure's.
+
+    Wherever the failing one stands, and whichever of its methods fails.
+    """
 
     class Told:
         def __init__(self):
@@ -409,26 +413,28 @@ def test_a_callback_that_fails_leaves_no_thread_behind(tmp_path, event, place):
         def on_end(self, trainer, record):
             self.events.append("end")
 
-    callbacks, told, last = (
+    callbacks, heard, last = (
         [SystemMonitor(every=0.005, nvml=fake_nvml()), MetricsLog(RunFolder(tmp_path / "run"))],
         Told(),
         Told(),
     )
     t = trainer(
         4,
-        callbacks=[*callbacks[:place], Fails(event), *callbacks[place:], told],
+        callbacks=[*callbacks[:place], Fails(event), *callbacks[place:], heard],
         output_dir=str(tmp_path / "run"),
     )
-    t.callbacks = [told, *t.callbacks[:-1], last]
+    t.callbacks = [heard, *t.callbacks[:-1], last]
     with pytest.raises(OSError, match="no right to write there"):
         t.train()
-    assert no_thread() and told.events == ["start", "end"]
+    assert no_thread() and heard.events == ["start", "end"]
     assert last.events == (
         [] if event == "on_start" else ["start", "end"]
     )  # who has not heard of the start hears of no end
     assert t.control.state == "idle"
     t.callbacks = [c for c in t.callbacks if not isinstance(c, Fails)]
-    assert t.train(resume="auto").steps == 4 and told.events[2:] == ["start", "end"] and no_thread()
+    assert (
+        t.train(resume="auto").steps == 4 and heard.events[2:] == ["start", "end"] and no_thread()
+    )
 
 
 def test_callbacks_that_fail_at_the_end_are_all_named():
@@ -473,7 +479,7 @@ def test_no_gpu_no_library(monkeypatch):
 
 
 def test_a_model_that_writes_its_own_batches_does_not_wait_for_data():
-    "In reinforcement learning most of the time goes into writing, and no worker can take that away."
+    "In RL most of the time is generation, which no data worker can take over."
     records = [dict(step=i, loss=0.1, data_share=0.6, completion_length=12.0) for i in range(9)]
     assert (
         not check_health(records)

@@ -50,7 +50,10 @@ def compare(context, root: Path, kind: str, moments) -> int:
 
 @posix
 def test_five_kills(tmp_path, context):
-    "In a step, in an evaluation, amid a checkpoint's bytes, before its rename, while an old one goes; drawing data, two workers."
+    """In a step, an evaluation, a checkpoint's bytes, before its rename, in a deletion.
+
+    Data are drawn by two workers.
+    """
     moments = [("step", 9), ("write", 5), ("evaluation", 4), ("rename", 2), ("rotate", 1)]
     assert compare(context, tmp_path, "drawing", moments) == 5
 
@@ -176,7 +179,10 @@ def test_a_run_whose_every_checkpoint_is_damaged_does_not_begin_again(tmp_path, 
     before = sorted(home.rglob("*"))
     with pytest.raises(
         ValueError,
-        match=r"checkpoint-12 is damaged: model.safetensors has 4 of .*checkpoint-6 is damaged.*under another name",
+        match=(
+            r"checkpoint-12 is damaged: model.safetensors has 4 of .*checkpoint-6 is "
+            r"damaged.*under another name"
+        ),
     ):
         trainer(tmp_path / "run").train(how)
     with pytest.raises(
@@ -190,7 +196,7 @@ def test_a_run_whose_every_checkpoint_is_damaged_does_not_begin_again(tmp_path, 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("answer", ["raise", "warn"])
 def test_disk_that_is_full_amid_a_checkpoint(tmp_path, monkeypatch, asynchronous, answer):
-    "The bytes run out half way: nothing torn is left, the message says what to do, and a resume ends alike."
+    "The disk fills up half way: nothing torn is left, the message helps, a resume is exact."
     trainer(tmp_path / "whole").train()
     real, calls = checkpoint.write_tensors, []
 
@@ -239,7 +245,7 @@ def test_folder_that_is_removed_while_the_run_goes_on(tmp_path):
 
 
 def test_slow_disk_does_not_stop_the_run_and_loses_nothing(tmp_path, monkeypatch):
-    "Steps go on while the checkpoint is held up; the next save waits for it."
+    "Steps continue while the checkpoint is held up; the next save waits for it."
     gate, real, steps = threading.Event(), checkpoint.write_tensors, []
 
     def slow(path, tensors, *rest):
@@ -279,7 +285,7 @@ def test_a_resume_deletes_what_a_killed_process_had_no_time_to(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
         (dict(seed=1), "train.seed was 42 and is 1"),
         (dict(rate=1e-3), "optim.learning_rate was 0.01 and is 0.001"),
@@ -287,16 +293,16 @@ def test_a_resume_deletes_what_a_killed_process_had_no_time_to(tmp_path):
         (dict(max_steps=20), "total_steps was 12 and is 20"),
     ],
 )
-def test_another_run_is_refused_and_nothing_is_lost(tmp_path, change, said):
+def test_another_run_is_refused_and_nothing_is_lost(tmp_path, change, message):
     trainer(tmp_path, [At(5, lambda t: t.control.stop())]).train()
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         trainer(tmp_path, **change).train(True)
     assert {
         p: p.stat().st_mtime_ns for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()
     } == before
     notes = trainer(tmp_path, **change).train(True, force_resume=True).notes
-    assert any("because you asked for it" in note and said in note for note in notes)
+    assert any("because you asked for it" in note and message in note for note in notes)
 
 
 def test_how_a_run_is_watched_may_change(tmp_path):

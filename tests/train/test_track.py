@@ -1,4 +1,4 @@
-"What a run leaves behind: whole after a kill, readable by anybody, without secrets, and a report that asks for nothing."
+"What a run leaves: whole after a kill, readable, without secrets, with a standalone report."
 
 import json
 import os
@@ -62,9 +62,12 @@ def test_every_line_is_strict_json(tmp_path):
 
 
 def test_killed_while_writing(tmp_path):
-    "SIGKILL in the middle of thousands of lines: every line but the last is there, and a resume goes on behind it."
+    "SIGKILL among thousands of lines: every line but the last is there, and a resume appends."
     code = (
-        'import sys; from trainkit.train.runs import RunFolder\nf = RunFolder(sys.argv[1], "a: 1")\nf.record("start", dict(start_step=0))\ni = 0\n'
+        "import sys; from trainkit.train.runs import RunFolder\n"
+        'f = RunFolder(sys.argv[1], "a: 1")\n'
+        'f.record("start", dict(start_step=0))\n'
+        "i = 0\n"
         'while True:\n    i += 1; f.record("log", dict(step=i, loss=1/i)); print(i, flush=True)'
     )
     process = subprocess.Popen(
@@ -104,7 +107,10 @@ def test_every_cut_of_the_file_is_readable(tmp_path):
 
 
 def test_many_processes_want_one_name(tmp_path):
-    code = 'import sys; from trainkit.train.runs import RunFolder; print(RunFolder(sys.argv[1], "a: 1").path.name)'
+    code = (
+        'import sys; from trainkit.train.runs import RunFolder; print(RunFolder(sys.argv[1], "a: '
+        '1").path.name)'
+    )
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(tmp_path / "demo")],
@@ -149,7 +155,8 @@ def test_tensorboard_reads_it_back(tmp_path):
 
 
 TRACK = (
-    'import sys; sys.path[:0] = ["tests", "tests/train"]; from test_track import a_run; from trainkit.train.runs import read_run\n'
+    'import sys; sys.path[:0] = ["tests", "tests/train"]; from test_track import a_run; '
+    "from trainkit.train.runs import read_run\n"
     "print(a_run(sys.argv[1], sys.argv[2]).path.name)"
 )
 
@@ -189,13 +196,14 @@ SECRET = "c0rrect-horse-battery"
 
 
 def test_wandb_offline(tmp_path):
-    "It asks nobody and nothing, keeps to the run folder, has every number once after a resume, and tells no secret."
+    "Offline, in the run folder, each number once after a resume, and no secret."
     pytest.importorskip("wandb")
     home = tmp_path / "home"
     home.mkdir()
     code = (
         'import sys; sys.path[:0] = ["tests", "tests/train"]; from test_track import a_run\n'
-        'path = a_run(sys.argv[1], "wandb").path; a_run(path, "wandb", steps=24, start=10, resume=True); print(path.name)'
+        'path = a_run(sys.argv[1], "wandb").path; a_run(path, "wandb", steps=24, start=10, '
+        "resume=True); print(path.name)"
     )
     quiet = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "XDG"))}
     environment = quiet | {
@@ -259,7 +267,10 @@ def test_wandb_files_a_run_under_the_project_of_the_environment(tmp_path, monkey
 
 
 def wandb_steps(path):
-    "The steps of the training loss in a file of wandb: LevelDB's log format, blocks of 32 KiB with pieces of protobuf records."
+    """Steps of the training loss in a wandb file: LevelDB's log format, in blocks of 32 KiB.
+
+    The blocks hold pieces of protobuf records.
+    """
     from wandb.proto import wandb_internal_pb2
 
     data, at, whole, steps = path.read_bytes(), 7, b"", []
@@ -322,7 +333,10 @@ def test_a_file_in_the_way(tmp_path):
 
 
 def test_reading_needs_no_torch():
-    code = 'import sys; import trainkit.train.loggers; print("torch" in sys.modules, "accelerate" in sys.modules)'
+    code = (
+        'import sys; import trainkit.train.loggers; print("torch" in sys.modules, '
+        '"accelerate" in sys.modules)'
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
@@ -341,7 +355,7 @@ def test_compare_and_list(tmp_path):
 
 
 def test_a_resumed_run_logs_each_step_once(tmp_path):
-    "In the file itself, not only for our reader; what was undone is gone, what was before is as it was."
+    "In the file itself, not only for our reader; undone steps go, earlier ones are unchanged."
     folder = a_run(tmp_path / "run", steps=20)
     before = (folder.path / "metrics.jsonl").read_text().splitlines()
     a_run(folder.path, steps=30, start=10, resume=True)
@@ -396,7 +410,8 @@ def test_curves_in_a_browser(tmp_path, browser):
     page = browser.new_page(viewport=dict(width=1000, height=900))
     page.goto(path.as_uri())
     boxes = page.evaluate(
-        '[...document.querySelectorAll("svg svg")].map(s => { const b = s.getBoundingClientRect(); return [b.x, b.y, b.width, b.height] })'
+        '[...document.querySelectorAll("svg svg")].map(s => { const b = s.getBoundingClientRect(); '
+        "return [b.x, b.y, b.width, b.height] })"
     )
     assert len(boxes) >= 4
     for i, (x, y, w, h) in enumerate(boxes):
@@ -443,7 +458,7 @@ def test_report_of_a_long_run_stays_small(tmp_path):
     "width, scheme, page_colour", [(1200, "light", "255, 255, 255"), (420, "dark", "17, 17, 17")]
 )
 def test_report_in_a_browser(tmp_path, browser, width, scheme, page_colour):
-    "It asks for nothing but itself, even with a section that would like to; it fits a phone; it follows the reader's colours."
+    "It loads nothing else, even with a section that tries; fits a phone; follows the colours."
     folder = a_run(tmp_path / "run")
     evil = '<img src="http://127.0.0.1:9/x.png"><script>document.title = "owned"</script>'
     path = write_report(
@@ -485,7 +500,7 @@ def test_a_fingerprint_is_of_the_numbers_wherever_they_are():
 
 
 def long_log(path, steps, starts=((0, 0),)):
-    "A log with spikes, a NaN, evaluations and resumes: (line at which it goes on, after which step)."
+    "A log with spikes, a NaN, evaluations and resumes: (line of each resume, its step)."
     import random
 
     draw, step, after = random.Random(0), 0, dict(starts)
@@ -604,7 +619,7 @@ def test_a_log_of_somebody_else_breaks_no_command(tmp_path):
 
 
 def test_an_evaluation_that_a_kill_cut_off_from_its_run_stands_there_once(tmp_path):
-    "The last evaluation comes after the end; killed before the report, a run that goes on is judged once more."
+    "The last evaluation follows the end; killed before the report, a resumed run repeats it."
 
     def begin(start):
         return dict(start_step=start, total_steps=4)
@@ -627,9 +642,16 @@ def test_an_evaluation_that_a_kill_cut_off_from_its_run_stands_there_once(tmp_pa
         folder.record("start", begin(4))
         for event in ("end", "eval"):
             folder.record(event, dict(step=4, eval_loss=1.0))
-    found = [
+    evaluations = [
         (r["event"], r["step"]) for r in read_run(tmp_path / "a").records if r["event"] != "start"
     ]
-    assert found == [("log", 2), ("eval", 2), ("log", 4), ("eval", 4), ("end", 4), ("eval", 4)]
+    assert evaluations == [
+        ("log", 2),
+        ("eval", 2),
+        ("log", 4),
+        ("eval", 4),
+        ("end", 4),
+        ("eval", 4),
+    ]
     unchanged = folder.path / "metrics.jsonl"
     assert unchanged.read_text().count('"eval"') == 3

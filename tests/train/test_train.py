@@ -166,7 +166,7 @@ class StopAt:
 
 @pytest.mark.parametrize("kind", sorted(PLAIN_HEADS) + ["cohere", "gemma2", "granite", "phi"])
 def test_loss_in_chunks_is_the_one_that_transformers_computes(kind):
-    "Where logits are one product; the last four cap, scale or shift theirs, and are called as a whole."
+    "For heads of one product; the last four cap, scale or shift logits and are called whole."
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -217,7 +217,7 @@ def test_a_head_that_does_more_is_called_as_a_whole():
         lambda *a, **k: plain(*a, **k),
     )  # as accelerate's autocast wraps it
     assert body_and_head(model) is not None
-    hook = model.lm_head.register_forward_hook(lambda module, given, out: out * 2)
+    hook = model.lm_head.register_forward_hook(lambda module, inputs, out: out * 2)
     assert body_and_head(model) is None
     hook.remove()
     model.lm_head = nn.Sequential(model.lm_head)
@@ -249,13 +249,13 @@ def test_gradient_of_a_window_is_that_of_one_batch(kind, counted):
     reference = gradient(model).clone()
     for size in (1, 2, 3, 5, 8):
         model.zero_grad()
-        found, _ = accumulate(
+        window_loss, _ = accumulate(
             model,
             used,
             [collate(rows[i : i + size]) for i in range(0, 8, size)],
             make_accelerator("no"),
         )
-        assert abs(found.item() - expected.item()) < 1e-5
+        assert abs(window_loss.item() - expected.item()) < 1e-5
         assert (gradient(model) - reference).norm() / reference.norm() < 1e-6
 
 
@@ -272,7 +272,7 @@ def test_the_naive_mean_of_means_would_fail_this():
 
 @pytest.mark.parametrize("kind", ["ours", "llama", "own"])
 def test_runs_with_windows_end_where_runs_with_big_batches_end(kind):
-    "29 rows: batches of 6 leave 5 for the last of an epoch, windows of three batches of 2 leave 2, 2 and 1."
+    "29 rows: batches of 6 leave 5 at the end, windows of three batches of 2 leave 2, 2 and 1."
     loss = own_loss if kind == "own" else lm_loss
     big = trainer(
         make(kind), batch_size=6, gradient_accumulation_steps=1, loss=loss, logging_steps=1
@@ -312,8 +312,8 @@ def test_several_terms_keep_their_own_counts():
     expected.backward()
     reference = gradient(model).clone()
     model.zero_grad()
-    found, metrics = accumulate(model, two_terms, pieces, accelerator)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    loss, metrics = accumulate(model, two_terms, pieces, accelerator)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert (gradient(model) - reference).norm() / reference.norm() < 1e-6 and set(metrics) == {
         "loss",
         "length",
@@ -327,7 +327,7 @@ def test_several_terms_keep_their_own_counts():
     "kind, precision", [("ours", "no"), ("ours", "bf16"), ("ours", "fp16"), ("own", "no")]
 )
 def test_resume_is_exact(tmp_path, kind, precision):
-    "Stopped anywhere in two epochs and resumed: weights, records and order of the data to the last bit."
+    "Stopped anywhere in two epochs and resumed: equal weights, records and order of the data."
 
     def run(name, stop=None, resume=None):
         order = []
@@ -385,7 +385,7 @@ def test_evaluation_sampling_and_saving_do_not_change_training(tmp_path):
 
 
 def test_a_second_run_begins_anew():
-    "Training twice with one trainer is training with the same batches, not with what the first run left over."
+    "Training twice with one trainer uses the same batches, not the rest of the first run."
     t = trainer(max_steps=7)
     start = {k: v.clone() for k, v in t.model.state_dict().items()}
     first = t.train()
@@ -414,9 +414,9 @@ def test_the_folder_of_a_run(tmp_path):
         callbacks=[Saves()],
         lr=3e-3,
     ).train()
-    kept = sorted(p.name for p in (tmp_path / "checkpoints").glob("checkpoint-*"))
+    names = sorted(p.name for p in (tmp_path / "checkpoints").glob("checkpoint-*"))
     assert (
-        kept == ["checkpoint-12", "checkpoint-9"]
+        names == ["checkpoint-12", "checkpoint-9"]
         and Path(result.final_checkpoint).name == "checkpoint-12"
     )
     assert [s for s in saved if s[0] == "checkpoint"] == [
@@ -495,10 +495,10 @@ def test_nan_leaves_the_good_checkpoint_and_the_weights(tmp_path):
 
     def loss(model, batch):
         calls.append(0)
-        found = lm_loss(model, batch)
+        total = lm_loss(model, batch)
         if len(calls) == 3 * 7 + 2:
-            found.terms["loss"] = (found.terms["loss"][0] * math.nan, *found.terms["loss"][1:])
-        return found
+            total.terms["loss"] = (total.terms["loss"][0] * math.nan, *total.terms["loss"][1:])
+        return total
 
     t = trainer(folder=tmp_path, loss=objective(counts=lm_loss.counts)(loss))
     with pytest.raises(TrainingError, match="Step 8: the loss is nan") as caught:
@@ -553,17 +553,20 @@ def test_an_error_in_the_data_or_a_callback_keeps_its_type_and_frees_everything(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_half_precision_model_is_trained_in_float32_masters(dtype):
-    "The run is that of the same numbers widened beforehand and computed in the same format; GradScaler never sees a float16 gradient."
+    """The run equals one with weights widened beforehand and the same compute format.
+
+    GradScaler never sees a float16 gradient.
+    """
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    given, widened = (
+    narrow, widened = (
         trainer(make("ours").to(dtype)),
         trainer(make("ours").to(dtype).float(), mixed_precision=name),
     )
-    result = given.train()
+    result = narrow.train()
     assert timeless(result.history) == timeless(widened.train().history) and same(
-        given.model, widened.model
+        narrow.model, widened.model
     )
-    assert {p.dtype for p in given.model.parameters()} == {
+    assert {p.dtype for p in narrow.model.parameters()} == {
         torch.float32
     } and "float32" in result.notes[0]
 
@@ -674,11 +677,11 @@ def test_compilation_falls_back_and_says_why():
 
 
 def test_a_model_that_knows_no_mask_trains_on_padded_rows_and_refuses_packed_ones():
-    plain, told = (
+    plain, masked = (
         trainer(make("own")),
         trainer(make("own"), loss=own_loss),
     )  # own_loss leaves the mask out by hand
-    assert plain.train().final_loss == told.train().final_loss and same(plain.model, told.model)
+    assert plain.train().final_loss == masked.train().final_loss and same(plain.model, masked.model)
     batch = dict(
         input_ids=torch.ones(2, 4, dtype=torch.long), labels=torch.ones(2, 4, dtype=torch.long)
     )
@@ -693,15 +696,15 @@ def test_a_model_that_knows_no_mask_trains_on_padded_rows_and_refuses_packed_one
 
 
 def test_the_groups_are_shown_with_their_peak_rates():
-    told = []
+    lines = []
 
     class Start:
         def on_start(self, trainer, record):
-            told.append(record["groups"])
+            lines.append(record["groups"])
 
     t = trainer(callbacks=[Start()], max_steps=1)
     t.train()
-    assert "rate 0.01 " in told[0] and "rate 0 " not in told[0]
+    assert "rate 0.01 " in lines[0] and "rate 0 " not in lines[0]
 
 
 def test_objectives_that_cannot_be_added_up_say_so():
@@ -776,12 +779,12 @@ def test_a_later_model_is_compiled_as_the_first_one_was():
         return graph.forward
 
     torch._dynamo.register_backend(counting, name="counting")
-    for made in range(
+    for number in range(
         1, 13
     ):  # More than torch's own limit, which counts the versions of all models together
         notes = (
             trainer(
-                rows=[[1] * (4 + made)] * 12,
+                rows=[[1] * (4 + number)] * 12,
                 max_steps=1,
                 torch_compile=True,
                 torch_compile_backend="counting",
@@ -789,7 +792,7 @@ def test_a_later_model_is_compiled_as_the_first_one_was():
             .train()
             .notes
         )
-        assert (len(graphs), notes) == (made, [])
+        assert (len(graphs), notes) == (number, [])
 
 
 # Every knob of the loop, each with what it must do
@@ -819,12 +822,12 @@ class Heard:
 
 def scored(values):
     "`lm_loss` with a metric that takes these values in one evaluation after the other."
-    found = iter(values)
+    scores = iter(values)
 
     def loss(model, batch):
         out = lm_loss(model, batch)
         if not model.training and batch["input_ids"].shape[0] == 1:
-            out.metrics["score"] = next(found)  # the last batch of 5 rows in twos
+            out.metrics["score"] = next(scores)  # the last batch of 5 rows in twos
         return out
 
     return objective(counts=lm_loss.counts)(loss)
@@ -837,7 +840,8 @@ def tree(t):
 
 
 FIVE = dict(gradient_accumulation_steps=3)  # 15 batches of 2 rows: epochs of 5 steps
-OPTIONS = {  # name: (what trainer() gets, what OptimConfig gets, what must hold of trainer, result and callbacks)
+# name: (arguments of trainer(), of OptimConfig, a check of trainer, result and callbacks)
+OPTIONS = {
     "max_steps over epochs": (
         dict(max_steps=7, num_train_epochs=1),
         {},
@@ -1014,7 +1018,7 @@ OPTIONS = {  # name: (what trainer() gets, what OptimConfig gets, what must hold
             and same(t.model, run_option(dict(seed=7, kind="dropout"))[0].model)
         ),
     ),
-    "tf32 where there is none": (
+    "tf32 on a device without it": (
         dict(tf32=True),
         {},
         lambda t, r, h: torch.cuda.is_available() or not torch.backends.cuda.matmul.allow_tf32,
@@ -1055,18 +1059,20 @@ def same_weights(t, first, *others):
     "Whether folders of a run hold the same weights."
     from safetensors.torch import load_file
 
-    home = lambda name: (
-        t.folder / "checkpoints" / name if name.startswith("checkpoint-") else t.folder / name
-    )
-    found = [load_file(home(name) / "model.safetensors") for name in (first, *others)]
-    assert all(len(a.keys() & b.keys()) >= 10 for a, b in pairwise(found))
+    def home(name):
+        return (
+            t.folder / "checkpoints" / name if name.startswith("checkpoint-") else t.folder / name
+        )
+
+    weights = [load_file(home(name) / "model.safetensors") for name in (first, *others)]
+    assert all(len(a.keys() & b.keys()) >= 10 for a, b in pairwise(weights))
     return all(
-        torch.equal(a[k], b[k]) for a, b in pairwise(found) for k in a.keys() & b.keys()
+        torch.equal(a[k], b[k]) for a, b in pairwise(weights) for k in a.keys() & b.keys()
     )  # tied ones are named once
 
 
-def run_option(given, optim=None, folder=None):
-    config, heard = dict(given), Heard()
+def run_option(options, optim=None, folder=None):
+    config, heard = dict(options), Heard()
     if "folder" in config:
         config["folder"] = folder
     if isinstance(config.get("loss"), list):
@@ -1082,14 +1088,14 @@ def run_option(given, optim=None, folder=None):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_option(name, tmp_path):
-    given, optim, holds = OPTIONS[name]
-    found = run_option(given, optim, tmp_path)
+    options, optim, holds = OPTIONS[name]
+    results = run_option(options, optim, tmp_path)
     if holds is not None:
-        assert holds(*found)
+        assert holds(*results)
     else:  # transformers' schedule of the same name
         from transformers import get_scheduler
 
-        t, result, _ = found
+        t, result, _ = results
         theirs = torch.optim.SGD([torch.zeros(1)], lr=1e-2)
         kind = optim["lr_scheduler_type"]
         more = dict(
@@ -1114,7 +1120,8 @@ def test_option(name, tmp_path):
         )  # polynomial ends at 1e-7 there
 
 
-SCHEDULE_KNOBS = {  # schedule -> our knobs, and what they are called in transformers for so many steps after the warm-up
+# schedule -> our knobs, and their names in transformers, for so many steps after the warm-up
+SCHEDULE_KNOBS = {
     "constant": [({}, {})],
     "constant_with_warmup": [({}, {})],
     "linear": [({}, {})],
@@ -1148,9 +1155,19 @@ SCHEDULE_KNOBS = {  # schedule -> our knobs, and what they are called in transfo
 }
 
 
+def rates_of(optimizer, schedule, steps):
+    "The learning rate before each step and after the last."
+    rates = []
+    for _ in range(steps + 1):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_a_schedule_is_transformers_over_a_grid_of_knobs(kind):
-    "At every step of a run and at its end, with and without warm-up, for every knob that a schedule reads."
+    "At every step and at the end, with and without warm-up, for every knob of a schedule."
     from transformers import get_scheduler
 
     for mine, theirs in SCHEDULE_KNOBS[kind]:
@@ -1158,24 +1175,15 @@ def test_a_schedule_is_transformers_over_a_grid_of_knobs(kind):
             named = dict(theirs)
             if "decay" in named:
                 named["num_decay_steps"] = named.pop("decay") * (total - warmup)
-            rates = []
-            for build in (
-                lambda o: make_schedule(
-                    o,
-                    OptimConfig(
-                        learning_rate=0.01, lr_scheduler_type=kind, warmup_steps=warmup, **mine
-                    ),
-                    total,
-                ),  # noqa: B023
-                lambda o: get_scheduler(kind, o, warmup, total, named),
-            ):  # noqa: B023
-                optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.01)
-                schedule, found = build(optimizer), []
-                for _ in range(total + 1):
-                    found.append(optimizer.param_groups[0]["lr"])
-                    optimizer.step(), schedule.step()
-                rates.append(found)
-            assert rates[0] == pytest.approx(rates[1], abs=1e-15), (mine, total, warmup)
+            ours, reference = (torch.optim.SGD([torch.zeros(1)], lr=0.01) for _ in range(2))
+            config = OptimConfig(
+                learning_rate=0.01, lr_scheduler_type=kind, warmup_steps=warmup, **mine
+            )
+            rates = rates_of(ours, make_schedule(ours, config, total), total)
+            expected = rates_of(
+                reference, get_scheduler(kind, reference, warmup, total, named), total
+            )
+            assert rates == pytest.approx(expected, abs=1e-15), (mine, total, warmup)
 
 
 def test_every_knob_of_the_loop_has_a_test():
@@ -1264,7 +1272,7 @@ def test_training_in_a_thread_and_stopping_from_another(tmp_path):
     t.control.pause()
     last = time.monotonic() + 60
     while not rests(thread):
-        assert time.monotonic() < last, "it goes on"
+        assert time.monotonic() < last, "it does not end"
         time.sleep(0.005)
     step = t.state.step
     time.sleep(0.1)
@@ -1279,7 +1287,7 @@ def test_training_in_a_thread_and_stopping_from_another(tmp_path):
 
 
 def after_step_four(folder, stubborn=False):
-    "A run that waits there for Ctrl-C; the stubborn says that it has heard it, and is not done with its step."
+    "A run that waits there for Ctrl-C; the stubborn one reports it and stays in its step."
 
     class Wait:
         def on_step(self, trainer, record):
@@ -1307,9 +1315,11 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tmp_path):
     os.kill(process.pid, signal.SIGINT)
     done = end(process, tmp_path, 60)
     assert done.returncode == 0, done.stderr
-    said, result = done.stdout.splitlines()[-2:]
+    message, result = done.stdout.splitlines()[-2:]
     assert result == "result interrupted 4"
-    assert "after step 4 of 60" in said and "checkpoint-4" in said and "resume=True" in said
+    assert (
+        "after step 4 of 60" in message and "checkpoint-4" in message and "resume=True" in message
+    )
     t = trainer(folder=tmp_path, max_steps=7)
     assert t.train(resume=True, force_resume=True).steps == 7
 
@@ -1408,7 +1418,10 @@ def share(counted, folder):
 @pytest.mark.slow  # test_distributed has a quick one
 @pytest.mark.parametrize("counted", [True, False])
 def test_two_processes_are_one(tmp_path, counted):
-    "2 processes x batch 2 x accumulation 2 = 1 process x batch 4 x 2, with rows of different length and a partial last window."
+    """2 processes x batch 2 x accumulation 2 = 1 process x batch 4 x 2, with uneven rows.
+
+    The last window is partial.
+    """
     one = trainer(
         batch_size=4,
         gradient_accumulation_steps=2,

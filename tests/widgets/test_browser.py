@@ -50,7 +50,7 @@ def report(tmp_path_factory):
 @pytest.mark.parametrize("width", [1200, 420])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_report_reads_well(browser, report, width, scheme):
-    "No error, no request, no sideways scrolling, and text that stands out from its ground in both schemes."
+    "No error, no request, no sideways scrolling, and readable text in both schemes."
     page = browser.new_page(viewport=dict(width=width, height=900), color_scheme=scheme)
     errors, requests = [], []
     page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
@@ -66,7 +66,10 @@ def test_report_reads_well(browser, report, width, scheme):
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (
         "nothing sticks out to the side"
     )
-    light = "c => { const [r, g, b] = c.match(/[0-9.]+/g).map(Number); return .2126*r + .7152*g + .0722*b }"
+    light = (
+        "c => { const [r, g, b] = c.match(/[0-9.]+/g).map(Number); "
+        "return .2126*r + .7152*g + .0722*b }"
+    )
     ground, ink = (
         page.evaluate(f"({light})(getComputedStyle(document.body).{kind})")
         for kind in ("backgroundColor", "color")
@@ -82,9 +85,11 @@ from trainkit.config import load_config
 from trainkit.recipes.config import RunConfig
 from trainkit.widgets.panel import TrainerPanel
 
-words = ('data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.vocab_size=400 model.d_model=32 model.n_heads=2 '
-         'model.n_layers=1 model.d_ff=64 train.max_steps=20000 train.logging_steps=1 train.eval_strategy=steps train.eval_steps=100 '
-         'train.sample_steps=50 train.per_device_train_batch_size=4 sampling.max_new_tokens=10').split()
+words = ('data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.vocab_size=400 '
+         'model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 train.max_steps=20000 '
+         'train.logging_steps=1 train.eval_strategy=steps train.eval_steps=100 '
+         'train.sample_steps=50 train.per_device_train_batch_size=4 '
+         'sampling.max_new_tokens=10').split()
 panel = TrainerPanel(load_config(RunConfig, dict(runs_dir='runs', name='seen'), words))
 panel.show()
 """
@@ -92,7 +97,10 @@ panel.show()
 
 @contextmanager
 def server(folder, command, **env):
-    "A notebook server in a folder, of a command to which its port is added; its address. Its own process group ends with it."
+    """The address of a notebook server in a folder, started by a command that gets a port.
+
+    Its own process group ends with it.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -195,18 +203,19 @@ def open_notebook(browser, lab, name, cells, **look):
     page.goto(f"{address}/doc/tree/{name}", wait_until="domcontentloaded")
     page.wait_for_selector(".jp-Notebook .jp-Cell")
     page.wait_for_function(
-        "document.querySelector('.jp-NotebookPanel .jp-Notebook-ExecutionIndicator')?.dataset.status === 'idle'"
+        "document.querySelector('.jp-NotebookPanel "
+        ".jp-Notebook-ExecutionIndicator')?.dataset.status === 'idle'"
     )
     from playwright.sync_api import TimeoutError as Late
 
-    said, question = "", page.locator("dialog.jp-Dialog")
+    message, question = "", page.locator("dialog.jp-Dialog")
     for _ in range(40):  # Cells that are run before the kernel is ready are not run
         page.keyboard.press("Escape")
         try:
             if (
                 question.count()
             ):  # Such as: which kernel? It may come at any moment, and lies over the menu
-                said = question.first.inner_text()
+                message = question.first.inner_text()
                 question.locator('button:has-text("Select"), .jp-mod-accept').first.click(
                     timeout=5000
                 )
@@ -217,26 +226,34 @@ def open_notebook(browser, lab, name, cells, **look):
         page.wait_for_timeout(1000)
         if not question.count() and "[ ]" not in page.locator(".jp-InputPrompt").first.inner_text():
             return page
-    raise AssertionError(f"the kernel does not begin; JupyterLab said: {said!r}")
+    raise AssertionError(f"the kernel does not begin; JupyterLab said: {message!r}")
 
 
 @pytest.mark.slow
 def test_a_panel_trains_in_a_notebook(browser, lab):
-    "Run All, Start, the loss changes, Pause holds it, Resume, Stop keeps the model; the saved notebook shows the end; a wrong field is said."
+    """Run All, Start, a changing loss, Pause, Resume, Stop; the saved notebook shows the end.
+
+    A wrong field is reported, and Stop keeps the model.
+    """
     folder = lab[1]
     page = open_notebook(
         browser, lab, "panel.ipynb", [PANEL], viewport=dict(width=1200, height=1400)
     )
     errors = []
     page.on("pageerror", lambda e: errors.append(str(e)))
-    button = lambda word: page.locator(
-        f"button:text-is('{word}')"
-    )  # Its accessible name begins with the icon's glyph
-    step = lambda: int(
-        re.search(r"step ([\d,]+) of", page.locator("text=/step [\\d,]+ of/").first.inner_text())[
-            1
-        ].replace(",", "")
-    )
+
+    def button(word):
+        return page.locator(
+            f"button:text-is('{word}')"
+        )  # Its accessible name begins with the icon's glyph
+
+    def step():
+        return int(
+            re.search(
+                r"step ([\d,]+) of", page.locator("text=/step [\\d,]+ of/").first.inner_text()
+            )[1].replace(",", "")
+        )
+
     button("Start").wait_for()
     rate = page.get_by_label("learning_rate")
     rate.fill("fast")
@@ -249,13 +266,18 @@ def test_a_panel_trains_in_a_notebook(browser, lab):
     chart.wait_for()
     before = chart.get_attribute("aria-label")
     page.wait_for_function(
-        'before => document.querySelector(\'svg[role=img][aria-label^="Loss"]\').getAttribute("aria-label") !== before',
+        "before => document.querySelector('svg[role=img][aria-label^=\"Loss\"]')"
+        '.getAttribute("aria-label") !== before',
         arg=before,
     )
     taken = page.evaluate("""() => new Promise(done => {
-        const pause = [...document.querySelectorAll('button')].find(b => b.textContent.trim() === 'Pause'), begin = performance.now()
+        const buttons = [...document.querySelectorAll('button')]
+        const pause = buttons.find(b => b.textContent.trim() === 'Pause')
+        const begin = performance.now()
         new MutationObserver((_, all) => {
-            if (pause.textContent.includes('Resume')) { all.disconnect(); done(performance.now() - begin) }
+            if (!pause.textContent.includes('Resume')) return
+            all.disconnect()
+            done(performance.now() - begin)
         }).observe(pause, {childList: true, subtree: true, characterData: true})
         pause.click()
     })""")
@@ -272,7 +294,11 @@ def test_a_panel_trains_in_a_notebook(browser, lab):
         page.screenshot(path=f"{shots}/panel-1200.png")
     button("Resume").click()
     page.wait_for_function(
-        'held => [...document.querySelectorAll("div")].some(d => Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1].replace(",", "")) > held)',
+        (
+            'held => [...document.querySelectorAll("div")].some(d => '
+            'Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1].replace(",", '
+            '"")) > held)'
+        ),
         arg=held,
     )
     button("Stop").click()
@@ -302,7 +328,7 @@ def test_a_panel_trains_in_a_notebook(browser, lab):
 
 
 def shoot(page, name):
-    "A picture of the first output, at both widths, if somebody wants to look at it; nothing sticks out to the side."
+    "Check the first output at both widths, and save a picture of it if asked."
     for width in (1200, 420):
         page.set_viewport_size(dict(width=width, height=1500))
         page.wait_for_timeout(600)
@@ -330,13 +356,13 @@ def saved_html(page, path):
             '[data-command="docmanager:save"]'
         ).first.click()  # Keys go to the field that has the focus
         page.wait_for_timeout(300)
-        found = [
+        pages = [
             "".join(o.get("data", {}).get("text/html", ""))
             for c in json.loads(path.read_text())["cells"]
             for o in c["outputs"]
         ]
-        if found:
-            return "".join(found)
+        if pages:
+            return "".join(pages)
     raise AssertionError("nothing was saved")
 
 
@@ -348,7 +374,9 @@ from trainkit.train.runs import RunFolder
 if not Path('seen').exists():
     for rate in (0.003, 0.01, 0.03):
         with RunFolder(f'seen/rate{rate}', f'optim:\\n  learning_rate: {rate}\\n') as folder:
-            for step in range(1, 200): folder.record('log', dict(step=step, loss=2 + 4*math.exp(-step*rate) + 0.1*math.sin(step), grad_norm=1/step))
+            for step in range(1, 200):
+                loss = 2 + 4*math.exp(-step*rate) + 0.1*math.sin(step)
+                folder.record('log', dict(step=step, loss=loss, grad_norm=1/step))
             folder.record('end', dict(step=199, reason='finished'))
 browser = RunBrowser('seen')
 browser.show()
@@ -356,7 +384,7 @@ browser.show()
 
 
 def type_filter(page, words, seen):
-    "Until it is seen, for what the kernel still had to say may overwrite what was typed on a busy machine."
+    "Type until it is seen: late messages of a busy kernel may overwrite the text."
     from playwright.sync_api import TimeoutError as Late
 
     for tries in (2, 1, 0):
@@ -391,7 +419,7 @@ def run_browser(browser, lab, scheme="light"):
 
 
 def test_runs_are_browsed_in_a_notebook(browser, lab):
-    "The quick one: a filter, a choice, an error that is said, and what the saved notebook shows."
+    "The quick one: a filter, a choice, an error message, and what the saved notebook shows."
     page, errors = run_browser(browser, lab)
     assert page.locator(".trainkit-still").first.is_hidden(), (
         "the picture is for those who have no widgets"
@@ -409,8 +437,10 @@ from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 torch.manual_seed(0)
-tokenizer = BPETokenizer.train(['what colour is the sky? the sky is blue.']*4, 270, special_tokens=['<|endoftext|>'])
-base = Transformer(ModelConfig(vocab_size=tokenizer.vocab_size, d_model=64, n_heads=4, n_layers=2, d_ff=128, max_seq_len=256))
+texts = ['what colour is the sky? the sky is blue.'] * 4
+tokenizer = BPETokenizer.train(texts, 270, special_tokens=['<|endoftext|>'])
+shape = dict(d_model=64, n_heads=4, n_layers=2, d_ff=128, max_seq_len=256)
+base = Transformer(ModelConfig(vocab_size=tokenizer.vocab_size, **shape))
 set_template(tokenizer, 'chatml', base)
 tuned = copy.deepcopy(base)
 with torch.no_grad():
@@ -420,7 +450,8 @@ CHAT = (
     VOICES
     + """
 from trainkit.widgets.chat_compare import ChatCompare
-chat = ChatCompare(dict(base=(base, tokenizer), tuned=(tuned, tokenizer), twin=(base, tokenizer)), max_new_tokens=30, system='Be brief.')
+models = dict(base=(base, tokenizer), tuned=(tuned, tokenizer), twin=(base, tokenizer))
+chat = ChatCompare(models, max_new_tokens=30, system='Be brief.')
 chat.show()
 """
 )
@@ -428,7 +459,9 @@ LABELS = (
     VOICES
     + """
 from trainkit.widgets.labeler import PreferenceLabeler
-labeler = PreferenceLabeler.sample('%s.jsonl', base, tokenizer, [f'what colour is {x}?' for x in ('the sky', 'grass', 'snow')], max_new_tokens=20, who='me')
+questions = [f'what colour is {x}?' for x in ('the sky', 'grass', 'snow')]
+options = dict(max_new_tokens=20, who='me')
+labeler = PreferenceLabeler.sample('%s.jsonl', base, tokenizer, questions, **options)
 labeler.show()
 """
 )
@@ -514,14 +547,18 @@ from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 text = 'the whole of the earth was of one language, and of one speech. '*20
 tok = BPETokenizer.train([text], 290, special_tokens=['<|endoftext|>'], progress=False)
 torch.manual_seed(0)
-model = Transformer(ModelConfig(vocab_size=290, d_model=32, n_heads=4, n_layers=2, d_ff=64, max_seq_len=64))
+shape = dict(vocab_size=290, d_model=32, n_heads=4, n_layers=2, d_ff=64, max_seq_len=64)
+model = Transformer(ModelConfig(**shape))
 """,
     "PackingExplorer().show()",
     "AttentionExplorer(model, tok, text=text[:60]).show()",
     "SamplingExplorer(model, tok, prompt=text[:30]).show()",
     "TokenizerExplorer(tok, text=text[:60], word=' language').show()",
     "CurriculumExplorer().show()",
-    "MaskViewer([dict(prompt='the earth', completion=' was'), dict(prompt='one', completion=' of')], tok).show()",
+    (
+        "MaskViewer([dict(prompt='the earth', completion=' was'), dict(prompt='one', "
+        "completion=' of')], tok).show()"
+    ),
     "ScheduleExplorer().show()",
     "DPOExplorer().show()",
     "LoRAExplorer().show()",
@@ -531,7 +568,7 @@ model = Transformer(ModelConfig(vocab_size=290, d_model=32, n_heads=4, n_layers=
 
 
 def photograph(page, cells, name):
-    "The output of each of the last cells, at both widths, if somebody wants to look; nothing sticks out to the side."
+    "Check the output of the last cells at both widths, and save pictures if asked."
     for width in (1200, 420):
         page.set_viewport_size(
             dict(width=width, height=2800)
@@ -550,7 +587,7 @@ def photograph(page, cells, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_explorer_is_turned_in_a_notebook(browser, lab, scheme):
-    "A picture follows its field and its slider, a wrong value is said, and the saved notebook has the picture."
+    "Pictures follow field and slider, wrong values are reported, the saved notebook has both."
     page = open_notebook(
         browser,
         lab,
@@ -561,7 +598,10 @@ def test_every_explorer_is_turned_in_a_notebook(browser, lab, scheme):
     )
     errors = []
     page.on("pageerror", lambda e: errors.append(str(e)))
-    field = lambda label: page.get_by_label(label, exact=True).first
+
+    def field(label):
+        return page.get_by_label(label, exact=True).first
+
     field("pad to").wait_for(timeout=150_000)
     field("lora rank").wait_for(timeout=60_000)  # The last cell
     field("documents").fill("0")
@@ -587,15 +627,22 @@ def test_every_explorer_is_turned_in_a_notebook(browser, lab, scheme):
     field("strategy").select_option("greedy")
 
     pictures = page.locator("[role=group][aria-label]")
-    seen = lambda: [
-        label or ""
-        for label in pictures.evaluate_all('all => all.map(e => e.getAttribute("aria-label"))')
-    ]
+
+    def seen():
+        return [
+            label or ""
+            for label in pictures.evaluate_all('all => all.map(e => e.getAttribute("aria-label"))')
+        ]
+
     for label, value in (("total steps", "777"), ("beta", "0.5"), ("rank", "2"), ("outlier", "20")):
         before = seen()
         field(label).fill(value)
         page.wait_for_function(
-            'before => JSON.stringify([...document.querySelectorAll("[role=group][aria-label]")].map(e => e.ariaLabel)) !== before',
+            (
+                "before => "
+                'JSON.stringify([...document.querySelectorAll("[role=group][aria-label]")].map(e '
+                "=> e.ariaLabel)) !== before"
+            ),
             arg=json.dumps(before, ensure_ascii=False, separators=(",", ":")),
         )
     page.locator("button:text-is('Compute'):visible").click()
@@ -616,7 +663,7 @@ def test_every_explorer_is_turned_in_a_notebook(browser, lab, scheme):
 
 @pytest.mark.slow
 def test_an_explorer_answers_in_its_lesson(browser, lab):
-    "A whole lesson is run as its reader runs it; where its saved picture stood are the knobs, and the picture follows them."
+    "In a lesson that is run whole, the knobs replace the saved picture, and it follows them."
     lesson = json.loads((ROOT / "nbs" / "02_data/15_packing.ipynb").read_text(encoding="utf-8"))
     page = open_notebook(
         browser,
@@ -644,7 +691,10 @@ panel.show()
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_panel_for_each_method(browser, lab, scheme):
-    "Instruction tuning by TRL's loop, then by an adapter over four bits, a judge, preferences, rewards: Start, the charts of that method, the end."
+    """Each method's panel: Start, the charts of that method, the end.
+
+    Instruction tuning by TRL's loop, by QLoRA, a reward model, preferences, rewards.
+    """
     from test_studio import small_start
     from trainkit.config import save_config
 
@@ -695,7 +745,10 @@ def test_a_panel_for_each_method(browser, lab, scheme):
         panel.locator('.lm-TabBar-tab:has-text("Code")').click()
         panel.locator("button:text-is('Copy as code')").click()
         page.wait_for_function(
-            "i => document.querySelectorAll('.jp-OutputArea-output textarea')[i]?.value.includes('load_config(RunConfig')",
+            (
+                "i => document.querySelectorAll('.jp-OutputArea-output "
+                "textarea')[i]?.value.includes('load_config(RunConfig')"
+            ),
             arg=i,
         )
     photograph(page, len(shown), f"methods-{scheme}")
@@ -714,18 +767,26 @@ COLAB = (
 
 @pytest.fixture(scope="module")
 def classic(tmp_path_factory):
-    "A notebook server with the libraries of Colab's pages: that of the Python in TRAINKIT_COLAB, or of an environment that is made now."
+    """A notebook server with the libraries of Colab's pages.
+
+    It runs on the Python in TRAINKIT_COLAB, or in an environment that is made now.
+    """
     home = ROOT / "build" / "colab"
     python = Path(os.environ.get("TRAINKIT_COLAB") or home / "bin" / "python")
     if not python.exists():
-        made = subprocess.run([sys.executable, "-m", "venv", home], capture_output=True, text=True)
-        if made.returncode == 0:
-            made = subprocess.run(
+        process = subprocess.run(
+            [sys.executable, "-m", "venv", home], capture_output=True, text=True
+        )
+        if process.returncode == 0:
+            process = subprocess.run(
                 [python, "-m", "pip", "install", "-q", *COLAB], capture_output=True, text=True
             )
-        if made.returncode:
+        if process.returncode:
             warnings.warn(
-                f"NO COLAB-LIKE SERVER: {', '.join(COLAB)} could not be installed, and its browser test is skipped: {made.stderr[-500:]}",
+                (
+                    f"NO COLAB-LIKE SERVER: {', '.join(COLAB)} could not be installed, "
+                    f"and its browser test is skipped: {process.stderr[-500:]}"
+                ),
                 stacklevel=1,
             )
             pytest.skip("no notebook server with the libraries of Colab")
@@ -757,7 +818,10 @@ print('kernel of', ipykernel.__version__, IPython.__version__, ipywidgets.__vers
 
 @pytest.mark.slow
 def test_panel_and_explorers_with_the_libraries_of_colab(browser, classic):
-    "ipywidgets 7 and IPython 7 in the classic notebook: Start, Pause, Resume, Stop with the model kept, a wrong field; two explorers follow field and slider."
+    """ipywidgets 7 and IPython 7 in the classic notebook: the panel's buttons and two explorers.
+
+    Start, Pause, Resume, Stop with the model kept, a wrong field; field and slider.
+    """
     address, folder = classic
     write_notebook(
         folder / "colab.ipynb", [VERSIONS, PANEL, EXPLORERS[0], EXPLORERS[1], EXPLORERS[3]]
@@ -768,17 +832,22 @@ def test_panel_and_explorers_with_the_libraries_of_colab(browser, classic):
     page.on("pageerror", lambda e: errors.append(str(e)))
     page.goto(f"{address}/notebooks/colab.ipynb", wait_until="domcontentloaded")
     page.wait_for_function(
-        '() => window.Jupyter?.notebook?.kernel?.is_connected() && document.querySelector("#run_all_cells")'
+        "() => window.Jupyter?.notebook?.kernel?.is_connected() && "
+        'document.querySelector("#run_all_cells")'
     )
     page.evaluate("Jupyter.notebook.execute_all_cells()")
     page.locator("text=kernel of 6.17.1 7.34.0 7.7.1").first.wait_for()
 
-    button = lambda word: page.locator(f"button:text-is('{word}')")
-    step = lambda: int(
-        re.search(r"step ([\d,]+) of", page.locator("text=/step [\\d,]+ of/").first.inner_text())[
-            1
-        ].replace(",", "")
-    )
+    def button(word):
+        return page.locator(f"button:text-is('{word}')")
+
+    def step():
+        return int(
+            re.search(
+                r"step ([\d,]+) of", page.locator("text=/step [\\d,]+ of/").first.inner_text()
+            )[1].replace(",", "")
+        )
+
     page.get_by_label(
         "documents", exact=True
     ).first.wait_for()  # The cells are over, and clicks are heard
@@ -802,7 +871,11 @@ def test_panel_and_explorers_with_the_libraries_of_colab(browser, classic):
         page.screenshot(path=f"{shots}/colab-panel.png", full_page=True)
     button("Resume").click()
     page.wait_for_function(
-        'held => [...document.querySelectorAll("div")].some(d => Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1].replace(",", "")) > held)',
+        (
+            'held => [...document.querySelectorAll("div")].some(d => '
+            'Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1].replace(",", '
+            '"")) > held)'
+        ),
         arg=held,
     )
     button("Stop").click()

@@ -1,4 +1,4 @@
-"Explorers: what they compute is what everybody's libraries compute, and every knob of every widget is turned."
+"Explorers compute what everybody's libraries compute, and every knob of each is turned."
 
 import threading
 import math
@@ -59,7 +59,7 @@ NAMES = ["tokenizer", "mask", "packing", "curriculum", "attention", "sampling"]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_knob_is_turned(every, name):
-    "Each control is moved as by a hand; the explorer and its picture follow, and nothing is said to be wrong."
+    "Each control is moved as by hand; explorer and picture follow without an error."
     view = ExplorerView(every[name]())
     view.every = 0
     moved = 0
@@ -280,17 +280,17 @@ def test_sampling_is_that_of_generate(model, tok, knobs):
     from trainkit.model.generation import SamplingConfig, adjust
 
     explorer = SamplingExplorer(model, tok, prompt=TEXT[:30], **knobs)
-    found = explorer.compute()
+    result = explorer.compute()
     ids = torch.tensor([tok.encode(TEXT[:30])])
     with torch.no_grad():
         logits = model.eval()(ids).logits[:, -1]
     wanted = adjust(logits, ids, SamplingConfig(**knobs))
     if knobs.get("temperature") == 0:
-        assert found.after.argmax() == wanted.argmax() and found.after.max() == 1
+        assert result.after.argmax() == wanted.argmax() and result.after.max() == 1
     else:
-        torch.testing.assert_close(found.after, wanted.softmax(-1)[0], atol=1e-6, rtol=0)
+        torch.testing.assert_close(result.after, wanted.softmax(-1)[0], atol=1e-6, rtol=0)
     assert torch.equal(
-        sum(cut.int() for cut in found.cuts.values()), (found.after == 0).int()
+        sum(cut.int() for cut in result.cuts.values()), (result.after == 0).int()
     )  # each by one knob
 
 
@@ -321,12 +321,12 @@ def test_packing_and_curriculum_are_what_training_does():
     lengths = [5, 9, 3, 12, 7, 4, 4, 16]
     rows = [dict(input_ids=np.arange(n)) for n in lengths]
     for strategy in ("greedy", "first_fit", "best_fit"):
-        found = PackingExplorer(rows, max_length=16, strategy=strategy).compute()
+        result = PackingExplorer(rows, max_length=16, strategy=strategy).compute()
         packed = pack(rows, 16, strategy)
-        assert [[n for i in row for n in range(lengths[i])] for row in found.rows] == [
+        assert [[n for i in row for n in range(lengths[i])] for row in result.rows] == [
             row["input_ids"].tolist() for row in packed
         ]
-        assert math.isclose(found.each[strategy][1], sum(lengths) / (16 * len(packed)))
+        assert math.isclose(result.each[strategy][1], sum(lengths) / (16 * len(packed)))
     explorer = CurriculumExplorer(
         rows, order="length_based", batch_size=2, start_length=4, end_length=16, steps=3, seed=5
     )
@@ -354,7 +354,7 @@ def test_static_pages_fit_the_page(browser, every, width, scheme):
 
 
 def test_every_explorer_stands_in_its_lesson():
-    "Where its idea comes up, long before the notebook that makes it: shown by a plain cell, with a picture for those who have no kernel."
+    "In the lesson of its idea, in a plain cell, with a picture for readers without a kernel."
     import json
     import re
 

@@ -1,4 +1,4 @@
-"Widgets of the studio as a learner meets them: two in one cell, words that look like formulas, mistakes that are mended, lost words."
+"Widgets as a learner meets them: two in a cell, math-like words, typos, lost connections."
 
 from types import SimpleNamespace
 
@@ -14,11 +14,11 @@ pytest.importorskip("ipywidgets")
 
 @pytest.fixture
 def panel():
-    made = TrainerPanel(
+    widget = TrainerPanel(
         load_config(RunConfig, dict(train=dict(max_steps=2000, seed=0))), job=count, key="learner"
     )
-    yield made
-    made.close()
+    yield widget
+    widget.close()
 
 
 @pytest.fixture
@@ -32,12 +32,15 @@ def cell(monkeypatch):
 
 
 def test_a_cell_may_show_several(cell, tmp_path):
-    "Two panels and two browsers of one cell stand beside each other; those of an earlier run of it are gone, whatever it makes now."
+    "Two panels and two browsers of a cell are shown together; those of an earlier run are gone."
     from trainkit.widgets.form import Page
     from trainkit.widgets.run_browser import RunBrowser
 
     config = load_config(RunConfig, dict(train=dict(max_steps=100_000, seed=0)))
-    make = lambda: (TrainerPanel(config, job=count), RunBrowser(tmp_path))
+
+    def make():
+        return (TrainerPanel(config, job=count), RunBrowser(tmp_path))
+
     cell.id, cell.run, before, others, panels = (
         "a",
         1,
@@ -114,7 +117,10 @@ def test_a_filter_is_read_as_it_is_typed(tmp_path):
             folder.record("log", dict(step=1, loss=2.0))
             if end:
                 folder.record("end", dict(step=1, reason="finished"))
-    names = lambda words: sorted(run.name for run in find_runs(list_runs(tmp_path), words))
+
+    def names(words):
+        return sorted(run.name for run in find_runs(list_runs(tmp_path), words))
+
     assert (names("finished"), names("unfinished"), names("finish")) == (
         ["a", "b"],
         ["c"],
@@ -124,7 +130,7 @@ def test_a_filter_is_read_as_it_is_typed(tmp_path):
 
 
 def test_pairs_of_another_model_are_said_to_be_that(tmp_path):
-    "Labels that are there are gone on with; the page says what they are not, and asking for the same again says nothing."
+    "Existing labels are continued; the page says how they differ, once."
     import torch
 
     from trainkit.widgets.labeler import PreferenceLabeler
@@ -148,7 +154,7 @@ def test_pairs_of_another_model_are_said_to_be_that(tmp_path):
         )
 
     def note(seed=0, prompts=("a", "b"), **more):
-        made = PreferenceLabeler.sample(
+        widget = PreferenceLabeler.sample(
             tmp_path / "x.jsonl",
             make(seed),
             tokenizer,
@@ -156,8 +162,8 @@ def test_pairs_of_another_model_are_said_to_be_that(tmp_path):
             key="said",
             **{"max_new_tokens": 4, **more},
         )
-        made.close()
-        return made.note.value
+        widget.close()
+        return widget.note.value
 
     assert not note() and not note()
     assert "These 2 pairs" in note(1) and "answers of another model;" in note(1)
@@ -176,16 +182,19 @@ def test_a_double_click_is_one_verdict(tmp_path, monkeypatch):
     now = SimpleNamespace(time=100.0)
     monkeypatch.setattr(labeler.time, "monotonic", lambda: now.time)
     pairs = [dict(prompt=str(i), answers=["a", "b"]) for i in range(6)]
-    made = labeler.PreferenceLabeler(tmp_path / "x.jsonl", pairs, key="double", repeat=0)
-    given = lambda: [v["verdict"] for v in made.labels.verdicts]
-    made.buttons["left"].click(), made.buttons["left"].click()
-    assert given() == ["left"]
+    widget = labeler.PreferenceLabeler(tmp_path / "x.jsonl", pairs, key="double", repeat=0)
+
+    def verdicts():
+        return [v["verdict"] for v in widget.labels.verdicts]
+
+    widget.buttons["left"].click(), widget.buttons["left"].click()
+    assert verdicts() == ["left"]
     now.time += 0.5
-    made.buttons["right"].click(), made.buttons["undo"].click(), made.buttons["tie"].click()
-    assert given() == ["left", "tie"], "what was taken back can be said anew at once"
-    made.keys.value = "ab"
-    assert given() == ["left", "tie", "left", "right"], "keys are as quick as the fingers"
-    made.close()
+    widget.buttons["right"].click(), widget.buttons["undo"].click(), widget.buttons["tie"].click()
+    assert verdicts() == ["left", "tie"], "what was taken back can be said anew at once"
+    widget.keys.value = "ab"
+    assert verdicts() == ["left", "tie", "left", "right"], "keys are as quick as the fingers"
+    widget.close()
 
 
 def test_a_folder_without_runs_is_named(tmp_path, monkeypatch):
@@ -213,7 +222,7 @@ def test_a_folder_without_runs_is_named(tmp_path, monkeypatch):
 
 
 def test_an_absurd_size_is_given_up(monkeypatch):
-    "A million rows are not counted to their end; the panel says so, and the next size is predicted."
+    "A million rows are not counted to the end; the panel says so and predicts the next size."
     from trainkit.widgets.panel import expect_memory
 
     seconds = [0.5, 100]
@@ -221,20 +230,23 @@ def test_an_absurd_size_is_given_up(monkeypatch):
         "trainkit.widgets.panel.expect_memory",
         lambda config: expect_memory(config, seconds=seconds.pop(0)),
     )
-    small = "model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 tokenizer.vocab_size=300 data.max_length=64".split()
-    made = TrainerPanel(load_config(RunConfig, {}, small), job=count, key="absurd")
-    rows = made.form.field("train.per_device_train_batch_size").widget
+    small = (
+        "model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 "
+        "tokenizer.vocab_size=300 data.max_length=64"
+    ).split()
+    widget = TrainerPanel(load_config(RunConfig, {}, small), job=count, key="absurd")
+    rows = widget.form.field("train.per_device_train_batch_size").widget
     rows.value = "1000000"
-    made.predict()
-    assert "is not known: too large to be worked out here" in made.memory.value
+    widget.predict()
+    assert "is not known: too large to be worked out here" in widget.memory.value
     rows.value = "2"
-    made.predict()
-    assert "A step will take about" in made.memory.value
-    made.close()
+    widget.predict()
+    assert "A step will take about" in widget.memory.value
+    widget.close()
 
 
 def test_a_run_that_is_quicker_than_its_prediction(panel, monkeypatch):
-    "What was not looked at before Start is said to be unknown, and not to be being worked out; what was, stays."
+    "A prediction not made before Start is shown as unknown, not as pending; a made one stays."
     monkeypatch.setattr(
         "trainkit.widgets.panel.expect_memory",
         lambda config: SimpleNamespace(text=f"{config.train.max_steps} steps", fits=True),
@@ -278,13 +290,13 @@ def test_a_question_that_fails_is_not_lost():
         yield from ask(question)
 
     chat.state.ask = slow
-    for question, kept in (("long " * 100, "long " * 100), ("short", "")):
+    for question, remainder in (("long " * 100, "long " * 100), ("short", "")):
         chat.question.value = question
         chat.send_button.click()
         chat.page.wait(20)
-        assert chat.question.value == kept and ("say it shorter" in chat.page.alert.value) == bool(
-            kept
-        )
+        assert chat.question.value == remainder and (
+            "say it shorter" in chat.page.alert.value
+        ) == bool(remainder)
     assert (
         len(chat.state.turns) == 1 and not chat.send_button.disabled and seen == [(True, False)] * 2
     )

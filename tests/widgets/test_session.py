@@ -1,4 +1,4 @@
-"A run with buttons: what it imports, Ctrl-C, and a process that outlives whoever started it."
+"A run with buttons: what it imports, Ctrl-C, and a process that outlives its parent."
 
 import asyncio
 import linecache
@@ -24,8 +24,10 @@ def small(folder, **train):
         RunConfig,
         dict(runs_dir=str(folder), name="small", train=train),
         (
-            "data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.vocab_size=400 model.d_model=32 model.n_heads=2 "
-            "model.n_layers=1 model.d_ff=64 train.logging_steps=1 train.per_device_train_batch_size=4 sampling.max_new_tokens=5"
+            "data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.vocab_size=400 "
+            "model.d_model=32 model.n_heads=2 "
+            "model.n_layers=1 model.d_ff=64 train.logging_steps=1 "
+            "train.per_device_train_batch_size=4 sampling.max_new_tokens=5"
         ).split(),
     )
 
@@ -87,7 +89,7 @@ def test_an_interrupt_ends_the_step_and_keeps_the_model(how, reason, tmp_path):
 
 
 def test_buttons_from_many_threads_at_once():
-    "Whoever presses what, the state stays one of the seven, and the run ends."
+    "Whatever is pressed, the state stays one of the seven, and the run ends."
     session = TrainSession(
         load_config(RunConfig, dict(train=dict(max_steps=100_000, seed=0))), count
     )
@@ -129,7 +131,7 @@ def losses(result):
 
 
 def test_the_buttons_of_a_loop_that_is_not_ours(tmp_path):
-    "engine: trl in a thread: it waits, saves and speaks when asked, is stopped with its model, and goes on as if nothing had been."
+    "engine: trl in a thread: it pauses, saves and samples on request, stops, and resumes."
     from trainkit.recipes.runner import run
 
     plain = run(theirs(tmp_path / "plain", max_steps=6, progress=False), verbose=False)
@@ -197,7 +199,7 @@ def test_a_loop_that_is_not_ours_in_the_foreground_and_awaited(tmp_path):
 
 @pytest.mark.slow
 def test_a_process_whose_loop_is_not_ours(tmp_path):
-    "engine: trl in a process of its own: held from here, killed, and resumed to the losses of a run that nobody touched."
+    "engine: trl in its own process: paused, killed, and resumed to an undisturbed run's losses."
     from trainkit.recipes.runner import run
 
     plain = run(theirs(tmp_path / "plain", max_steps=200, progress=False), verbose=False)
@@ -228,7 +230,10 @@ def begin(config):
 
 @pytest.mark.slow
 def test_a_process_outlives_who_started_it(tmp_path):
-    "The kernel that began it is gone; another one finds it, pauses it, kills it, and lets it go on to the same model."
+    """After its kernel is gone, another one finds it, pauses, kills and resumes it.
+
+    It ends with the same model.
+    """
     import torch
     from trainkit.recipes.runner import run
 
@@ -296,7 +301,7 @@ def test_a_process_that_fails_says_why(tmp_path):
 
 
 def twenty(folder):
-    "As many sessions of one process, all at once; what became of each, and of a model that is saved later."
+    "Twenty sessions of one process at once: the result of each, and a model that is saved later."
     import torch
 
     from trainkit.interop import hf
@@ -310,12 +315,17 @@ def twenty(folder):
         verify(*args)
 
     hf._verify, over = together, []
-    write = lambda name, line: (folder / name).write_text("\n".join(map(line, range(300))))
+
+    def write(name, line):
+        return (folder / name).write_text("\n".join(map(line, range(300))))
+
     write("words.txt", lambda i: f"The {i} little words that {i * 7} say more than {i * i} others.")
     write("others.txt", lambda i: f"Other {i} words say less.")
     words = (
-        f"data.path={folder}/words.txt data.eval_file={folder}/others.txt data.max_length=32 tokenizer.vocab_size=300 model.d_model=32 model.n_heads=2 "
-        "model.n_layers=1 model.d_ff=64 model.tie_embeddings=true train.max_steps=2 train.per_device_train_batch_size=2 sampling.max_new_tokens=2"
+        f"data.path={folder}/words.txt data.eval_file={folder}/others.txt data.max_length=32 "
+        "tokenizer.vocab_size=300 model.d_model=32 model.n_heads=2 "
+        "model.n_layers=1 model.d_ff=64 model.tie_embeddings=true train.max_steps=2 "
+        "train.per_device_train_batch_size=2 sampling.max_new_tokens=2"
     )
     sessions = [
         TrainSession(
@@ -329,9 +339,9 @@ def twenty(folder):
     for i, session in enumerate(sessions):
         result = session.result()
         model, tokenizer = load_pretrained(folder / f"run-{i}" / "model")
-        wanted, found = result.model.state_dict(), model.state_dict()
-        assert wanted.keys() == found.keys() and all(
-            torch.equal(wanted[n], found[n]) for n in wanted
+        wanted, actual = result.model.state_dict(), model.state_dict()
+        assert wanted.keys() == actual.keys() and all(
+            torch.equal(wanted[n], actual[n]) for n in wanted
         )
         assert (folder / f"run-{i}" / "report.html").exists() and not [
             *(folder / f"run-{i}").glob(".model*")

@@ -67,11 +67,11 @@ def count(config, resume, callbacks, control):
 
 @pytest.fixture
 def panel():
-    made = TrainerPanel(
+    widget = TrainerPanel(
         load_config(RunConfig, dict(train=dict(max_steps=2000, seed=0))), job=count, key="test"
     )
-    yield made
-    made.close()
+    yield widget
+    widget.close()
 
 
 def test_every_button_does_what_it_says(panel):
@@ -171,7 +171,9 @@ def test_a_page_gets_little_and_seldom(panel):
 
 
 def test_run_again_the_cell_has_one_panel():
-    alive = lambda: len(instances())
+    def alive():
+        return len(instances())
+
     config, threads = (
         load_config(RunConfig, dict(train=dict(max_steps=100_000, seed=0))),
         threading.active_count(),
@@ -247,7 +249,8 @@ def test_the_code_of_every_method_is_its_config(method):
 
 
 SMALL = (
-    "train.max_steps=4 train.logging_steps=1 train.progress=false train.per_device_train_batch_size=4 train.gradient_accumulation_steps=1 "
+    "train.max_steps=4 train.logging_steps=1 train.progress=false "
+    "train.per_device_train_batch_size=4 train.gradient_accumulation_steps=1 "
     "data.max_length=64"
 ).split()
 LIKE = {
@@ -262,11 +265,17 @@ LIKE = {
 
 
 def small_start(folder):
-    "A model that has read a little, a file for each kind of row, and then for each method a small config; rewards come from a small judge."
+    """A briefly trained model, a file for each kind of row, and a small config for each method.
+
+    Rewards come from a small judge.
+    """
     from trainkit.recipes.config import method_config
     from trainkit.recipes.runner import run
 
-    words = "data.path=stdlib data.max_chars=60000 tokenizer.vocab_size=400 model.d_model=32 model.n_heads=2 model.n_layers=2 model.d_ff=64 model.max_seq_len=128"
+    words = (
+        "data.path=stdlib data.max_chars=60000 tokenizer.vocab_size=400 model.d_model=32 "
+        "model.n_heads=2 model.n_layers=2 model.d_ff=64 model.max_seq_len=128"
+    )
     base = run(
         method_config(dict(name="base", runs_dir=str(folder)), [*SMALL, *words.split()]),
         verbose=False,
@@ -280,16 +289,16 @@ def small_start(folder):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     def config(method, *more):
-        given = dict(
+        settings = dict(
             method=method,
             name=method,
             runs_dir=str(folder),
             data=dict(path=str(folder / f"{LIKE.get(method, 'tasks')}.jsonl")),
         )
         if method == "pretrain":
-            given, more = dict(name=method, runs_dir=str(folder)), (*words.split(), *more)
+            settings, more = dict(name=method, runs_dir=str(folder)), (*words.split(), *more)
         else:
-            given |= dict(init_from=str(base.model_path), sft=dict(template="chatml"))
+            settings |= dict(init_from=str(base.model_path), sft=dict(template="chatml"))
         if LIKE.get(method) is None:
             more = (
                 f'rl.rewards=["{judge.model_path}"]',
@@ -302,7 +311,7 @@ def small_start(folder):
             )
         if method == "freeze":
             more = ("trainable_layers=1", *more)
-        return method_config(given, [*SMALL, *more])
+        return method_config(settings, [*SMALL, *more])
 
     judge = run(config("reward", "name=judge"), verbose=False)
     return config
@@ -316,7 +325,7 @@ def of_method(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains_from_its_panel(method, of_method):
-    "Start, a pause on the way, the end; and what Copy as code shows has the same losses, bit for bit."
+    "Start, a pause, the end; Copy as code gives the same losses, bit for bit."
     panel = TrainerPanel(of_method(method), presets={}, key="method")
     panel.data_button.click()
     assert "rows of kind" in panel.data.value
@@ -344,7 +353,7 @@ def test_every_method_trains_from_its_panel(method, of_method):
 
 
 def test_a_torn_journal_loses_at_most_its_last_line(tmp_path):
-    "Cut anywhere, the labels are those of the whole lines, and labeling goes on from there."
+    "Cut anywhere, the labels are those of the whole lines, and labeling resumes there."
     from trainkit.widgets.labeler import PreferenceLabels
 
     pairs = [dict(prompt=f"é{i}", answers=["a\n", "b"]) for i in range(4)]
@@ -362,21 +371,21 @@ def test_a_torn_journal_loses_at_most_its_last_line(tmp_path):
         states[end] = PreferenceLabels(tmp_path / "cut.jsonl").verdicts
     for cut in range(ends[0], len(data)):
         (tmp_path / "cut.journal.jsonl").write_bytes(data[:cut])
-        found = PreferenceLabels(tmp_path / "cut.jsonl")
+        labels = PreferenceLabels(tmp_path / "cut.jsonl")
         complete = max(
             end for end in ends if end - 1 <= cut
         )  # A line without its end of line is whole
-        assert found.verdicts == states[complete]
+        assert labels.verdicts == states[complete]
         if cut % 29 == 0:
-            found.judge("left")
+            labels.judge("left")
             assert PreferenceLabels(tmp_path / "cut.jsonl").verdicts == [
                 *states[complete],
-                found.verdicts[-1],
+                labels.verdicts[-1],
             ]
 
 
 def test_a_chat_that_is_closed_stops_writing():
-    "Nothing goes on in the background, no widget is left, and what was written is kept."
+    "Nothing runs in the background, no widget is left, and what was written is kept."
     import torch
 
     from trainkit.tokenizer.chat import set_template

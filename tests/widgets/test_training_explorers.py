@@ -1,4 +1,4 @@
-"The explorers of training, weights and memory: what they show is what the kit computes, and their widgets can be driven."
+"Explorers of training, weights and memory show what the kit computes and can be driven."
 
 import json
 import math
@@ -78,11 +78,11 @@ def test_drawn_rates_are_those_of_a_run(schedule):
         obeyed.append(optimizer.param_groups[0]["lr"])
         optimizer.step(), lr_schedule.step()
     assert explorer.compute()["rates"][schedule] == obeyed
-    found = phases(obeyed)
+    ours = phases(obeyed)
     assert (
-        found[0][1] == 0
-        and found[-1][2] == 57
-        and all(a[2] == b[1] for a, b in zip(found, found[1:], strict=False))
+        ours[0][1] == 0
+        and ours[-1][2] == 57
+        and all(a[2] == b[1] for a, b in zip(ours, ours[1:], strict=False))
     )
 
 
@@ -134,25 +134,25 @@ def test_the_curve_goes_through_the_pair():
         ref_chosen=-40,
         ref_rejected=-70,
     )
-    found = explorer.compute()
+    result = explorer.compute()
     assert explorer.delta == pytest.approx(16)
-    for part in found["losses"].values():
-        at = (found["delta"] - 16).abs().argmin()
+    for part in result["losses"].values():
+        at = (result["delta"] - 16).abs().argmin()
         for curve, pair in zip(part["curve"], part["pair"], strict=True):
             assert curve[at].item() == pytest.approx(pair, rel=0.05, abs=2e-3)
     one = preference_loss(
         *(torch.tensor([x]) for x in (-31.0, -77.0, -40.0, -70.0)),
         DPOConfig(loss_type=["robust"], label_smoothing=0.2),
     )
-    assert found["losses"]["robust"]["pair"][0] == pytest.approx(one.item(), rel=1e-6)
+    assert result["losses"]["robust"]["pair"][0] == pytest.approx(one.item(), rel=1e-6)
     plain = DPOExplorer(beta=0.2).compute()
     torch.testing.assert_close(
         plain["losses"]["sigmoid"]["curve"][0],
         -torch.nn.functional.logsigmoid(0.2 * plain["delta"]),
     )  # The axis is what it says
     chosen, rejected = (
-        explorer.chosen + (found["delta"] - 16) / 2,
-        explorer.rejected - (found["delta"] - 16) / 2,
+        explorer.chosen + (result["delta"] - 16) / 2,
+        explorer.rejected - (result["delta"] - 16) / 2,
     )
     assert max(chosen.max(), rejected.max()) <= 1e-9  # Probabilities of at most 1
 
@@ -173,13 +173,13 @@ def test_spectrum_is_that_of_torch():
     torch.manual_seed(0)
     for shape in ((40, 30), (30, 40)):
         before, after = {"w": torch.randn(shape)}, {"w": torch.randn(shape)}
-        found = LoRAExplorer((before, after), rank=7).compute()
+        result = LoRAExplorer((before, after), rank=7).compute()
         right = torch.linalg.svdvals(after["w"] - before["w"])
-        torch.testing.assert_close(found["strengths"], right.double(), atol=1e-5, rtol=1e-6)
-        assert found["share"] == pytest.approx(
+        torch.testing.assert_close(result["strengths"], right.double(), atol=1e-5, rtol=1e-6)
+        assert result["share"] == pytest.approx(
             (right[:7].square().sum() / right.square().sum()).item(), rel=1e-5
         )
-        assert found["bytes"] == 4 * 7 * 70
+        assert result["bytes"] == 4 * 7 * 70
 
 
 @pytest.mark.parametrize(
@@ -205,18 +205,18 @@ def test_update_of_an_adapter_is_what_merging_adds(options, tmp_path):
         for name, p in model.named_parameters():
             if "lora_B" in name or "magnitude" in name:
                 p.add_(0.05 * torch.randn_like(p))
-    found = {name: make() for name, make in updates(model).items()}
-    found = {
-        name: update._replace(base=update.base.clone()) for name, update in found.items()
+    ours = {name: make() for name, make in updates(model).items()}
+    ours = {
+        name: update._replace(base=update.base.clone()) for name, update in ours.items()
     }  # Merging changes the weights in place
     folder = not options.keys() & {"use_dora", "init_lora_weights"}
     if folder:
         save_adapter(model, tmp_path / "adapter")
         for name, make in updates((plain, tmp_path / "adapter")).items():
-            torch.testing.assert_close(make().delta, found[name].delta)
+            torch.testing.assert_close(make().delta, ours[name].delta)
     merge_lora(model)
-    assert len(found) == 7
-    for name, update in found.items():
+    assert len(ours) == 7
+    for name, update in ours.items():
         after = model.get_parameter(f"{name}.weight")
         torch.testing.assert_close(update.base + update.delta, after, atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(
@@ -251,12 +251,12 @@ def test_errors_are_those_of_quantizing(kind, blocksize, double_quant):
         outlier=9,
     )
     weight, _ = explorer.weight()
-    made = quantize_4bit(weight, kind, blocksize, double_quant)
-    off, found = dequantize_4bit(made) - weight, explorer.compute()["each"][kind]
-    assert (found["mse"], found["max"], found["bytes"]) == (
+    quantized = quantize_4bit(weight, kind, blocksize, double_quant)
+    off, result = dequantize_4bit(quantized) - weight, explorer.compute()["each"][kind]
+    assert (result["mse"], result["max"], result["bytes"]) == (
         off.square().mean().item(),
         off.abs().max().item(),
-        made.nbytes,
+        quantized.nbytes,
     )
     assert weight[0, 0] == pytest.approx(9 * explorer.set(outlier=0).weight()[0].std().item())
     assert explorer.weight()[0][0, 0] != weight[0, 0], "the reader's weight is left as it was"
@@ -276,8 +276,8 @@ def test_matrices_of_a_quantized_model_and_of_transformers():
     model = Transformer(TINY)
     right = model.get_parameter("model.layers.0.mlp.up_proj.weight").detach().clone()
     quantize_model(model, QuantConfig(bits=4))
-    found = matrices(model)["model.layers.0.mlp.up_proj.weight"]()
-    torch.testing.assert_close(found, dequantize_4bit(quantize_4bit(right)))
+    matrix = matrices(model)["model.layers.0.mlp.up_proj.weight"]()
+    torch.testing.assert_close(matrix, dequantize_4bit(quantize_4bit(right)))
     theirs = GPT2LMHeadModel(
         GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=50, n_positions=16)
     )
@@ -296,16 +296,16 @@ def test_planner_shows_what_is_predicted(method):
         "QLoRA": (4, True, 4),
     }[method]
     report = predict_setup(TINY, setup)
-    found = explorer.compute()
-    assert (found["report"].parts, found["report"].peak) == (report.parts, report.peak)
-    assert found["plan"].setup == setup and found["plan"].levers == []
+    result = explorer.compute()
+    assert (result["report"].parts, result["report"].peak) == (report.parts, report.peak)
+    assert result["plan"].setup == setup and result["plan"].levers == []
 
 
 def test_planner_pulls_levers_and_keeps_the_method(monkeypatch):
     small = find_machine("200 kB")  # Even LoRA would be pulled, if it might be
     monkeypatch.setitem(MACHINES, "T4", small)
     explorer = MemoryPlanner(TINY, method="full", batch_size=16, seq_len=128)
-    found = explorer.compute()
+    result = explorer.compute()
     levers = [
         "accumulate",
         "chunked loss",
@@ -317,13 +317,13 @@ def test_planner_pulls_levers_and_keeps_the_method(monkeypatch):
         "shorter rows",
     ]
     right = plan_memory(TINY, small, explorer.setup("full"), levers)
-    assert (found["plan"].peak, found["plan"].waterfall, found["plan"].setup.lora_rank) == (
+    assert (result["plan"].peak, result["plan"].waterfall, result["plan"].setup.lora_rank) == (
         right.peak,
         right.waterfall,
         0,
     )
     assert (
-        found["plan"].levers and not right.fits and "whatever lever is pulled" in static(explorer)
+        result["plan"].levers and not right.fits and "whatever lever is pulled" in static(explorer)
     )
 
 
@@ -348,10 +348,14 @@ def test_model_of_a_planner(tmp_path):
         LlamaConfig(**{k: v for k, v in shape.items() if k != "model_type"}),
     ):
         assert model_shape(source) == model_shape(shape)
-    make = lambda: Transformer(TINY)
-    found = MemoryPlanner(make, method="full", batch_size=2, seq_len=16).compute()
+
+    def make():
+        return Transformer(TINY)
+
+    result = MemoryPlanner(make, method="full", batch_size=2, seq_len=16).compute()
     assert (
-        found["report"].parts == predict_setup(make, METHODS["full"](Setup(2, 16), 0, "fp16")).parts
+        result["report"].parts
+        == predict_setup(make, METHODS["full"](Setup(2, 16), 0, "fp16")).parts
     )
     with pytest.raises(ValueError, match="folder with config.json"):
         model_shape("nowhere")
@@ -402,7 +406,7 @@ def test_pictures_of_memory():
     ],
 )
 def test_every_knob_turns(driven, explorer, turns):
-    "By hand, in the widgets; each turn that matters changes the picture to what a fresh explorer would show."
+    "By hand, in the widgets; each turn shows what a fresh explorer would show."
     view = driven(explorer())
     assert {*view.controls} - {*turns} <= {"layer"}
     for name, value in turns.items():
@@ -475,11 +479,11 @@ def test_the_planner_waits_for_its_button(driven):
     view = driven(MemoryPlanner(TINY, method="full", batch_size=2, seq_len=16))
     assert not view.picture.value and "Compute" in view.alert.value
     assert view.controls["model"].widget.options[0] == ("yours", "yours")
-    said = []
-    view.alert.observe(lambda change: said.append(change["new"]), names="value")
+    messages = []
+    view.alert.observe(lambda change: messages.append(change["new"]), names="value")
     view.button.click()
     assert "Full training of yours" in view.picture.value and any(
-        "without its numbers" in text for text in said
+        "without its numbers" in text for text in messages
     )
     before = view.picture.value
     turn(view, method="LoRA", gpu="2xT4", lora_rank=2, all_gpus=True, seq_len=20, batch_size=6)
