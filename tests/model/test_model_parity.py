@@ -1143,7 +1143,7 @@ def test_long_padded_rows(side: str, monkeypatch) -> None:
             row.split(sizes), present.split(sizes), scores.split(sizes), strict=True
         ):
             alone = model(part[real][None], labels=part[real][None], num_items_in_batch=1)
-            close(part_logits[real], alone.logits[0])
+            close(logits[real], alone.logits[0])
             alone.loss.backward()
     for n, p in model.named_parameters():
         close(together[n], p.grad, 1e-4)

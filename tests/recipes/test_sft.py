@@ -373,7 +373,7 @@ def test_rows_that_cannot_be_learned_stop_before_the_first_step(home, rows, hint
 
 def test_the_lesson_tunes_the_model_of_the_tour():
     "Both pages have the same knobs, but for where a run lies and what it shows on the way."
-    rewards = {}
+    settings = {}
     for name, first in (("00_tour", "small = ["), ("28_instruction_tuning", "tour = [")):
         cells = [
             "".join(cell["source"])
@@ -381,15 +381,15 @@ def test_the_lesson_tunes_the_model_of_the_tour():
         ]
         (cell,) = [cell for cell in cells if re.search(rf"^{re.escape(first)}", cell, re.M)]
         cell = re.sub(
-            r"\{([\d_]+) if whole else [\d_]+\}", lambda rewards: rewards[1].replace("_", ""), cell
+            r"\{([\d_]+) if whole else [\d_]+\}", lambda match: match[1].replace("_", ""), cell
         )  # The whole tour's
-        rewards[name] = {
+        settings[name] = {
             *re.findall(r"""["']((?:data|tokenizer|model|optim)\.\w+=[^"']+)["']""", cell),
             *re.findall(r"train\.max_steps=\{?(\d+)", cell),
         }
     assert (
-        rewards["00_tour"] == rewards["28_instruction_tuning"]
-        and len(rewards["28_instruction_tuning"]) == 10
+        settings["00_tour"] == settings["28_instruction_tuning"]
+        and len(settings["28_instruction_tuning"]) == 10
     )
 
 
