@@ -743,7 +743,7 @@ ANSWERS = {  # what is no knob -> what is said instead
     "train --resume_from_checkpoint True": "trainkit train --resume FOLDER",
     "train --trust_remote_code True": "never run",
     "train --use_vllm True": "library of its own",
-    "train --neftune_noise_alpha 5": "has no like here",
+    "train --neftune_noise_alpha 5": "has no equivalent here",
     "train --learning_rate": "give a value, as in optim.learning_rate=VALUE",
     "train --learning_rate --max_steps 3": "give a value",
     "train --zzzqqq 3": "trainkit config show",
