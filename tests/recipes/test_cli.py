@@ -399,10 +399,10 @@ WRONG = {
         ["train", "foreign.yaml", "train.max_steps=abc"],
         "train.max_steps = 'abc': must be a valid integer",
     ),
-    "runs: no such folder": (["runs", "list", "nowhere"], "nowhere is no folder"),
+    "runs: no such folder": (["runs", "list", "nowhere"], "nowhere is not a folder"),
     "export: no such folder": (
         ["export", "gguf", "nowhere", "x.gguf"],
-        "nowhere is no folder: give that of a saved model",
+        "nowhere is not a folder: give that of a saved model",
     ),
     "dry run of a run": (["train", "--dry-run", "--resume", "."], "--dry-run and --resume"),
     "config: no such file": (["config", "convert", "nowhere.yaml"], "nowhere.yaml"),
@@ -456,7 +456,7 @@ def test_generate_without_a_prompt_is_wrong_usage(litter):
     done = call("generate", "-m", "nowhere", "-p", "", cwd=litter)
     assert (
         done.returncode == 2
-        and "nothing to go on from" in done.stderr
+        and "nothing to continue" in done.stderr
         and "--prompt" in done.stderr
     )
 

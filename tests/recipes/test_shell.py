@@ -771,7 +771,7 @@ def test_a_console_that_cannot_show_it(how, words, home, tmp_path):
 
 def test_no_standard_input_is_an_empty_one(home, tmp_path):
     done = in_child(closed, ["generate", "-m", str(home / "model")], tmp_path, {}, folder=tmp_path)
-    assert done.returncode == 2 and "nothing to go on from" in done.stderr, done.stderr
+    assert done.returncode == 2 and "nothing to continue" in done.stderr, done.stderr
 
 
 @pytest.mark.slow
