@@ -274,7 +274,7 @@ def test_a_demo_goes_on_in_the_phase_where_it_was_stopped(demo, tmp_path):
     assert other.returncode == 1 and "pretrain, sft" in other.stderr
     ended = trainkit("demo", *SMALL, *LATER, cwd=tmp_path)
     assert (
-        ended.returncode == 0 and "Going on with" in ended.stdout and "Phase 2" not in ended.stdout
+        ended.returncode == 0 and "Resuming" in ended.stdout and "Phase 2" not in ended.stdout
     ), ended.stdout + ended.stderr
     assert not (tmp_path / "runs" / "demo-2").exists()
     weights = [

@@ -174,7 +174,7 @@ DAMAGED = {  # what is done to a model's folder -> the command, and what it says
     "config.json is a list": (
         lambda m: (m / "config.json").write_text("[]"),
         ["generate", "-m", "M", "-p", "x"],
-        "config.json holds a list",
+        "config.json contains a list",
     ),
     "tokenizer.json cut short": (
         lambda m: (m / "tokenizer.json").write_text('{"model": {'),
