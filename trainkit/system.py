@@ -403,81 +403,74 @@ BESIDE = (
 )
 
 
-def _count_pages(libc, events, small_sizes: list[int]) -> int:
-    "In a process of its own: allocate blocks, write into none, and count the bytes of their pages."
-    import ctypes
-
-    size_t = ctypes.c_size_t
-    address_out = ctypes.c_void_p()
-    address_ref = ctypes.byref(address_out)
-    blocks: dict = {}
-    pages: dict = {}  # 64 MiB of addresses -> which of its pages were used
-    touched = mapped = most = 0
-    first = top = (libc.sbrk(0) or 0) >> 12
-    half = len(small_sizes) // 2
-    for number, size in zip(events[::2], events[1::2], strict=True):
-        if size:
-            small = [libc.malloc(n) for n in small_sizes[:half]]
-            libc.posix_memalign(address_ref, 64, size)
-            small += [libc.malloc(n) for n in small_sizes[half:]]
-            address = address_out.value or 0
-            own_mapping = size_t.from_address(address - 8).value & 2
-            blocks[number] = address, size, own_mapping, small
-            page = end = 0
-            if own_mapping:
-                mapped += size + 4096
-            else:
-                page, end = address >> 12, (address + size - 1 >> 12) + 1
-            while page < end:
-                part = pages.setdefault(page >> 14, bytearray(2**14))
-                low, high = page & 16383, min(16384, (page & 16383) + end - page)
-                touched += high - low - part.count(1, low, high)
-                part[low:high] = b"\1" * (high - low)
-                page += high - low
-            most = max(most, 4096 * touched + mapped)
-        elif number in blocks:
-            address, size, own_mapping, small = blocks.pop(number)
-            for other in small:
-                libc.free(other)
-            libc.free(address)
-            if own_mapping:
-                mapped -= size + 4096
-            before, top = top, libc.sbrk(0) >> 12
-            for page in range(top, before):  # The heap was cut
-                part = pages.get(page >> 14)
-                if page >= first and part and part[page & 16383]:
-                    part[page & 16383], touched = 0, touched - 1
-            top = max(top, first)
-    return most
-
-
-def _play() -> None:
-    "In a process of its own: read events from standard input, print the result of `_count_pages`."
+# One function, left as it is: its own allocations are part of what it measures
+def _play() -> None:  # noqa: C901
+    "In a process of its own: allocate blocks, write into none, print the bytes of their pages."
     import _thread
     import array
     import ctypes
     import json
     import sys
 
-    request = json.loads(sys.argv[1])
+    said = json.loads(sys.argv[1])
     events = array.array("q")
     events.frombytes(sys.stdin.buffer.read())
     libc = ctypes.CDLL(None)
-    for option, value in request["options"]:
+    for option, value in said["options"]:
         libc.mallopt(option, value)
     size_t, pointer = ctypes.c_size_t, ctypes.c_void_p
     libc.malloc.restype = libc.sbrk.restype = pointer
     libc.malloc.argtypes, libc.free.argtypes = [size_t], [pointer]
     libc.sbrk.argtypes, libc.posix_memalign.argtypes = [ctypes.c_ssize_t], [pointer, size_t, size_t]
-    if not request["thread"]:
-        print(_count_pages(libc, events, request["small"]))
-        return
+
+    def play() -> None:
+        place = pointer()
+        # pages: 64 MiB of addresses -> which of its pages were used
+        found, blocks, pages = ctypes.byref(place), {}, {}
+        touched = mapped = most = 0
+        first = top = (libc.sbrk(0) or 0) >> 12
+        half = len(said["beside"]) // 2
+        for number, size in zip(events[::2], events[1::2], strict=True):
+            if size:
+                small = [libc.malloc(n) for n in said["beside"][:half]]
+                libc.posix_memalign(found, 64, size)
+                small += [libc.malloc(n) for n in said["beside"][half:]]
+                address = place.value or 0
+                alone = size_t.from_address(address - 8).value & 2  # A mapping of its own
+                blocks[number] = address, size, alone, small
+                if alone:
+                    mapped += size + 4096
+                at, end = (address >> 12, (address + size - 1 >> 12) + 1) if not alone else (0, 0)
+                while at < end:
+                    part = pages.setdefault(at >> 14, bytearray(2**14))
+                    low, high = at & 16383, min(16384, (at & 16383) + end - at)
+                    touched += high - low - part.count(1, low, high)
+                    part[low:high] = b"\1" * (high - low)
+                    at += high - low
+                most = max(most, 4096 * touched + mapped)
+            elif number in blocks:
+                address, size, alone, small = blocks.pop(number)
+                for other in small:
+                    libc.free(other)
+                libc.free(address)
+                if alone:
+                    mapped -= size + 4096
+                before, top = top, libc.sbrk(0) >> 12
+                for at in range(top, before):  # The heap was cut
+                    part = pages.get(at >> 14)
+                    if at >= first and part and part[at & 16383]:
+                        part[at & 16383], touched = 0, touched - 1
+                top = max(top, first)
+        print(most)
+
+    if not said["thread"]:
+        return play()
     done = _thread.allocate_lock()
     done.acquire()
 
     def work() -> None:
         try:
-            print(_count_pages(libc, events, request["small"]))
+            play()
         finally:
             done.release()
 
@@ -502,11 +495,9 @@ def heap_peak(
     options = [*KEEP.items()] if kept and not set_up else []
     peaks = []
     try:
-        # `_play` needs nothing but the standard library
-        source = inspect.getsource(_count_pages) + inspect.getsource(_play)
-        code = f"{source}\n_play()"
+        code = f"{inspect.getsource(_play)}\n_play()"
         for small in beside:
-            request = json.dumps(dict(options=options, small=small, thread=thread))
+            request = json.dumps(dict(options=options, beside=small, thread=thread))
             call = [sys.executable, "-I", "-S", "-c", code, request]
             result = subprocess.run(call, input=flat, capture_output=True, timeout=seconds)
             peaks.append(int(result.stdout))
