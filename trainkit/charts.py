@@ -214,7 +214,9 @@ def sane(
 ) -> float:  # NaN where there is nothing to draw
     "A float that can be drawn: beyond 1e200 counts as infinite, and below 1e-200 as zero."
     value = math.nan if value is None else float(value)
-    return (value if abs(value) > 1e-200 else 0.0) if abs(value) < 1e200 else math.nan
+    if not abs(value) < 1e200:
+        return math.nan
+    return value if abs(value) > 1e-200 else 0.0
 
 
 def _as_list(values: Any) -> list:

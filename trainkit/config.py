@@ -132,7 +132,7 @@ class Problem(NamedTuple):
     "One thing that is wrong: the dotted path of the knob, its value, what would be right."
 
     path: str
-    value: Any
+    value: object
     remedy: str
     line: int | None = None
 
@@ -170,14 +170,14 @@ def nearest(
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
-def _limit(knob: Knob) -> Callable[[Any], Any]:
+def _limit(knob: Knob) -> Callable[[object], object]:
     "A function that returns an allowed value, or raises with what would be right."
     choices, low, high = knob.choices, knob.low, knob.high
 
-    def check(value: Any) -> Any:
+    def check(value: object) -> object:
         if choices and value is not None and value not in choices:
             names = ", ".join(map(repr, choices))
-            raise ValueError(f"must be one of {names}.{nearest(value, choices)}")
+            raise ValueError(f"must be one of {names}.{nearest(str(value), choices)}")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             if not math.isfinite(value):
                 raise ValueError("must be a finite number")
@@ -500,7 +500,7 @@ class _Builder:
             self.problems.append(Problem(path, ..., str(error)))
         return None, self.problems
 
-    def _take(self, key: str, value: Any) -> None:
+    def _take(self, key: str, value: object) -> None:
         "Set the knob of a key."
         name = self.names.get(key)
         group = name is not None and dataclasses.is_dataclass(self.known[name].type)
@@ -522,7 +522,7 @@ class _Builder:
         else:
             self.kwargs[name], self.origin[name] = value, key
 
-    def _take_renamed(self, key: str, value: Any, replacement: Any) -> None:
+    def _take_renamed(self, key: str, value: object, replacement: object) -> None:
         "Set the knobs that another library's word stands for."
         settings: Any = replacement(value) if callable(replacement) else replacement
         if isinstance(settings, str):
@@ -753,7 +753,7 @@ def find_settings() -> list[Path]:  # The package's own, then the one that is la
 def from_profile(
     cls: type[T],  # The config class to fill
     profile: str | None = None,  # A name in settings.ini; this machine's default when None
-    **overrides: Any,  # Knobs that you set yourself win
+    **overrides: object,  # Knobs that you set yourself win
 ) -> T:  # Raises `ConfigError` for a key that `cls` does not have
     "A `cls` whose knobs come from `overrides`, then the profile, then the defaults."
     ini = ConfigParser(interpolation=None, default_section="")
@@ -774,9 +774,9 @@ def from_profile(
 
     def fill(
         cls: type,
-        overrides: Mapping[str, Any],
+        overrides: Mapping[str, object],
         # The values that nobody sets: a field with a group may have defaults of its own
-        defaults: Mapping[str, Any],
+        defaults: Mapping[str, object],
     ) -> Any:
         section, values = f"{profile}.{cls.__name__}", {}
         if ini.has_section(section):

@@ -35,7 +35,7 @@ from html import escape
 from importlib import metadata, util
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, TypedDict, cast
 
 # %% ../nbs/90_toolbox/06_facts.ipynb #8d27c6bb
 def installed() -> dict[str, str]:  # Name as on the package index -> version
@@ -230,9 +230,27 @@ FLAGS = (
 )
 
 
-def look() -> dict[str, Any]:  # Plain values only
+class _Facts(TypedDict):
+    "Facts about a machine; `look` leaves out those that it cannot read."
+
+    versions: dict[str, str]  # Distribution -> version
+    python: str
+    declared: dict[str, list[str]]  # Of `declared_requirements`
+    requires: dict[str, list[str]]  # Library -> its requirements
+    loaded: dict[str, str]  # Imported library -> its version
+    device: dict[str, Any]  # Of `look_at_device`
+    nvidia: bool  # Whether there is an NVIDIA driver
+    ram: tuple[int, int]  # Bytes in all, bytes free
+    cores: int
+    disk: tuple[int, int]  # Bytes in all, bytes free
+    bwrap: str  # The path of the program
+    flags: dict[str, str]  # Of `FLAGS`, those that are set
+    notebook: bool
+
+
+def look() -> _Facts:
     "Every fact that the doctor reads; one that cannot be read is missing, and nothing raises."
-    versions, facts = installed(), {}
+    versions, facts = installed(), cast(_Facts, {})
     here = {canonical(library): library for library in LIBRARIES}
     sources: dict[str, Callable[[], object]] = dict(
         versions=lambda: versions,
@@ -257,7 +275,7 @@ def look() -> dict[str, Any]:  # Plain values only
     )
     for name, source in sources.items():
         try:
-            facts[name] = source()
+            facts[name] = source()  # type: ignore
         except Exception:
             continue
     return facts
@@ -288,7 +306,7 @@ def git_state(
         return None
 
 
-def environment() -> dict[str, Any]:  # Plain JSON
+def environment() -> dict[str, object]:  # Plain JSON
     "The record of the machine in a run folder; no user name, host name, path or secret."
     facts, root = look(), package_root()
     versions, device = facts.get("versions", {}), facts.get("device", {})
@@ -526,7 +544,7 @@ def older(
     return version is not None and Version(version) < Version(than)
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #05aea7bc
-def check_libraries(facts: dict[str, Any]) -> Iterator[Check]:
+def check_libraries(facts: "_Facts") -> Iterator[Check]:
     "Versions of python and of every library this package always needs."
     versions, lines, python = facts["versions"], facts["declared"][""], facts["python"]
     old = tuple(map(int, python.split(".")[:2])) < (3, 11)
@@ -551,7 +569,7 @@ def check_libraries(facts: dict[str, Any]) -> Iterator[Check]:
             yield Check(name, "ok", versions[name])
 
 
-def check_clashes(facts: dict[str, Any]) -> Iterator[Check]:
+def check_clashes(facts: "_Facts") -> Iterator[Check]:
     "Pairs that break each other, and libraries replaced on disk after they were imported."
     versions = facts["versions"]
     torchao, peft = versions.get("torchao"), versions.get("peft")
@@ -598,7 +616,7 @@ def explain_dtype(
     return "float16", f"compute capability {capability} only emulates bfloat16"
 
 
-def check_device(facts: dict[str, Any]) -> Iterator[Check]:
+def check_device(facts: "_Facts") -> Iterator[Check]:
     "The accelerator and its dtype; a GPU that torch cannot see; more GPUs than a notebook needs."
     device = facts["device"]
     if not device:
@@ -634,7 +652,7 @@ def check_device(facts: dict[str, Any]) -> Iterator[Check]:
         )
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #fd0bb575
-def check_room(facts: dict[str, Any]) -> Iterator[Check]:
+def check_room(facts: "_Facts") -> Iterator[Check]:
     "Memory, disk, and as many threads as there are cores to run them."
     rooms = dict(ram=facts["ram"], vram=facts["device"].get("vram"), disk=facts["disk"])
     tool = "rocm-smi" if str(facts["device"].get("build", "")).startswith("ROCm") else "nvidia-smi"
@@ -662,7 +680,7 @@ def check_room(facts: dict[str, Any]) -> Iterator[Check]:
         yield Check("threads", "ok", state)
 
 
-def check_notebook(facts: dict[str, Any]) -> Iterator[Check]:
+def check_notebook(facts: "_Facts") -> Iterator[Check]:
     "ipywidgets 7.7 or newer, and an ipykernel that updates widgets from a thread."
     versions = facts["versions"]
     widgets, kernel = versions.get("ipywidgets"), versions.get("ipykernel")
@@ -687,7 +705,7 @@ def check_notebook(facts: dict[str, Any]) -> Iterator[Check]:
         )
 
 
-def check_network(facts: dict[str, Any]) -> Iterator[Check]:
+def check_network(facts: "_Facts") -> Iterator[Check]:
     "Whether the model hub is used, and whether a library would report that it was."
     flags = facts["flags"]
     on = [name for name in FLAGS[:5] if flags.get(name, "").upper() in ("1", "ON", "YES", "TRUE")]
@@ -707,7 +725,7 @@ def check_network(facts: dict[str, Any]) -> Iterator[Check]:
         yield Check("network", "ok", f"{hub}, no telemetry")
 
 
-def check_sandbox(facts: dict[str, Any]) -> Iterator[Check]:
+def check_sandbox(facts: "_Facts") -> Iterator[Check]:
     "Whether there is a program that makes namespaces, for code that a model writes."
     if facts["bwrap"]:
         yield Check("sandbox", "ok", "bwrap, for a namespace around code that a model writes")
@@ -732,7 +750,7 @@ COURSE = {
 }
 
 
-def check_extras(facts: dict[str, Any]) -> Iterator[Check]:
+def check_extras(facts: "_Facts") -> Iterator[Check]:
     "What each extra would add and upgrade here, and the course's data packages that are missing."
     versions = facts["versions"]
     for extra, lines in facts["declared"].items():
@@ -765,7 +783,7 @@ def check_extras(facts: dict[str, Any]) -> Iterator[Check]:
         yield Check("course data", "ok", f"{len(COURSE)} packages")
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #63f4a981
-CHECKS: dict[str, Callable[[dict[str, Any]], Iterable[Check]]] = dict(
+CHECKS: dict[str, Callable[["_Facts"], Iterable[Check]]] = dict(
     libraries=check_libraries,
     clashes=check_clashes,
     device=check_device,
@@ -823,7 +841,7 @@ class Report:
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #f08226e2
 def doctor(
-    facts: dict[str, Any] | None = None,  # As `look` gathers them; this machine when None
+    facts: "_Facts | None" = None,  # As `look` gathers them; this machine when None
 ) -> Report:
     "Check this machine: what is wrong and how to repair it; never raises."
     checks: list[Check] = []

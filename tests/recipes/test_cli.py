@@ -273,9 +273,9 @@ def test_a_demo_goes_on_in_the_phase_where_it_was_stopped(demo, tmp_path):
     other = call("demo", *SMALL, *LATER[:-1], "demo.bits=8", "--only", "stf", cwd=tmp_path)
     assert other.returncode == 1 and "pretrain, sft" in other.stderr
     ended = trainkit("demo", *SMALL, *LATER, cwd=tmp_path)
-    assert (
-        ended.returncode == 0 and "Resuming" in ended.stdout and "Phase 2" not in ended.stdout
-    ), ended.stdout + ended.stderr
+    assert ended.returncode == 0 and "Resuming" in ended.stdout and "Phase 2" not in ended.stdout, (
+        ended.stdout + ended.stderr
+    )
     assert not (tmp_path / "runs" / "demo-2").exists()
     weights = [
         (folder / "runs" / "demo" / "dpo" / "model" / "model.safetensors").read_bytes()
@@ -455,9 +455,7 @@ def test_wrong_input_is_one_clear_line_and_leaves_nothing(case, litter):
 def test_generate_without_a_prompt_is_wrong_usage(litter):
     done = call("generate", "-m", "nowhere", "-p", "", cwd=litter)
     assert (
-        done.returncode == 2
-        and "nothing to continue" in done.stderr
-        and "--prompt" in done.stderr
+        done.returncode == 2 and "nothing to continue" in done.stderr and "--prompt" in done.stderr
     )
 
 

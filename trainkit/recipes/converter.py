@@ -428,7 +428,7 @@ class _Script:
     def _inherited_calls(self, name: str) -> list[ast.Call]:
         "Calls that reach the `__init__` of a class through the classes that inherit it."
         heirs = [c for c in self.classes.values() if name in map(_last, c.bases)]
-        made = [
+        instances = [
             call for heir in heirs for call in self.calls.get(heir.name, []) if not _has_init(heir)
         ]
         supers = [
@@ -437,7 +437,7 @@ class _Script:
             for call in self.calls.get("__init__", [])
             if self._inside(call, heir)
         ]
-        return made + supers
+        return instances + supers
 
     def _passed(
         self, call: ast.Call, name: str, index: int | None, default: ast.AST | None
@@ -1117,7 +1117,7 @@ def _datasets(value: object, _: Mapping) -> Meaning:  # axolotl's
             "several data sets are mixed first (trainkit data mix), and their file is named here"
         )
     dataset = value[0] if isinstance(value[0], Mapping) else {"path": value[0]}
-    knobs: dict[str, Any] = {"data.path": dataset["path"]}
+    knobs: dict[str, object] = {"data.path": dataset["path"]}
     if kind := _AXOLOTL_TYPES.get(str(dataset.get("type", "")).split(".")[0]):
         knobs["data.kind"] = kind
     for theirs, ours in (("name", "dataset_config"), ("split", "split"), ("field", "text_column")):
@@ -1642,7 +1642,7 @@ def look_up(
     key: str,  # A word
     value: Any,
     above: tuple[str, ...] = (),  # The names above it
-    siblings: Mapping[str, Any] = {},  # The values of its group # noqa: B006
+    siblings: Mapping[str, object] = {},  # The values of its group # noqa: B006
 ) -> Meaning:
     "What a setting means here."
     places = [CONTEXTS[name.lower()] for name in reversed(above) if name.lower() in CONTEXTS]
@@ -1814,7 +1814,9 @@ class Translation:
     "What became of every setting of a config."
 
     rows: list[SettingVerdict] = field(default_factory=list)
-    given: dict[str, Any] = field(default_factory=dict, repr=False)  # The same config, for trainkit
+    given: dict[str, object] = field(
+        default_factory=dict, repr=False
+    )  # The same config, for trainkit
     launch: LaunchConfig | None = None  # Where the file asks for several processes
 
     def add(self, s: Setting, verdict: str, becomes: str = "", why: str = "") -> None:
@@ -1906,9 +1908,9 @@ def _is_about_launch(s: Setting) -> bool:
     return bool({*s.path[-2:]} & _LAUNCH)
 
 
-def _launch_words(settings: list[Setting]) -> dict[str, Any]:
+def _launch_words(settings: list[Setting]) -> dict[str, object]:
     "Settings about processes as the arguments of `translate`; raises where two disagree."
-    words: dict[str, Any] = {}
+    words: dict[str, object] = {}
     for s in settings:
         key, value = _LAUNCH_NAMES.get(s.path[-1], s.path[-1]), s.value
         if key in ("fsdp", "fsdp_config"):
@@ -1923,7 +1925,7 @@ def _launch_words(settings: list[Setting]) -> dict[str, Any]:
 
 def _take_launch(
     settings: list[Setting], report: Translation
-) -> tuple[list[Setting], dict[str, Any]]:
+) -> tuple[list[Setting], dict[str, object]]:
     "Report on the settings about processes; the other settings, and the knobs that follow."
     about_launch = [s for s in settings if _is_about_launch(s)]
     words = _launch_words(about_launch)
@@ -1980,7 +1982,9 @@ def _number_of_processes(deepspeed: Mapping) -> int:  # 0: its batch sizes do no
     return total // (rows * (windows if isinstance(windows, int) else 1))
 
 
-def _launch(words: Mapping[str, Any], notes: list[Problem]) -> tuple[LaunchConfig, dict[str, Any]]:
+def _launch(
+    words: Mapping[str, object], notes: list[Problem]
+) -> tuple[LaunchConfig, dict[str, Any]]:
     """The launch of a file.
 
     Where the file does not give the number of processes, its batch sizes decide; else it is one
@@ -2085,7 +2089,7 @@ def _is_wrong_alone(values: Mapping[str, Any], path: str) -> bool:
 
 
 def _find_method(
-    words: Mapping[str, Any], settings: list[Setting], knobs: set[str], asked: str | None
+    words: Mapping[str, object], settings: list[Setting], knobs: set[str], asked: str | None
 ) -> tuple[str, str]:  # The method, and the reason for it
     if asked:
         return METHOD_NAMES.get(asked, asked), "asked for"
@@ -2173,9 +2177,9 @@ class _Conversion:
             meanings.append((s, meaning))
         return meanings
 
-    def _method_words(self) -> dict[str, Any]:
+    def _method_words(self) -> dict[str, object]:
         "The words about the method; raises where two settings disagree."
-        words: dict[str, Any] = {}
+        words: dict[str, object] = {}
         for s, meaning in self.meanings:
             if device_group(s.path) not in ("", self.device) or not isinstance(meaning, dict):
                 continue
@@ -2284,7 +2288,7 @@ class _Conversion:
             return "kept" if same else "renamed", f"method = {self.method}", ""
         return self._knob_verdict(s, meaning)
 
-    def _knob_verdict(self, s: Setting, meaning: dict[str, Any]) -> tuple[str, str, str]:
+    def _knob_verdict(self, s: Setting, meaning: dict[str, object]) -> tuple[str, str, str]:
         names = [k.lstrip("?") for k in meaning]
         wrong = {k: self.rejected[k] for k in names if k in self.rejected and self.origin[k] is s}
         if wrong:
@@ -2319,7 +2323,7 @@ _SCORED = {
 }
 
 
-def _implied(words: Mapping[str, Any]) -> dict[str, Any]:  # {knob: value}
+def _implied(words: Mapping[str, object]) -> dict[str, object]:  # {knob: value}
     "The settings that the name of a method implies: `stage: kto` is a loss, `qlora` four bits."
     settings = method_words({k: v for k, v in words.items() if k in NAMING})
     return {
@@ -2329,13 +2333,14 @@ def _implied(words: Mapping[str, Any]) -> dict[str, Any]:  # {knob: value}
     }
 
 
-def _adapter(words: Mapping[str, Any], method: str) -> dict[str, bool]:
+def _adapter(words: Mapping[str, object], method: str) -> dict[str, bool]:
     "Whether an adapter is trained, for a method that works with and without."
     if method not in ALIGNED:
         return {}
     if words.get("finetuning_type") in ("lora", "qlora"):
         return {"use_lora": True}
-    return {"use_lora": words["use_lora"]} if isinstance(words.get("use_lora"), bool) else {}
+    use_lora = words.get("use_lora")
+    return {"use_lora": use_lora} if isinstance(use_lora, bool) else {}
 
 
 def _override_rule(name: str, final: Mapping[str, Any], strategy: str = "") -> str:

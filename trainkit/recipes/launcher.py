@@ -53,6 +53,9 @@ if TYPE_CHECKING:
     from trainkit.recipes.config import RunConfig
 
 # %% ../../nbs/11_recipes/13_launch.ipynb #cd59f2e4
+_Json = dict[str, Any]  # A group of a YAML or JSON file
+
+
 @dataclass
 class LaunchConfig:
     "How many processes run a script, where, and how they share the work."
@@ -151,9 +154,7 @@ _SCHEDULER_KNOBS = {
 NO_FP16 = "{} is not combined with it here, and bf16 takes its place (strategy fsdp takes fp16)"
 
 
-def _take_batch_sizes(
-    left: dict[str, Any], knobs: dict[str, Any], world_size: int | None
-) -> list[Problem]:
+def _take_batch_sizes(left: _Json, knobs: _Json, world_size: int | None) -> list[Problem]:
     "Move the batch sizes from DeepSpeed's settings to the knobs; what is wrong with them."
     for name, knob_name in _ABOUT_RUN.items():
         if name in left:
@@ -176,8 +177,8 @@ def _take_batch_sizes(
 
 
 def _take_precision(
-    left: dict[str, Any],
-    knobs: dict[str, Any],
+    left: _Json,
+    knobs: _Json,
     strategy: str,
     notes: list[Problem] | None,
 ) -> list[Problem]:
@@ -196,7 +197,7 @@ def _take_precision(
     return []
 
 
-def _take_optimizer(left: dict[str, Any], knobs: dict[str, Any]) -> list[Problem]:
+def _take_optimizer(left: _Json, knobs: _Json) -> list[Problem]:
     optimizer = left.pop("optimizer", None)
     if not optimizer:
         return []
@@ -210,7 +211,7 @@ def _take_optimizer(left: dict[str, Any], knobs: dict[str, Any]) -> list[Problem
     return [Problem("optimizer.type", kind, "must be Adam or AdamW")]
 
 
-def _take_scheduler(left: dict[str, Any], knobs: dict[str, Any]) -> list[Problem]:
+def _take_scheduler(left: _Json, knobs: _Json) -> list[Problem]:
     scheduler = left.pop("scheduler", None)
     if not scheduler:
         return []
@@ -246,7 +247,7 @@ def translate_deepspeed(
     world_size: int | None = None,  # To check `train_batch_size`
     # A list for what has no equivalent here, which is then left out; None: it is raised
     notes: list[Problem] | None = None,
-) -> tuple[str, dict[str, Any], dict[str, Any]]:
+) -> tuple[str, _Json, _Json]:
     "Divide a DeepSpeed file into the strategy, `{knob: value}`, and what is left for DeepSpeed."
     left, knobs, wrong = {k: v for k, v in given.items() if v != "auto"}, {}, []
     unsupported = wrong if notes is None else notes
@@ -288,9 +289,9 @@ def _contradiction(name: str, value: object, other: str, expected: object) -> Pr
     return Problem(name, value, f"contradicts {other} = {expected}")
 
 
-def _take_process_words(rest: dict[str, Any], wrong: list[Problem]) -> dict[str, Any]:
+def _take_process_words(rest: _Json, wrong: list[Problem]) -> _Json:
     "Take the words about processes out of a config and its groups `train` and `launch`."
-    words: dict[str, Any] = {}
+    words: _Json = {}
     inner = [v for k, v in rest.items() if k in ("train", "launch") and isinstance(v, dict)]
     for group in [rest, *inner]:
         for name in _PROCESS_WORDS:
@@ -306,7 +307,7 @@ def _take_process_words(rest: dict[str, Any], wrong: list[Problem]) -> dict[str,
     return words
 
 
-def _read_deepspeed(words: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_deepspeed(words: _Json) -> tuple[_Json, _Json]:
     "The settings in DeepSpeed's own form, and the flat ones: stage and offloading."
     inline = words.get("deepspeed")
     file = words.get("deepspeed_config")
@@ -330,8 +331,8 @@ def _read_deepspeed(words: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def _deepspeed_settings(
-    words: dict[str, Any], strategy: str | None, wrong: list[Problem]
-) -> dict[str, Any]:  # In DeepSpeed's own form; empty without DeepSpeed
+    words: _Json, strategy: str | None, wrong: list[Problem]
+) -> _Json:  # In DeepSpeed's own form; empty without DeepSpeed
     settings, flat = _read_deepspeed(words)
     zero = dict(settings.get("zero_optimization", {}))
     if (stage := flat.get("zero_stage")) is not None:
@@ -372,9 +373,9 @@ def _count_processes(
     return number, nodes
 
 
-def _drop_fp16(rest: dict[str, Any]) -> None:
+def _drop_fp16(rest: _Json) -> None:
     "Take fp16 out of a run's config, where bf16 from DeepSpeed's file replaces it."
-    groups: tuple[dict[str, Any], ...] = (rest, rest.get("train") or {})
+    groups: tuple[_Json, ...] = (rest, rest.get("train") or {})
     for group in groups:
         if group.get("fp16") is True:
             group.pop("fp16")
@@ -386,7 +387,7 @@ def translate(
     config: Mapping[str, Any],  # A run's config, as the file has it
     notes: list[Problem] | None = None,  # Of `translate_deepspeed`
     **asked: Any,  # Fields of `LaunchConfig` from the command line; None: not given
-) -> tuple[LaunchConfig, dict[str, Any]]:
+) -> tuple[LaunchConfig, _Json]:
     "The launch that a config asks for; and the config without it, with the knobs that follow."
     rest = {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.items()}
     wrong: list[Problem] = []
@@ -543,7 +544,7 @@ def notebook_launch(
     context, port = multiprocessing.get_context("fork"), free_port()
     pipes: list[Connection] = []
     processes: list[ForkProcess] = []
-    results: dict[int, Any] = {}
+    results: dict[int, object] = {}
     try:
         for rank in range(num_processes):
             ours, theirs = context.Pipe(duplex=False)
@@ -573,7 +574,9 @@ def launch_files(
     gpu: bool,  # Whether the processes have a GPU each
 ) -> dict[str, str]:  # Name -> text
     "What accelerate and DeepSpeed read."
-    kind = ("MULTI_GPU" if gpu else "MULTI_CPU") if launch.world_size > 1 else "NO"
+    kind = "NO"
+    if launch.world_size > 1:
+        kind = "MULTI_GPU" if gpu else "MULTI_CPU"
     settings: dict[str, object] = dict(
         compute_environment="LOCAL_MACHINE",
         distributed_type=kind,
@@ -715,11 +718,11 @@ def _attempt_number(path: Path) -> int:
 
 
 def find_failure(
-    said: str,  # What torchrun wrote
+    output: str,  # Of torchrun
     logs: Path,  # Its --log-dir
 ) -> tuple[int | None, int | None, Path | None, int]:  # Rank, exit code, log, restarts
     "The process that died first."
-    root = said[said.rfind("Root Cause") :] if "Root Cause" in said else said
+    root = output[max(0, output.rfind("Root Cause")) :]
     rank = re.search(r"rank\s*:\s*(\d+)\s*\(local_rank:\s*(\d+)\)", root)
     code = re.search(r"exitcode\s*:\s*(-?\d+)", root)
     number, exit_code = int(rank[1]) if rank else None, int(code[1]) if code else None
@@ -823,7 +826,7 @@ def start(
     return line
 
 
-def _differences(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _differences(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> _Json:
     "The values of a config that are not its defaults."
     out = {}
     for key, value in config.items():
