@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from ..train.step import evaluating
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from trainkit.recipes.preparation import RunInputs
+    from trainkit.recipes.config import RunConfig
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
     Tokenizer = BPETokenizer | PreTrainedTokenizerBase
@@ -219,8 +219,21 @@ def score_answers(
     return rewards
 
 # %% ../../nbs/11_recipes/09_saving.ipynb #64763ceb
+class _Inputs(Protocol):
+    "The part of `RunInputs` that is saved."
+
+    @property
+    def config(self) -> "RunConfig": ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def causal(self) -> Any: ...  # The language model of a reward model
+
+
 def save_trained(
-    parts: "RunInputs",
+    parts: _Inputs,
     where: Path,  # A folder for the whole model: an adapter is merged
     adapter: Path | None = None,  # A folder for the adapter by itself
     model: nn.Module | None = None,  # The model as it is now, where that is not `parts.model`
