@@ -244,7 +244,7 @@ DAMAGED = {  # what is done to a model's folder -> the command, and what it says
     "a run that logged nothing": (
         lambda m: ((m / "metrics.jsonl").write_text(""), (m / "config.yaml").write_text("name: M")),
         ["runs", "health", "M"],
-        "M has logged no step",
+        "M has not logged a step",
     ),
     "base cut short": (
         lambda m: os.truncate(m / "model.safetensors", 9000),
