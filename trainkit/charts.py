@@ -20,6 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from textwrap import wrap
+from typing import Any, NamedTuple
 
 from .config import nearest
 from .display import PALETTE, Picture, clean, number, svg, text, visible
@@ -29,7 +30,7 @@ def box(
     x: float,  # Left edge
     y: float,  # Upper edge
     size: tuple[float, float],  # Width and height
-    lines: Sequence[str],  # Already broken
+    lines: Sequence[str],  # Already wrapped
     colour: str,  # Of the frame
 ) -> str:  # SVG
     "A rounded box with centred lines of text."
@@ -39,11 +40,14 @@ def box(
         text(x + width / 2, top + 16 * i, line, "middle") for i, line in enumerate(lines)
     )
     return (
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="7" fill="{colour}" '
-        f'fill-opacity="0.12" stroke="{colour}" stroke-width="1.4"/>{words}'
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="7" '
+        f'fill="{colour}" fill-opacity="0.12" stroke="{colour}" stroke-width="1.4"/>{words}'
     )
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #f6e29192
+_CURVE = "M{:.1f} {:.1f}C{:.1f} {:.1f} {:.1f} {:.1f} {:.1f} {:.1f}"
+
+
 def arrow(
     start: tuple[float, float],  # Upper left corner of the box it leaves
     end: tuple[float, float],  # Upper left corner of the box it reaches
@@ -54,40 +58,38 @@ def arrow(
     "A line from the edge of one box to the edge of another, with a head."
     (x, y), (u, v), (width, height) = start, end, size
     middle, target = x + width / 2, u + width / 2
-    if y == v and near and u > x:
-        path, head, at = (
-            f"M{x + width:.1f} {y + height / 2:.1f}H{u - 5:.1f}",
-            f"M{u:.1f} {y + height / 2:.1f}l-8-4v8z",
-            ((x + width + u) / 2, y + height / 2 - 7),
-        )
-    elif y == v:
+    if y == v and near and u > x:  # To the next box
+        level = y + height / 2
+        path, head = f"M{x + width:.1f} {level:.1f}H{u - 5:.1f}", f"M{u:.1f} {level:.1f}l-8-4v8z"
+        at = ((x + width + u) / 2, level - 7)
+    elif y == v:  # An arc above the boxes, or below them where it leads back
         edge, bow, tip = (y, -34, "-8") if u > x else (y + height, 34, "8")
-        path = f"M{middle:.1f} {edge:.1f}C{middle:.1f} {edge + bow:.1f} {target:.1f} {edge + bow:.1f} {target:.1f} {edge + bow / 7:.1f}"
-        head, at = (
-            f"M{target:.1f} {edge:.1f}l-4 {tip}h8z",
-            ((middle + target) / 2, edge + bow * 0.75 + (14 if bow > 0 else -5)),
-        )
-    else:
+        top = edge + bow
+        path = _CURVE.format(middle, edge, middle, top, target, top, target, edge + bow / 7)
+        head = f"M{target:.1f} {edge:.1f}l-4 {tip}h8z"
+        at = ((middle + target) / 2, edge + bow * 0.75 + (14 if bow > 0 else -5))
+    else:  # To another row
         edge, reach, tip = (y + height, v, "-8") if v > y else (y, v + height, "8")
-        half = (edge + reach) / 2
-        path = f"M{middle:.1f} {edge:.1f}C{middle:.1f} {half:.1f} {target:.1f} {half:.1f} {target:.1f} {reach + int(tip) / 2:.1f}"
-        head, at = f"M{target:.1f} {reach:.1f}l-4 {tip}h8z", ((middle + target) / 2, half + 4)
-        if middle == target:
-            at = (middle + 8, half + 4)
+        half, end_y = (edge + reach) / 2, reach + int(tip) / 2
+        path = _CURVE.format(middle, edge, middle, half, target, half, target, end_y)
+        head = f"M{target:.1f} {reach:.1f}l-4 {tip}h8z"
+        at = ((middle + target) / 2 + 8 * (middle == target), half + 4)
     anchor = "start" if middle == target else "middle"
     words = text(*at, label, anchor, 'font-size="11" font-style="italic"') if label else ""
-    return f'<path d="{path}" fill="none" stroke="currentColor" stroke-opacity="0.7"/><path d="{head}" fill-opacity="0.8"/>{words}'
+    return (
+        f'<path d="{path}" fill="none" stroke="currentColor" stroke-opacity="0.7"/>'
+        f'<path d="{head}" fill-opacity="0.8"/>{words}'
+    )
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #06fe86f8
 def flow(
-    rows: Sequence[
-        Sequence[str | None]
-    ],  # Boxes from left to right, a row at a time; None leaves a place empty
-    arrows: Sequence[tuple[str, ...]]
-    | None = None,  # (from, to) or (from, to, label); None joins neighbours in each row
+    # Boxes from left to right, a row at a time; None leaves a place empty
+    rows: Sequence[Sequence[str | None]],
+    # (from, to) or (from, to, label); None joins neighbours in each row
+    arrows: Sequence[tuple[str, ...]] | None = None,
     title: str = "",  # What is drawn: the start of the description, not shown
-    colours: Mapping[str, int]
-    | None = None,  # Box -> number of a colour in `PALETTE`; the others are grey
+    # Box -> number of a colour in `PALETTE`; the others are grey
+    colours: Mapping[str, int] | None = None,
 ) -> Picture:
     "Boxes and arrows: the life cycle of something, drawn and described."
     place = {
@@ -99,8 +101,8 @@ def flow(
     names, colours = [n for r in rows for n in r if n is not None], colours or {}
     if not names:
         raise ValueError(f"a diagram needs at least one box, got rows={rows!r}")
-    if twice := {n for n in names if names.count(n) > 1}:
-        raise ValueError(f"two boxes are called {sorted(twice)[0]!r}: give each its own name")
+    if repeated := {n for n in names if names.count(n) > 1}:
+        raise ValueError(f"two boxes are called {sorted(repeated)[0]!r}: give each its own name")
     if arrows is None:
         arrows = [
             (a, b)
@@ -112,45 +114,42 @@ def flow(
         if name not in place:
             raise ValueError(f"no box is called {name!r}{nearest(name, names)}")
     lines = {name: wrap(name, 16) or [""] for name in names}
-    size = (
-        max(7 * len(part) for some in lines.values() for part in some) + 22.0,
-        16.0 * max(map(len, lines.values())) + 18,
-    )
-    said = max((len(a[2]) for a in arrows if len(a) > 2), default=0)
-    gap, lift = max(34.0, min(6 * said + 16, 90)), 44.0
+    longest = max(len(part) for parts in lines.values() for part in parts)
+    box_width, box_height = size = (7 * longest + 22.0, 16.0 * max(map(len, lines.values())) + 18)
+    longest_label = max((len(a[2]) for a in arrows if len(a) > 2), default=0)
+    gap, lift, margin = max(34.0, min(6 * longest_label + 16, 90)), 44.0, 40.0
     corner = {
-        name: (2 + c * (size[0] + gap), 40 + r * (size[1] + lift)) for name, (c, r) in place.items()
+        name: (2 + column * (box_width + gap), margin + row * (box_height + lift))
+        for name, (column, row) in place.items()
     }
     body = []
     for start, end, *label in arrows:
-        (c, r), (d, s) = place[start], place[end]
-        if start == end or abs(r - s) > 1:
+        (column, row), (end_column, end_row) = place[start], place[end]
+        if start == end or abs(row - end_row) > 1:
             raise ValueError(
-                f"an arrow from {start!r} to {end!r} would cross other boxes: put them in the same row or in neighbouring ones"
+                f"an arrow from {start!r} to {end!r} would cross other boxes: "
+                "put them in the same row or in neighbouring ones"
             )
-        body.append(arrow(corner[start], corner[end], size, d - c == 1, *label))
-    body += [
-        box(*corner[n], size, lines[n], PALETTE[colours[n]] if n in colours else "#808080")
-        for n in names
-    ]
-    told = "; ".join(
+        body.append(arrow(corner[start], corner[end], size, end_column - column == 1, *label))
+    for name in names:
+        colour = PALETTE[colours[name]] if name in colours else "#808080"
+        body.append(box(*corner[name], size, lines[name], colour))
+    label = "; ".join(
         f"{a[0]} leads to {a[1]}" + (f" ({a[2]})" if len(a) > 2 else "") for a in arrows
     )
-    width = 4 + max(c for c, _ in place.values()) * (size[0] + gap) + size[0]
-    above, below = 40.0, 40.0
-    return svg(
-        width,
-        above + len(rows) * (size[1] + lift) - lift + below,
-        f"{title}: {told}" if title else told,
-        "".join(body),
-    )
+    if title:
+        label = f"{title}: {label}"
+    width = 4 + max(column for column, _ in place.values()) * (box_width + gap) + box_width
+    height = margin + len(rows) * (box_height + lift) - lift + margin
+    return svg(width, height, label, "".join(body))
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #b961ff79
 def ticks(
     low: float,  # Smallest value on the axis
     high: float,  # Largest value
     count: int = 5,  # About how many marks
-    log: bool = False,  # For a logarithmic axis: powers of ten, with 2 and 5 between them when there are few
+    # For a logarithmic axis: powers of ten, with 2 and 5 between them when there are few
+    log: bool = False,
 ) -> list[float]:  # Marks between `low` and `high`
     "Round numbers to mark on an axis."
     if log and high / low >= 10:
@@ -198,34 +197,40 @@ def thin(
     "Halve a curve until it has at most `limit` points, keeping its extremes and its gaps."
     while len(points) > max(4, limit):
         inner = points[1:-1]
-        kept = [points[0]]
+        thinned = [points[0]]
         for four in (inner[i : i + 4] for i in range(0, len(inner), 4)):
             real = [p for p in four if math.isfinite(p[1])]
             gap = [p for p in four if not math.isfinite(p[1])][:1]
             ends = [max(real, key=lambda p: p[1])] if real else []
             if not gap and real:
                 ends.append(min(real, key=lambda p: p[1]))
-            kept += sorted({*ends, *gap}, key=four.index)
-        points = [*kept, points[-1]]
+            thinned += sorted({*ends, *gap}, key=four.index)
+        points = [*thinned, points[-1]]
     return points
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #21f2c9ce
 def sane(
-    value,  # A number, or None
+    value: Any,  # A number, or None
 ) -> float:  # NaN where there is nothing to draw
     "A float that can be drawn: beyond 1e200 counts as infinite, and below 1e-200 as zero."
     value = math.nan if value is None else float(value)
-    return (value if abs(value) > 1e-200 else 0.0) if abs(value) < 1e200 else math.nan
+    if not abs(value) < 1e200:
+        return math.nan
+    return value if abs(value) > 1e-200 else 0.0
+
+
+def _as_list(values: Any) -> list:
+    return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
 def as_points(
-    data,  # Numbers (their index is x), or a pair `(xs, ys)`; lists, arrays or tensors
+    # Numbers (their index is x), or a pair `(xs, ys)`; lists, arrays or tensors
+    data: Any,
 ) -> list[tuple[float, float]]:
     "The points of one series."
-    plain = lambda a: a.tolist() if hasattr(a, "tolist") else list(a)
-    data = plain(data)
+    data = _as_list(data)
     pair = len(data) == 2 and not any(isinstance(d, (int, float)) for d in data)
-    xs, ys = (plain(d) for d in data) if pair else (range(len(data)), data)
+    xs, ys = (_as_list(d) for d in data) if pair else (range(len(data)), data)
     if len(xs) != len(ys):
         raise ValueError(f"{len(xs)} values of x for {len(ys)} values of y")
     points = [(sane(x), sane(y)) for x, y in zip(xs, ys, strict=True)]
@@ -259,11 +264,13 @@ def describe(
     low, high = min(real, key=lambda p: p[1]), max(real, key=lambda p: p[1])
     if len(real) == 1:
         return f"{name} is {number(first)} at {x_label} {number(x0)}"
-    text = f"{name} from {number(first)} at {x_label} {number(x0)} to {number(last)} at {x_label} {number(x1)}"
-    text += f", lowest {number(low[1])} at {number(low[0])}" if low[1] < min(first, last) else ""
-    return text + (
-        f", highest {number(high[1])} at {number(high[0])}" if high[1] > max(first, last) else ""
-    )
+    text = f"{name} from {number(first)} at {x_label} {number(x0)}"
+    text += f" to {number(last)} at {x_label} {number(x1)}"
+    if low[1] < min(first, last):
+        text += f", lowest {number(low[1])} at {number(low[0])}"
+    if high[1] > max(first, last):
+        text += f", highest {number(high[1])} at {number(high[0])}"
+    return text
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #d6145e9a
 def line_path(
@@ -274,21 +281,23 @@ def line_path(
     more: str = "",  # More attributes
 ) -> str:
     "A line broken at its gaps; a point alone between two gaps is a dot."
-    pieces, lone, start = [], [], True
+    pieces, circles, start = [], [], True
     for i, (x, y) in enumerate(points):
         if not math.isfinite(y):
             start = True
             continue
         ends = i + 1 == len(points) or not math.isfinite(points[i + 1][1])
         if dots or (start and ends):
-            lone.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>')
+            circles.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>')
         pieces.append(f"{'M' if start else 'L'}{x:.1f} {y:.1f}")
         start = False
     path = (
         f'<path d="{"".join(pieces)}" fill="none" stroke="{colour}" stroke-width="{width}" '
         f'stroke-linejoin="round" {more}/>'
     )
-    return (path if pieces else "") + (f'<g fill="{colour}">{"".join(lone)}</g>' if lone else "")
+    if not pieces:
+        return ""
+    return path + (f'<g fill="{colour}">{"".join(circles)}</g>' if circles else "")
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #6c07df47
 def legend(
@@ -302,8 +311,9 @@ def legend(
         room = 40 + 6.7 * len(f"{name} {last}")
         if x and x + room > width:
             top, x = top + 18, 0.0
+        colour = PALETTE[i % len(PALETTE)]
         body += (
-            f'<path d="M{x:.0f} {top + 8:.0f}h16" stroke="{PALETTE[i % len(PALETTE)]}" stroke-width="3"/>'
+            f'<path d="M{x:.0f} {top + 8:.0f}h16" stroke="{colour}" stroke-width="3"/>'
             f'<text x="{x + 21:.0f}" y="{top + 12:.0f}">{clean(name)} '
             f'<tspan font-weight="600">{clean(last)}</tspan></text>'
         )
@@ -311,16 +321,62 @@ def legend(
     return body, top + (18 if names else 0)
 
 
+class _Axes(NamedTuple):
+    "The area of a chart in drawing units, and the values that it shows."
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+    x: tuple[float, float]
+    y: tuple[float, float]
+    log_y: bool
+
+    def across(self, x: float) -> float:
+        x0, x1 = self.x
+        if x1 <= x0:
+            return (self.left + self.right) / 2
+        return self.left + (x - x0) / (x1 - x0) * (self.right - self.left)
+
+    def down(self, y: float) -> float:
+        if not math.isfinite(y):
+            return y
+        scale = math.log10 if self.log_y else float
+        low, high = map(scale, self.y)
+        return self.bottom - (scale(y) - low) / (high - low) * (self.bottom - self.top - 8)
+
+    def place(self, points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+        return [(self.across(x), self.down(y)) for x, y in points]
+
+
+def _limits(low: float, high: float, log_y: bool, zero: bool) -> tuple[float, float]:
+    "The ends of a vertical axis: a little more than the values need."
+    if log_y:
+        pad = 0.04 * (math.log10(high) - math.log10(low)) or 0.5
+        return 10 ** (math.log10(low) - pad), 10 ** (math.log10(high) + pad)
+    if high - low < 2e-3 * abs(high):
+        low, high = low - 1e-3 * abs(high), high + 1e-3 * abs(high)  # Rounding is not news
+    if zero:
+        low, high = min(0.0, low), max(0.0, high)
+    pad = 0.04 * (float(high) - float(low)) or 0.5
+    return low - pad * (not zero or low < 0), high + pad
+
+
+def _last_value(points: list[tuple[float, float]]) -> str:
+    return next((number(y) for _, y in reversed(points) if math.isfinite(y)), "–")
+
+
 def curves(
     series: Mapping,  # Name -> numbers, or a pair `(xs, ys)`; NaN is a gap
     title: str = "",
     x_label: str = "step",
     y_label: str = "",
-    log_y: bool = False,  # Logarithmic axis; what is not above 0 becomes a gap
-    smooth: float = 0.0,  # Show a running mean over this share of the curve, 0.02 say, with the raw values dimmed behind it
+    log_y: bool = False,  # Logarithmic axis; values not above 0 become gaps
+    # Show a running mean over this fraction of the curve, such as 0.02, with the raw values behind
+    smooth: float = 0.0,
     width: int = 480,  # Largest width, in CSS pixels
     height: int = 260,
-    zero: bool = False,  # The axis begins at zero, as it should for what has a natural one: memory, speed, a share
+    zero: bool = False,  # The axis starts at zero, as for memory, speed or a fraction
 ) -> Picture:
     "Lines over steps."
     if not 0 <= smooth < 1:
@@ -334,74 +390,59 @@ def curves(
     real = [p for points in lines.values() for p in points if math.isfinite(p[1])]
     head = text(0, 13, title, more='font-weight="600"') if title else ""
     if not real:
-        return svg(
-            width,
-            height,
-            f"{title or 'chart'}: no data yet",
-            head + text(width / 2, height / 2, "no data yet", "middle"),
-        )
-    end = lambda points: next((number(y) for _, y in reversed(points) if math.isfinite(y)), "–")
-    last = [(name, end(points)) for name, points in lines.items()]
+        empty = head + text(width / 2, height / 2, "no data yet", "middle")
+        return svg(width, height, f"{title or 'chart'}: no data yet", empty)
+    last = [(name, _last_value(points)) for name, points in lines.items()]
     names, top = legend(last, width, 22 if title else 0)
     if y_label:
         names, top = names + text(0, top + 12, y_label, more='opacity=".75"'), top + 16
 
-    scale = math.log10 if log_y else float
     (x0, x1), (y0, y1) = ((min(v), max(v)) for v in zip(*real, strict=True))
-    if not log_y and y1 - y0 < 2e-3 * abs(y1):
-        y0, y1 = y0 - 1e-3 * abs(y1), y1 + 1e-3 * abs(y1)  # rounding is not news
-    if zero and not log_y:
-        y0, y1 = min(0.0, y0), max(0.0, y1)
-    pad = 0.04 * (scale(y1) - scale(y0)) or 0.5
-    low, high = (
-        (10 ** (scale(y0) - pad), 10 ** (scale(y1) + pad))
-        if log_y
-        else (y0 - pad * (not zero or y0 < 0), y1 + pad)
-    )
+    low, high = _limits(y0, y1, log_y, zero)
     y_marks, x_marks = ticks(low, high, 4, log_y), ticks(x0, x1)
     if all(x == int(x) for x, _ in real):
         x_marks = [x for x in x_marks if x == int(x)]
     y_names = [number(y) for y in y_marks] if log_y and high >= 10 * low else tick_labels(y_marks)
     x_names = tick_labels(x_marks)
-    left, right, foot = (
-        10 + 7 * max(map(len, y_names)),
-        width - max(4, 4 * len(x_names[-1])),
-        height - 36,
-    )
-    X = lambda x: left + (x - x0) / (x1 - x0) * (right - left) if x1 > x0 else (left + right) / 2
-    Y = lambda y: foot - (scale(y) - scale(low)) / (scale(high) - scale(low)) * (foot - top - 8)
-
-    level = "".join(f"M{left:.1f} {Y(y):.1f}H{right:.1f}" for y in y_marks)
-    axes = f'<path d="{level}" stroke="currentColor" opacity=".15"/>'
-    axes += f'<path d="M{left:.1f} {foot:.1f}H{right:.1f}" stroke="currentColor" opacity=".5"/>'
-    axes += "".join(
-        text(left - 6, Y(y) + 4, name, "end") for y, name in zip(y_marks, y_names, strict=True)
-    )
-    axes += "".join(
-        text(X(x), foot + 16, name, "middle") for x, name in zip(x_marks, x_names, strict=True)
-    )
+    left, right = 10 + 7 * max(map(len, y_names)), width - max(4, 4 * len(x_names[-1]))
+    axes = _Axes(left, right, top, height - 36, (x0, x1), (low, high), log_y)
     body = ""
     for i, points in enumerate(lines.values()):
         colour, limit = PALETTE[i % len(PALETTE)], 256 if smooth else 512
-        place = lambda points: [
-            (X(x), Y(y) if math.isfinite(y) else y) for x, y in thin(points, limit)
-        ]  # noqa: B023
         if smooth and len(points) > 32:
-            body += line_path(place(points), colour, 1, more='opacity=".3"')
+            raw = axes.place(thin(points, limit))
+            body += line_path(raw, colour, 1, more='opacity=".3"')
             points = running_mean(points, smooth * len(points))
-        body += line_path(place(points), colour, dots=len(points) <= 32)
+        body += line_path(axes.place(thin(points, limit)), colour, dots=len(points) <= 32)
     words = "; ".join(describe(name, points, x_label) for name, points in lines.items())
-    return svg(
-        width,
-        height,
-        f"{title}: {words}" if title else words,
-        head
-        + names
-        + f'<g opacity=".8">{axes}{text(right, height - 4, x_label, "end")}</g>'
-        + body,
+    frame = _frame(
+        axes, dict(zip(x_marks, x_names, strict=True)), dict(zip(y_marks, y_names, strict=True))
     )
+    frame = f'<g opacity=".8">{frame}{text(right, height - 4, x_label, "end")}</g>'
+    return svg(width, height, f"{title}: {words}" if title else words, head + names + frame + body)
+
+
+def _frame(axes: _Axes, x_marks: Mapping[float, str], y_marks: Mapping[float, str]) -> str:
+    "The lines and labels of two axes."
+    left, right, bottom = axes.left, axes.right, axes.bottom
+    level = "".join(f"M{left:.1f} {axes.down(y):.1f}H{right:.1f}" for y in y_marks)
+    parts = [
+        f'<path d="{level}" stroke="currentColor" opacity=".15"/>',
+        f'<path d="M{left:.1f} {bottom:.1f}H{right:.1f}" stroke="currentColor" opacity=".5"/>',
+    ]
+    for y, name in y_marks.items():
+        parts.append(text(left - 6, axes.down(y) + 4, name, "end"))
+    for x, name in x_marks.items():
+        parts.append(text(axes.across(x), bottom + 16, name, "middle"))
+    return "".join(parts)
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #c6ef2532
+def _with_unit(value: float, unit: str) -> str:
+    if not math.isfinite(value):
+        return "no value"
+    return f"{number(value)} {unit}" if unit else number(value)
+
+
 def bars(
     values: Mapping[str, float],  # Name -> number; NaN or None means that there is none
     title: str = "",
@@ -412,129 +453,150 @@ def bars(
     "One horizontal bar for each number, from zero."
     rows = [(str(name), sane(v)) for name, v in values.items()]
     real = [v for _, v in rows if math.isfinite(v)]
-    show = lambda v: f"{number(v)}{' ' + unit if unit else ''}" if math.isfinite(v) else "no value"
+    labels = [_with_unit(v, unit) for _, v in rows]
     low, high = min([0.0, *real]), max([0.0, *real])
     left = min(0.4 * width, 10 + 6.7 * max([4, *(len(name) for name, _ in rows)]))
-    ends = 12 + 6.7 * max([0, *(len(show(v)) for _, v in rows)])
+    ends = 12 + 6.7 * max([0, *map(len, labels)])
     zero, room = left + (ends if low < 0 else 0), width - left - ends * (2 if low < 0 else 1)
-    X = lambda v: zero + (v - low) / ((high - low) or 1) * room
     top = 26 if title else 2
     body = text(0, 13, title, more='font-weight="600"') if title else ""
     if not rows:
         body += text(width / 2, top + 16, "no data yet", "middle")
-    for i, (name, v) in enumerate(rows):
+    origin = zero + (0 - low) / ((high - low) or 1) * room
+    for i, ((name, v), label) in enumerate(zip(rows, labels, strict=True)):
         y, fits = top + 26 * i, int((left - 10) / 6.7 + 1e-6)
         body += text(left - 8, y + 15, name if len(name) <= fits else name[: fits - 1] + "…", "end")
+        at = origin
         if math.isfinite(v):
-            a, b = sorted((X(0), X(v)))
+            at = zero + (v - low) / ((high - low) or 1) * room
+            start, end = sorted((origin, at))
             faint = ' opacity=".55"' if highlight and name != highlight else ""
             body += (
-                f'<rect x="{a:.1f}" y="{y + 2}" width="{max(b - a, 1):.1f}" height="18" rx="2" '
-                f'fill="{PALETTE[0]}"{faint}/>'
+                f'<rect x="{start:.1f}" y="{y + 2}" width="{max(end - start, 1):.1f}" height="18" '
+                f'rx="2" fill="{PALETTE[0]}"{faint}/>'
             )
-        at, anchor = (X(v), "end" if v < 0 else "start") if math.isfinite(v) else (X(0), "start")
+        anchor = "end" if v < 0 else "start"
         bold = 'font-weight="600"' if name == highlight else ""
-        body += text(at + (-6 if v < 0 else 6), y + 15, show(v), anchor, bold)
-    label = "; ".join(f"{name} {show(v)}" for name, v in rows) or "no data yet"
-    return svg(width, top + 26 * max(1, len(rows)), f"{title}: {label}" if title else label, body)
+        body += text(at + (-6 if v < 0 else 6), y + 15, label, anchor, bold)
+    names = [name for name, _ in rows]
+    words = "; ".join(f"{n} {label}" for n, label in zip(names, labels, strict=True))
+    words = words or "no data yet"
+    return svg(width, top + 26 * max(1, len(rows)), f"{title}: {words}" if title else words, body)
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #39b8f6f2
-def heatmap(
-    matrix,  # Rows of numbers, NaN for none: lists, an array or a tensor
-    rows: Sequence[str] = (),  # A label for each row
-    columns: Sequence[str] = (),  # A label for each column
-    title: str = "",
-    limit: float
-    | None = None,  # The size of number that is drawn at full strength; the largest when None
-    width: int = 480,  # Largest width, in CSS pixels
-) -> Picture:
-    "A matrix as a grid of colours: blue above zero, orange below, stronger for larger."
-    m = [
-        [sane(v) for v in row] for row in (matrix.tolist() if hasattr(matrix, "tolist") else matrix)
-    ]
-    h, w = len(m), len(m[0]) if m else 0
-    if any(len(row) != w for row in m):
-        raise ValueError(
-            f"rows of {sorted({len(row) for row in m})} numbers: they must be equally long"
-        )
-    for name, labels, n in (("rows", rows, h), ("columns", columns, w)):
-        if len(labels) not in (0, n):
-            raise ValueError(f"{len(labels)} labels for {n} {name}")
-    real = [v for row in m for v in row if math.isfinite(v)]
-    if not real:
-        return svg(
-            width,
-            60,
-            f"{title or 'heat map'}: no data yet",
-            text(0, 13, title) + text(width / 2, 40, "no data yet", "middle"),
-        )
-    limit = limit or max(map(abs, real)) or 1.0
-    cut = lambda label: label if len(label) <= 14 else label[:13] + "…"
-    rows, columns = [cut(visible(r)) for r in rows], [cut(visible(c)) for c in columns]
-    left, slope = 8 + 7.6 * max(map(len, rows), default=0), 4.9 * max(map(len, columns), default=0)
-    size = min(28.0, (width - left - slope) / w)
-    top = (24 if title else 2) + (slope + 13 if columns else 0)
-    X, Y, every = (
-        (lambda j: left + j * size),
-        (lambda i: top + i * size),
-        max(1, math.ceil(14 / size)),
-    )
-    body = text(0, 13, title, more='font-weight="600"') if title else ""
-    body += "".join(
-        text(left - 6, Y(i + 0.5) + 4, r, "end") for i, r in enumerate(rows) if i % every == 0
-    )
-    for j, c in enumerate(columns):
-        at = f"{X(j + 0.5) + 2:.1f} {top - 6:.1f}"
-        if j % every == 0:
-            body += f'<text transform="translate({at}) rotate(-45)">{clean(c)}</text>'
-    shade = lambda v: max(-16, min(16, round(16 * v / limit))) if math.isfinite(v) else 0
-    name = lambda labels, i: labels[i] if labels else str(i)
+_RECTS = '<rect x="{x}" y="{y}" width="1" height="1"><title>{title}</title></rect>'
+_KEY = (
+    '<rect x="{x:.1f}" y="{y:.1f}" width="14" height="10" fill="{colour}" '
+    'fill-opacity="{opacity:.3g}"/>'
+)
+
+
+def _shade(value: float, limit: float) -> int:  # From -16 to 16
+    return max(-16, min(16, round(16 * value / limit))) if math.isfinite(value) else 0
+
+
+def _colour_cells(matrix: list[list[float]], limit: float) -> str:
+    "One path for each shade; neighbours of a row with the same shade are one rectangle."
     paths: dict[int, str] = {}
-    for i, row in enumerate(m):
+    for i, row in enumerate(matrix):
+        shades = [_shade(v, limit) for v in row]
         j = 0
-        while j < w:
-            end = next((k for k in range(j + 1, w) if shade(row[k]) != shade(row[j])), w)
-            level = shade(row[j])
+        while j < len(row):
+            level = shades[j]
+            end = next((k for k in range(j + 1, len(row)) if shades[k] != level), len(row))
             if level:
                 paths[level] = paths.get(level, "") + f"M{j} {i}h{end - j}v1h{j - end}z"
             j = end
-    cells = "".join(
-        f'<path d="{d}" fill="{PALETTE[0 if level > 0 else 1]}" fill-opacity="{abs(level) / 16:.3g}"/>'
-        for level, d in sorted(paths.items())
-    )
-    hover = lambda i, j, v: (
-        f"{clean(name(rows, i))} → {clean(name(columns, j))}: "
-        + (number(v) if math.isfinite(v) else "no value")
-    )
+    cells = ""
+    for level, path in sorted(paths.items()):
+        colour, opacity = PALETTE[0 if level > 0 else 1], abs(level) / 16
+        cells += f'<path d="{path}" fill="{colour}" fill-opacity="{opacity:.3g}"/>'
+    return cells
+
+
+def _colour_key(left: float, y: float, limit: float, negative: bool) -> str:
+    "Which colours stand for which values."
+    key = ""
+    for k in range(8):
+        colour = PALETTE[1 if negative and k < 4 else 0]
+        opacity = abs(k / 3.5 - 1) if negative else k / 7
+        key += _KEY.format(x=left + 14 * k, y=y - 10, colour=colour, opacity=opacity)
+    span = f"{number(-limit if negative else 0)} to {number(limit)}"
+    return f'<g opacity=".85">{key}{text(left + 118, y, span)}</g>'
+
+
+def _short(label: str) -> str:
+    label = visible(label)
+    return label if len(label) <= 14 else label[:13] + "…"
+
+
+def heatmap(
+    matrix: Any,  # Rows of numbers, NaN for none: lists, an array or a tensor
+    rows: Sequence[str] = (),  # A label for each row
+    columns: Sequence[str] = (),  # A label for each column
+    title: str = "",
+    limit: float | None = None,  # The number drawn at full strength; the largest when None
+    width: int = 480,  # Largest width, in CSS pixels
+) -> Picture:
+    "A matrix as a grid of colours: blue above zero, orange below, stronger for larger."
+    values = [[sane(v) for v in row] for row in _as_list(matrix)]
+    h, w = len(values), len(values[0]) if values else 0
+    if any(len(row) != w for row in values):
+        lengths = sorted({len(row) for row in values})
+        raise ValueError(f"rows of {lengths} numbers: they must be equally long")
+    for name, labels, n in (("rows", rows, h), ("columns", columns, w)):
+        if len(labels) not in (0, n):
+            raise ValueError(f"{len(labels)} labels for {n} {name}")
+    real = [v for row in values for v in row if math.isfinite(v)]
+    if not real:
+        empty = text(0, 13, title) + text(width / 2, 40, "no data yet", "middle")
+        return svg(width, 60, f"{title or 'heat map'}: no data yet", empty)
+    limit = limit or max(map(abs, real)) or 1.0
+    rows, columns = [*map(_short, rows)], [*map(_short, columns)]
+    left, slope = 8 + 7.6 * max(map(len, rows), default=0), 4.9 * max(map(len, columns), default=0)
+    size = min(28.0, (width - left - slope) / w)
+    top = (24 if title else 2) + (slope + 13 if columns else 0)
+    every = max(1, math.ceil(14 / size))
+    body = text(0, 13, title, more='font-weight="600"') if title else ""
+    for i, label in enumerate(rows):
+        if i % every == 0:
+            body += text(left - 6, top + (i + 0.5) * size + 4, label, "end")
+    for j, label in enumerate(columns):
+        if j % every == 0:
+            at = f"{left + (j + 0.5) * size + 2:.1f} {top - 6:.1f}"
+            body += f'<text transform="translate({at}) rotate(-45)">{clean(label)}</text>'
+
+    row_names, column_names = rows or [*map(str, range(h))], columns or [*map(str, range(w))]
+    cells = _colour_cells(values, limit)
     if h * w <= 400:
-        cells += (
-            '<g fill-opacity="0">'
-            + "".join(
-                f'<rect x="{j}" y="{i}" width="1" height="1"><title>{hover(i, j, v)}</title></rect>'
-                for i, row in enumerate(m)
-                for j, v in enumerate(row)
+        rects = [
+            _RECTS.format(
+                x=j,
+                y=i,
+                title=f"{clean(row_names[i])} → {clean(column_names[j])}: {_with_unit(v, '')}",
             )
-            + "</g>"
-        )
-    body += f'<g transform="translate({left:.1f} {top:.1f}) scale({size:.4f})" shape-rendering="crispEdges">{cells}</g>'
+            for i, row in enumerate(values)
+            for j, v in enumerate(row)
+        ]
+        cells += f'<g fill-opacity="0">{"".join(rects)}</g>'
     body += (
-        f'<rect x="{left:.1f}" y="{top:.1f}" width="{w * size:.1f}" height="{h * size:.1f}" fill="none" '
-        'stroke="currentColor" opacity=".4"/>'
+        f'<g transform="translate({left:.1f} {top:.1f}) scale({size:.4f})" '
+        f'shape-rendering="crispEdges">{cells}</g>'
     )
-    best = max(
-        (abs(v), i, j) for i, row in enumerate(m) for j, v in enumerate(row) if math.isfinite(v)
+    body += (
+        f'<rect x="{left:.1f}" y="{top:.1f}" width="{w * size:.1f}" height="{h * size:.1f}" '
+        'fill="none" stroke="currentColor" opacity=".4"/>'
+    )
+    _, i, j = max(
+        (abs(v), i, j)
+        for i, row in enumerate(values)
+        for j, v in enumerate(row)
+        if math.isfinite(v)
     )
     words = (
         f"{h} rows by {w} columns, from {number(min(real))} to {number(max(real))}, "
-        f"strongest {number(m[best[1]][best[2]])} in row {name(rows, best[1])}, column {name(columns, best[2])}"
+        f"strongest {number(values[i][j])} in row {row_names[i]}, column {column_names[j]}"
     )
     y = top + h * size + 22
-    key = "".join(
-        f'<rect x="{left + 14 * k:.1f}" y="{y - 10:.1f}" width="14" height="10" '
-        f'fill="{PALETTE[1 if min(real) < 0 and k < 4 else 0]}" '
-        f'fill-opacity="{abs(k / 3.5 - 1) if min(real) < 0 else k / 7:.3g}"/>'
-        for k in range(8)
-    )
-    span = f"{number(-limit if min(real) < 0 else 0)} to {number(limit)}"
-    body += f'<g opacity=".85">{key}{text(left + 118, y, span)}</g>'
+    body += _colour_key(left, y, limit, min(real) < 0)
     return svg(width, y + 6, f"{title}: {words}" if title else words, body)

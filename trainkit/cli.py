@@ -27,9 +27,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from enum import Enum
+from io import TextIOWrapper
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Optional, cast
+from typing import TYPE_CHECKING, Annotated, Any, Optional, TextIO, cast
 
 import typer
 from typer.core import TyperGroup
@@ -45,6 +46,9 @@ from .train.monitors import check_health
 from .train.reports import compare_runs, write_report
 from .train.runs import Run, list_runs, plain, read_run, text_table
 
+if TYPE_CHECKING:
+    from trainkit.recipes.config import RunConfig
+
 # %% ../nbs/11_recipes/18_command_line.ipynb #5f0480d1
 def find_run(
     name: str,  # A folder, or the name of a run inside `root`
@@ -59,7 +63,8 @@ def find_run(
         f" Runs in {root}: {', '.join(names[:8])}{', …'[: 3 * (len(names) > 8)]}" if names else ""
     )
     raise FileNotFoundError(
-        f"{name} is no run: neither it nor {root / name} has a metrics.jsonl.{nearest(name, names)}{known}"
+        f"{name} is not a run: neither it nor {root / name} has a metrics.jsonl."
+        f"{nearest(name, names)}{known}"
     )
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #9fd08f24
@@ -70,32 +75,30 @@ runs = typer.Typer(
     context_settings=dict(help_option_names=["-h", "--help"]),
 )
 
-Root = Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")]
+Root = Annotated[Path, typer.Option("--root", help="The folder with the runs.")]
 _AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
-def _json(value) -> None:
+def _json(value: object) -> None:
     say(to_json(plain(value), indent=1, ensure_ascii=False).replace('"\\u0000inf"', "1e999"))
 
 
 @runs.command(name="list")
 def list_command(
-    root: Annotated[Path, typer.Argument(help="The folder that holds the runs.")] = Path("runs"),
+    root: Annotated[Path, typer.Argument(help="The folder with the runs.")] = Path("runs"),
     sort: Annotated[
         str, typer.Option(help="Column to sort by, such as eval_loss; the newest first without.")
     ] = "",
     as_json: _AsJson = False,
 ) -> None:
-    "Every run of a folder: when it began, what it came to."
+    "Every run of a folder: when it began, and its results."
     if not root.is_dir() and root != Path("runs"):
-        raise FileNotFoundError(
-            f"{root} is no folder: give the one that holds the runs, such as runs"
-        )
-    found = list_runs(root)
-    if not found and not as_json:
+        raise FileNotFoundError(f"{root} is not a folder: give the one with the runs, such as runs")
+    table = list_runs(root)
+    if not table and not as_json:
         say(f"no runs in {root}")
         return
-    rows = found.rows()
+    rows = table.rows()
     if sort:
         if rows and sort not in rows[0]:
             raise ValueError(f"there is no column {sort!r}.{nearest(sort, list(rows[0]))}")
@@ -104,6 +107,12 @@ def list_command(
         _json(rows)
     else:
         say(text_table(rows))
+
+
+_PAGE = (
+    '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>'
+    "<body>{body}</body></html>\n"
+)
 
 
 @runs.command(name="compare")
@@ -117,20 +126,17 @@ def compare_command(
     ] = None,
     as_json: _AsJson = False,
 ) -> None:
-    "What differs: config, data, git, versions, machine, result."
+    "The differences: config, data, git, versions, machine, result."
     if len(names) < 2:
         raise ValueError("compare needs two runs or more")
-    found = compare_runs(*(find_run(name, root) for name in names))
+    comparison = compare_runs(*(find_run(name, root) for name in names))
     if as_json:
-        _json(found.differences)
+        _json(comparison.differences)
     else:
-        say(str(found))
+        say(str(comparison))
     if html is not None:
-        write_atomic(
-            html,
-            '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>'
-            f"{' and '.join(found.names)}</title></head><body>{found._repr_html_()}</body></html>\n",
-        )
+        title = " and ".join(comparison.names)
+        write_atomic(html, _PAGE.format(title=title, body=comparison._repr_html_()))
         say(f"Curves  {html}", err=True)
 
 
@@ -138,7 +144,7 @@ def compare_command(
 def show_command(
     name: Annotated[str, typer.Argument(metavar="RUN", help="A folder, or a name.")],
     root: Root = Path("runs"),
-    report: Annotated[bool, typer.Option("--report", help="Write report.html anew too.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Also write report.html again.")] = False,
     as_json: _AsJson = False,
 ) -> None:
     "The numbers of one run."
@@ -146,11 +152,8 @@ def show_command(
     if as_json:
         _json(run.final())
     else:
-        say(
-            text_table(
-                [{"name": k, "value": v} for k, v in run.final().items() if not isinstance(v, dict)]
-            )
-        )
+        values = {k: v for k, v in run.final().items() if not isinstance(v, dict)}
+        say(text_table([{"name": k, "value": v} for k, v in values.items()]))
     if report:
         say(f"Report  {write_report(run.path)}", err=True)
 
@@ -164,20 +167,20 @@ def health_command(
     "What was wrong with a run, and what to do; exit code 1 if something was."
     records = find_run(name, root).records
     if not any("step" in r for r in records):
-        raise ValueError(f"{name} has logged no step: nothing can be said of its health")
-    found = check_health(records)
+        raise ValueError(f"{name} has not logged a step: its health cannot be checked")
+    findings = check_health(records)
     if as_json:
-        _json([vars(finding) for finding in found])
+        _json([vars(finding) for finding in findings])
     else:
-        say(str(found))
-    if found:
+        say(str(findings))
+    if findings:
         raise typer.Exit(1)
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #983f4f6e
 class Commands(TyperGroup):
     "The commands; an error in a value names the value."
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: typer.Context) -> object:
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
@@ -187,24 +190,26 @@ class Commands(TyperGroup):
                     error.message = f"{value}: {error.message}"
             raise
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+    def resolve_command(
+        self, ctx: typer.Context, args: list[str]
+    ) -> tuple[str | None, Any, list[str]]:
         name = args[0].lstrip("-").replace("_", "-").lower() if args else ""
         if args and self.get_command(ctx, args[0]) is None and (line := _instead(name)):
-            rest = shlex.join(args[1:]) if line.startswith("trainkit train --method") else ""
-            ctx.fail(
-                f"No such command '{args[0]}'. Say: {line}{' ' + rest if rest else ' --model FOLDER --dataset FILE' if 'train --method' in line else ''}"
-            )
+            if line.startswith("trainkit train --method"):
+                line += " " + (shlex.join(args[1:]) or "--model FOLDER --dataset FILE")
+            ctx.fail(f"No such command '{args[0]}'. Type: {line}")
         return super().resolve_command(ctx, args)
 
 
-_COMMANDS = {  # what other programs call it -> ours
+_COMMANDS = {  # The names in other programs -> what to type here
     **dict.fromkeys(
         ("infer", "inference", "predict", "sample", "complete", "run-model"),
         "trainkit generate --model FOLDER --prompt TEXT",
     ),
     **dict.fromkeys(
         ("serve", "api", "server", "deploy", "vllm-serve"),
-        "trainkit export gguf FOLDER FILE.gguf --modelfile, for Ollama and llama.cpp; the folder of a model is also what `vllm serve FOLDER` takes",
+        "trainkit export gguf FOLDER FILE.gguf --modelfile, for Ollama and llama.cpp; "
+        "the folder of a model is also what `vllm serve FOLDER` takes",
     ),
     **dict.fromkeys(("webchat", "talk", "ask", "interact"), "trainkit chat --model FOLDER"),
     **dict.fromkeys(("webui", "studio", "ui", "gui", "notebook", "jupyter"), "trainkit lab"),
@@ -255,7 +260,7 @@ _COMMANDS = {  # what other programs call it -> ours
 }
 
 
-def _instead(name: str) -> str:  # '' where nothing is near
+def _instead(name: str) -> str:  # '' if no command is similar
     "What to type for a command of another program."
     if name in _COMMANDS:
         return _COMMANDS[name]
@@ -330,8 +335,8 @@ def read_run_config(
     profile: str | None,  # 'quick', 'full', or None for this machine's
     file: Path | None,  # YAML or JSON
     overrides: list[str],  # `group.knob=value`
-    **defaults,  # What the command itself wants, below file and overrides
-):  # A RunConfig
+    **defaults: object,  # Of the command; below file and overrides
+) -> "RunConfig":
     "Profile, then what suits the method, then presets, then file, then overrides."
     from trainkit.config import ConfigError
     from trainkit.recipes.config import method_config
@@ -346,21 +351,19 @@ def read_run_config(
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    "Nothing that is printed in the block, or by the libraries below it, can end what goes on."
-    with (
-        redirect_stdout(cast(Any, Lasting(sys.stdout))),
-        redirect_stderr(cast(Any, Lasting(sys.stderr))),
-    ):
+    "Nothing that is printed in the block, or by the libraries below it, can end the run."
+    out, err = cast(TextIO, Lasting(sys.stdout)), cast(TextIO, Lasting(sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
         yield
 
 
-def _run(config, resume: bool = False, force: bool = False, as_json: bool = False) -> None:
+def _run(
+    config: "RunConfig", resume: bool = False, force: bool = False, as_json: bool = False
+) -> None:
     from trainkit.recipes.runner import run
 
-    with (
-        lasting(),
-        redirect_stdout(sys.stderr) if as_json else nullcontext(),
-    ):  # what is noted on the way is not the result
+    # Notes on the way are not the result
+    with lasting(), redirect_stdout(sys.stderr) if as_json else nullcontext():
         result = run(config, resume, force_resume=force, verbose=not as_json)
     if as_json:
         names = (
@@ -398,28 +401,26 @@ def demo(
         ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Begin anew, even where a demo was interrupted.")
+        bool, typer.Option("--fresh", help="Start again, even where a demo was interrupted.")
     ] = False,
 ) -> None:
-    "From plain text to four models on one page: pre-training, LoRA on questions, DPO, few bits. Minutes on a CPU; interrupted, it goes on."
+    """From plain text to four models on one page: pre-training, LoRA on questions, DPO, 4-bit.
+
+    Takes minutes on a CPU; after an interruption it resumes."""
     from trainkit.config import load_config
     from trainkit.recipes.demo import DemoConfig, run_demo
 
-    own = [
-        change[5:] for change in overrides or [] if change.startswith("demo.")
-    ]  # knobs of the later phases
-    config = read_run_config(
-        "full" if full else "quick",
-        None,
-        [c for c in overrides or [] if not c.startswith("demo.")],
-        name="demo",
-    )
+    changes = overrides or []
+    # Knobs of the later phases
+    later = [change[5:] for change in changes if change.startswith("demo.")]
+    changes = [change for change in changes if not change.startswith("demo.")]
+    config = read_run_config("full" if full else "quick", None, changes, name="demo")
     with lasting():
-        done = run_demo(config, load_config(DemoConfig, {}, own), only or "", fresh)
-    if done.report and not done.exit_code:
-        say(f"\nReport  {done.report}")
-    if done.exit_code:
-        raise typer.Exit(done.exit_code)
+        result = run_demo(config, load_config(DemoConfig, {}, later), only or "", fresh)
+    if result.report and not result.exit_code:
+        say(f"\nReport  {result.report}")
+    if result.exit_code:
+        raise typer.Exit(result.exit_code)
 
 
 @app.command()
@@ -441,14 +442,16 @@ def train(
         Optional[str],
         typer.Option(
             show_default=False,
-            help="What is learned: pretrain (text), sft (answers), freeze, lora, qlora, dpo and reward (pairs), grpo, rloo, ppo, reinforce (scores) [default: pretrain]",
+            help="What is learned: pretrain (text), sft (answers), freeze, lora, qlora, "
+            "dpo and reward (pairs), grpo, rloo, ppo, reinforce (scores) [default: pretrain]",
         ),
     ] = None,
     engine: Annotated[
         Optional[str],
         typer.Option(
             show_default=False,
-            help="Whose loop takes the steps: trainkit, trl (with peft, in this process) or llamafactory (in an environment of its own) [default: trainkit]",
+            help="Whose loop takes the steps: trainkit, trl (with peft, in this process) or "
+            "llamafactory (in an environment of its own) [default: trainkit]",
         ),
     ] = None,
     model: Annotated[
@@ -457,7 +460,8 @@ def train(
             "--model",
             "-m",
             show_default=False,
-            help="A trained model to begin with, such as runs/demo/model; without one, a new one is made.",
+            help="A trained model to start from, such as runs/demo/model; "
+            "without one, a new one is made.",
         ),
     ] = None,
     dataset: Annotated[
@@ -475,7 +479,8 @@ def train(
             "--preset",
             metavar="PRESET",
             show_default=False,
-            help="Sets of knobs by name, such as minimal-memory or cpu,small (trainkit config presets lists them); your own from settings.ini, or a file such as mine.yaml.",
+            help="Sets of knobs by name, such as minimal-memory or cpu,small (trainkit config "
+            "presets lists them); your own from settings.ini, or a file such as mine.yaml.",
         ),
     ] = None,
     epochs: Annotated[
@@ -494,18 +499,22 @@ def train(
         typer.Option(
             metavar="RUN|auto",
             show_default=False,
-            help="Go on in this run folder, from its last checkpoint; auto: in the config's own, or begin if nothing is there.",
+            help="Resume in this run folder, from its last checkpoint; auto: in the config's own, "
+            "or start if it is empty.",
         ),
     ] = None,
     force_resume: Annotated[
         bool,
         typer.Option(
             "--force-resume",
-            help="Go on even if config or data have changed so much that it is another run.",
+            help="Resume even if config or data have changed so much that it is another run.",
         ),
     ] = False,
 ) -> None:
-    "Run a config: read, train, judge, save, report. `--method sft --model FOLDER --dataset FILE` teaches a model to answer, `--method dpo` which answer is better."
+    """Run a config: read, train, evaluate, save, report.
+
+    `--method sft --model FOLDER --dataset FILE` teaches a model to answer, `--method dpo` which
+    answer is better."""
     short = {
         "preset": strategy,
         "method": method,
@@ -523,9 +532,8 @@ def train(
         "--dataset": dataset,
         "--resume": resume,
     }
-    if empty := [
-        name for name, value in options.items() if value == ""
-    ]:  # a variable that a script did not set
+    # A variable that a script did not set
+    if empty := [name for name, value in options.items() if value == ""]:
         raise typer.BadParameter("is empty: give a value, or leave it out", param_hint=empty[0])
     changes = [
         *(f"{name}={json.dumps(value)}" for name, value in short.items() if value is not None),
@@ -534,17 +542,18 @@ def train(
     ]
     file = Path(config) if config and "=" not in config else None
     if force_resume and resume is None:
-        raise ValueError("--force-resume goes with --resume: say which run goes on")
+        raise ValueError("--force-resume goes with --resume: give the run to resume")
     if dry_run:
         if resume:
             raise ValueError(
-                "--dry-run and --resume do not go together: a run that was begun has its plan in log.txt"
+                "--dry-run and --resume do not go together: a run that was started has its plan "
+                "in log.txt"
             )
         from trainkit.recipes.runner import rehearse
 
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            tried = rehearse(read_run_config(profile.value if profile else None, file, changes))
-        say(to_json(tried.to_dict(), indent=1) if as_json else str(tried))
+            plan = rehearse(read_run_config(profile.value if profile else None, file, changes))
+        say(to_json(plan.to_dict(), indent=1) if as_json else str(plan))
         return
     if resume in (None, "auto"):
         _run(
@@ -556,24 +565,26 @@ def train(
         return
     if file:
         raise ValueError(f"{resume} has its own config.yaml: give either a config file or --resume")
-    if not (Path(resume) / "config.yaml").is_file():
-        if Path(resume).suffix in (".pt", ".pth", ".bin", ".ckpt") or Path(resume).is_file():
+    saved = _saved_config(resume)
+    changes = [*changes, f"train.output_dir={resume}"]
+    _run(read_run_config(None, saved, changes), True, force_resume, as_json)
+
+
+def _saved_config(folder: str) -> Path:
+    "The config of a run; raises where the folder is not a run's."
+    path = Path(folder) / "config.yaml"
+    if not path.is_file():
+        if Path(folder).suffix in (".pt", ".pth", ".bin", ".ckpt") or Path(folder).is_file():
             from trainkit.train.recovery import refuse_file
 
-            refuse_file(resume)
-        raise FileNotFoundError(f"'{resume}' is not a run folder: it has no config.yaml")
-    if (Path(resume) / "config.yaml").read_bytes().strip() in (b"", b"null", b"{}"):
+            refuse_file(folder)
+        raise FileNotFoundError(f"'{folder}' is not a run folder: it has no config.yaml")
+    if path.read_bytes().strip() in (b"", b"null", b"{}"):
         raise ValueError(
-            f"{resume}/config.yaml is empty: copy it from a backup, or write the config of the run again"
+            f"{folder}/config.yaml is empty: copy it from a backup, "
+            "or write the config of the run again"
         )
-    _run(
-        read_run_config(
-            None, Path(resume) / "config.yaml", [*changes, f"train.output_dir={resume}"]
-        ),
-        True,
-        force_resume,
-        as_json,
-    )
+    return path
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #10020094
 @app.command()
@@ -615,7 +626,7 @@ def launch(
         typer.Option(
             show_default=False,
             min=0,
-            help="How often all go on from the last checkpoint when one dies.",
+            help="How often all resume from the last checkpoint when one dies.",
         ),
     ] = None,
     profile: Annotated[
@@ -628,7 +639,7 @@ def launch(
         ),
     ] = False,
 ) -> None:
-    "Run a config in several processes, on one machine or several: the model whole in each, or shared out."
+    "Run a config in several processes, on one machine or several: the model whole, or sharded."
     from trainkit.config import parse_config
     from trainkit.recipes.launcher import NO_FP16, translate
     from trainkit.recipes.launcher import launch as start
@@ -640,11 +651,11 @@ def launch(
             f"No config file at '{file}'. Give the path of a YAML or JSON file."
         )
     try:
-        given = parse_config(file.read_text(encoding="utf-8"), str(file))[0] if file else {}
+        config_file = parse_config(file.read_text(encoding="utf-8"), str(file))[0] if file else {}
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not UTF-8 text") from None
     plan, rest = translate(
-        given,
+        config_file,
         num_processes=processes,
         strategy=strategy,
         num_nodes=nodes,
@@ -655,15 +666,13 @@ def launch(
     )
     size = profile.value if profile else None
     whole = read_run_config(size, rest or None, changes)  # type: ignore
-    named = any(
-        change.partition("=")[0].strip() in ("optim", "optimizer", "optim.optim", "optim.optimizer")
-        for change in changes
-    )
-    if (
-        whole.optim.optim == "muon" and plan.strategy != "ddp" and not rest and not named
-    ):  # the profile's choice, not the user's
+    words = {change.partition("=")[0].strip() for change in changes}
+    named = bool(words & {"optim", "optimizer", "optim.optim", "optim.optimizer"})
+    muon = whole.optim.optim == "muon"
+    if muon and plan.strategy != "ddp" and not rest and not named:  # The profile's choice
         say(
-            f"Note: Muon, which the profile names, needs whole matrices, and {plan.strategy} gives it shares: AdamW takes its place, at a third of the rate",
+            f"Note: Muon, which the profile names, needs whole matrices, and {plan.strategy} "
+            "gives it shards: AdamW takes its place, at a third of the rate",
             err=True,
         )
         changes = [
@@ -716,7 +725,7 @@ def generate(
 
     if not (text := prompt if prompt is not None else sys.stdin.read()):
         raise typer.BadParameter(
-            "nothing to go on from: give a text, or send one to the standard input",
+            "nothing to continue: give a text, or send one to the standard input",
             param_hint="--prompt",
         )
     network, tokenizer = load_pretrained(model)
@@ -731,7 +740,7 @@ def generate(
         top_p=top_p,
         seed=seed,
     )
-    first = next(pieces, "")  # What is wrong is found before anything is said
+    first = next(pieces, "")  # Errors come before any output
     say(text, nl=False)
     try:
         for piece in chain([first], pieces):
@@ -745,7 +754,7 @@ def generate(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    "Look at versions, device, memory and known clashes; say the one line that repairs each."
+    "Check versions, device, memory and known conflicts; print the line that repairs each."
     from trainkit.system import doctor as look
 
     report = look()
@@ -758,7 +767,7 @@ tools.with_flags(app)
 
 
 def _open_streams() -> None:
-    "What the shell has closed leads nowhere, lest the next file take its number; what a console cannot show is written as an escape."
+    "Open closed streams, whose numbers the next file would get; escape what cannot be shown."
     with suppress(OSError):
         while (free := os.open(os.devnull, os.O_RDWR)) < 3:
             pass
@@ -771,7 +780,7 @@ def _open_streams() -> None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            cast(Any, stream).reconfigure(errors="backslashreplace")
+            cast(TextIOWrapper, stream).reconfigure(errors="backslashreplace")
 
 
 def _while_printing(error: BaseException) -> bool:
@@ -783,7 +792,7 @@ def _while_printing(error: BaseException) -> bool:
 
 
 def _close_streams() -> None:
-    "Python itself would complain of what a stream could not take, when the program has ended."
+    "Flush, lest Python complain of closed streams when the program has ended."
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -795,28 +804,49 @@ def _close_streams() -> None:
 
 
 def _complain(text: str) -> None:
-    "An error, in red where there is a person, and how to see more of it."
+    "Print an error, in red in a terminal, and how to see more of it."
     red = is_terminal(sys.stderr) and not os.environ.get("NO_COLOR")
     text = printable(text)
-    print(
-        typer.style(text, fg="red") if red else text,
-        file=cast(Any, Lasting(sys.stderr)),
-        flush=True,
-    )
+    stderr = cast(TextIO, Lasting(sys.stderr))
+    print(typer.style(text, fg="red") if red else text, file=stderr, flush=True)
     note("(TRAINKIT_DEBUG=1 shows where it happened.)", file=sys.stderr)
+
+
+def _short_warning(message: Warning | str, *_: object, **__: object) -> str:
+    return f"Warning: {printable(message)}\n"  # Without the line of code that raised it
+
+
+def _describe(error: BaseException) -> str:
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror  # Without its number
+        if error.filename:
+            text = f"{error.filename}: {text}"
+        if _while_printing(error):
+            text = f"standard output: {text}"
+    if not text:
+        text = "not enough memory" if isinstance(error, MemoryError) else type(error).__name__
+    return " ".join([text, *getattr(error, "__notes__", [])])
+
+
+_ERRORS = (  # Explained without a traceback
+    ValueError,
+    TypeError,
+    ArithmeticError,
+    MemoryError,
+    OSError,
+    ImportError,
+    RuntimeError,
+)
 
 
 def main() -> None:
     "What the `trainkit` command runs."
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault(
-        "GOMP_SPINCOUNT", "20000"
-    )  # threads that wait give their core to other programs sooner
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # Waiting threads yield their core sooner
     _open_streams()
-    warnings.formatwarning = lambda message, *where, **more: (
-        f"Warning: {printable(message)}\n"
-    )  # where it was raised helps nobody here
+    warnings.formatwarning = _short_warning
     code = 0
     try:
         app()
@@ -825,31 +855,10 @@ def main() -> None:
         code = 130
     except SystemExit as end:
         code = end.code
-    except (
-        ValueError,
-        TypeError,
-        ArithmeticError,
-        MemoryError,
-        OSError,
-        ImportError,
-        RuntimeError,
-    ) as error:
+    except _ERRORS as error:
         if os.environ.get("TRAINKIT_DEBUG"):
             raise
-        notes = " ".join(getattr(error, "__notes__", []))
-        bare = (
-            isinstance(error, OSError) and not error.filename and error.strerror
-        )  # Without its number
-        if isinstance(error, OSError) and error.filename and error.strerror:
-            bare = f"{error.filename}: {error.strerror}"
-        if bare and _while_printing(error):
-            bare = f"standard output: {bare}"
-        text = (
-            bare
-            or str(error)
-            or ("not enough memory" if isinstance(error, MemoryError) else type(error).__name__)
-        )
-        _complain(f"Error: {text}{' ' + notes if notes else ''}")
+        _complain(f"Error: {_describe(error)}")
         code = 1
     _close_streams()
     sys.exit(code)

@@ -40,10 +40,13 @@ from .files import write_atomic
 
 if TYPE_CHECKING:
     import torch
+    from _typeshed import DataclassInstance
+    from pydantic import TypeAdapter
 
 # %% ../nbs/90_toolbox/02_knobs.ipynb #d0ad34ea
 def knob(
-    default: Any,  # The value when nobody sets it; `...` if somebody must; a dataclass for a group of knobs
+    # The value when nobody sets it; `...` if somebody must; a dataclass for a group of knobs
+    default: object,
     doc: str,  # One sentence for help, tooltips and tables
     choices: Sequence = (),  # The only values allowed, or anything
     low: float | None = None,  # The smallest value allowed
@@ -51,18 +54,18 @@ def knob(
     aliases: Sequence[str] = (),  # Other names that files may use for it
 ) -> Any:  # A dataclass field
     "A dataclass field that carries its own documentation."
-    facts = dict(doc=doc, choices=tuple(choices), low=low, high=high, aliases=tuple(aliases))
+    metadata = dict(doc=doc, choices=tuple(choices), low=low, high=high, aliases=tuple(aliases))
     if default is ...:
-        return dataclasses.field(metadata=facts)
+        return dataclasses.field(metadata=metadata)
     if isinstance(default, type):
-        return dataclasses.field(default_factory=default, metadata=facts)
+        return dataclasses.field(default_factory=default, metadata=metadata)
     if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=default.copy, metadata=facts)
-    return dataclasses.field(default=default, metadata=facts)
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 # %% ../nbs/90_toolbox/02_knobs.ipynb #751a32f6
 class Knob(NamedTuple):
-    "One field of a config: its name, type, current value, and what `knob` says of it."
+    "One field of a config: its name, type, current value, and the arguments of `knob`."
 
     name: str
     type: Any
@@ -76,8 +79,8 @@ class Knob(NamedTuple):
 
 def default_of(
     field: dataclasses.Field,  # A field of a config
-) -> Any:  # Its default, made anew; `...` when it has none
-    "What a field holds when nobody sets it."
+) -> Any:  # A new default; `...` if it has none
+    "The value of a field that nobody sets."
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return ... if field.default is dataclasses.MISSING else field.default
@@ -86,20 +89,23 @@ def default_of(
 @cache
 def declared(
     cls: type,  # A config class
-) -> tuple[Knob, ...]:  # The value of each is its default, or what makes it, or `...`
-    "What a config class declares, looked up once: no list and no group of knobs is made."
-    types, blank = get_type_hints(cls), knob(None, "").metadata
-    first = lambda *found: next((x for x in found if x is not dataclasses.MISSING), ...)
-    return tuple(
-        Knob(f.name, types[f.name], first(f.default, f.default_factory), **{**blank, **f.metadata})
-        for f in dataclasses.fields(cls)
-    )
+) -> tuple[Knob, ...]:  # The value of each is its default, or its factory, or `...`
+    "The knobs of a config class, looked up once; no list and no group of knobs is created."
+    types, blank, rows = get_type_hints(cls), knob(None, "").metadata, []
+    for field in dataclasses.fields(cls):
+        default: object = field.default
+        if default is dataclasses.MISSING:
+            default = field.default_factory
+        if default is dataclasses.MISSING:
+            default = ...
+        rows.append(Knob(field.name, types[field.name], default, **{**blank, **field.metadata}))
+    return tuple(rows)
 
 
 def knobs(
     config: Any,  # A config class, or an instance of one
 ) -> list[Knob]:
-    "All knobs of `config`, in the order in which it declares them."
+    "All knobs of `config`, in the order of their declaration."
     if isinstance(config, type):
         return [
             k._replace(value=default_of(f))
@@ -112,7 +118,7 @@ stand_ins: dict[str, str] = {}  # value -> the text that stood for it, such as '
 
 
 def without_secrets(
-    value: Any,  # Text, or lists and dicts that hold text
+    value: Any,  # Text, or lists and dicts of text
 ) -> Any:
     "The same with every text that came from the environment replaced by its stand-in."
     if isinstance(value, str):
@@ -123,10 +129,10 @@ def without_secrets(
 
 # %% ../nbs/90_toolbox/02_knobs.ipynb #0c17d494
 class Problem(NamedTuple):
-    "One thing that is wrong: the dotted path of the knob, the value found, what would be right."
+    "One thing that is wrong: the dotted path of the knob, its value, what would be right."
 
     path: str
-    value: Any
+    value: object
     remedy: str
     line: int | None = None
 
@@ -145,20 +151,14 @@ class ConfigError(ValueError):
         source: str = "",  # The class or file that they are in
     ):
         self.problems, self.source = list(problems), source
-        super().__init__(
-            f"{source}: " * bool(source)
-            + "\n  ".join(
-                ([f"{len(self.problems)} problems"] if len(self.problems) > 1 else [])
-                + [str(p) for p in self.problems]
-            )
-        )
+        lines = [str(problem) for problem in self.problems]
+        if len(lines) > 1:
+            lines.insert(0, f"{len(lines)} problems")
+        super().__init__(f"{source}: " * bool(source) + "\n  ".join(lines))
 
     def __reduce__(self):
-        return (
-            type(self),
-            (self.problems, self.source),
-            vars(self),
-        )  # Another process reads it whole, notes too
+        # Another process reads all of it, notes too
+        return type(self), (self.problems, self.source), vars(self)
 
 # %% ../nbs/90_toolbox/02_knobs.ipynb #6697787d
 def nearest(
@@ -170,15 +170,14 @@ def nearest(
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
-def _limit(knob: Knob):
-    "A function that lets a value through or raises with what would be right."
+def _limit(knob: Knob) -> Callable[[object], object]:
+    "A function that returns an allowed value, or raises with what would be right."
     choices, low, high = knob.choices, knob.low, knob.high
 
-    def check(value: Any) -> Any:
+    def check(value: object) -> object:
         if choices and value is not None and value not in choices:
-            raise ValueError(
-                f"must be one of {', '.join(map(repr, choices))}.{nearest(value, choices)}"
-            )
+            names = ", ".join(map(repr, choices))
+            raise ValueError(f"must be one of {names}.{nearest(str(value), choices)}")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             if not math.isfinite(value):
                 raise ValueError("must be a finite number")
@@ -195,7 +194,7 @@ def _limit(knob: Knob):
 
 # %% ../nbs/90_toolbox/02_knobs.ipynb #d6b36a10
 @cache
-def _adapter(cls: type):
+def _adapter(cls: type) -> "TypeAdapter":
     from pydantic import AfterValidator, ConfigDict, InstanceOf, TypeAdapter
     from typing_extensions import TypedDict
 
@@ -213,23 +212,24 @@ def _adapter(cls: type):
 
 
 def check_config(
-    config: Any,  # An instance of a config class; values get their declared type in place
+    config: "DataclassInstance",  # Values get their declared type in place
 ) -> None:  # Raises `ConfigError` with every problem at once
     "Check types, choices and limits of all knobs: call it in `__post_init__`."
     from pydantic import ValidationError
 
-    given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     try:
-        clean = _adapter(type(config)).validate_python(given)
+        clean = _adapter(type(config)).validate_python(values)
     except ValidationError as error:
-        problems, docs = {}, {f.name: f.metadata.get("doc", "") for f in dataclasses.fields(config)}
+        problems: dict[str, list[str]] = {}
+        docs = {f.name: f.metadata.get("doc", "") for f in dataclasses.fields(config)}
         for e in error.errors(include_url=False):
             name = str(e["loc"][0])
             words = e["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
             problems.setdefault(name, []).append(words)
         raise ConfigError(
             [
-                Problem(name, given[name], f"{' or '.join(dict.fromkeys(words))} ({docs[name]})")
+                Problem(name, values[name], f"{' or '.join(dict.fromkeys(words))} ({docs[name]})")
                 for name, words in problems.items()
             ],
             type(config).__name__,
@@ -242,7 +242,7 @@ T = TypeVar("T")
 
 # %% ../nbs/90_toolbox/03_config.ipynb #dbe4e720
 class _Loader(yaml.SafeLoader):
-    "YAML 1.2's numbers and booleans: `1e-4` is a number; `no`, `0012`, `12:30` and `2026-01-31` are words."
+    "YAML 1.2: `1e-4` is a number; `no`, `0012`, `12:30` and `2026-01-31` are text."
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -284,39 +284,57 @@ def split_list(
     return [part.strip() for part in (*parts, text[start:])]
 
 
-def _scan_plain(loader: Any) -> Any:  # A token
-    "In a list between brackets, `right_length(20, 5)` is one word: YAML alone would cut it at the comma."
-    length = depth = 0
-    nested, quote = False, ""  # something in the parentheses at which YAML would stop
-    while loader.flow_level and (char := loader.peek(length)) not in "\0\n\r":
-        if quote:
-            if char == quote:
-                quote = ""
-        elif depth and char in "\"'" and not loader.peek(length - 1).isalnum():
-            nested, quote = True, char
+class _PlainScanner:
+    "Find the end of a plain word in a list between brackets, such as `right_length(20, 5)`."
+
+    def __init__(self, peek: Callable[[int], str]):
+        self.peek = peek
+        self.length, self.depth, self.quote = 0, 0, ""
+        self.nested = False  # Whether YAML would stop at something in the parentheses
+
+    def scan(self) -> bool:
+        "Whether this is a word that YAML would cut; `length` is its length."
+        while (char := self.peek(self.length)) not in "\0\n\r" and self._take(char):
+            self.length += 1
+        return self.nested and not self.depth and self.peek(self.length) in ",]}"
+
+    def _take(self, char: str) -> bool:  # Whether the word continues
+        if self.quote:
+            if char == self.quote:
+                self.quote = ""
+        elif self.depth and char in "\"'" and not self.peek(self.length - 1).isalnum():
+            self.nested, self.quote = True, char
         elif char in "([{":
-            nested |= depth > 0 and char != "("
-            if not depth and char != "(":
-                break
-            depth += 1
+            if not self.depth and char != "(":
+                return False
+            self.nested |= self.depth > 0 and char != "("
+            self.depth += 1
+        elif not self.depth and char in ")]},":
+            return False
         elif char in ")]}":
-            if not depth:
-                break
-            depth -= 1
+            self.depth -= 1
         elif char == ",":
-            if not depth:
-                break
-            nested = True
-        elif not depth and (char == "#" or char == ":" and loader.peek(length + 1) in " ,]}\n\0"):
-            nested = False
-            break
-        else:
-            nested |= depth > 0 and char in "#:"
-        length += 1
-    if not nested or depth or loader.peek(length) not in ",]}":
+            self.nested = True
+        elif char in "#:":
+            return self._comment_or_key(char)
+        return True
+
+    def _comment_or_key(self, char: str) -> bool:
+        if self.depth:
+            self.nested = True
+        elif char == "#" or self.peek(self.length + 1) in " ,]}\n\0":
+            self.nested = False
+            return False
+        return True
+
+
+def _scan_plain(loader: Any) -> yaml.Token:
+    "As YAML scans a word, except that the commas in parentheses belong to it."
+    scanner = _PlainScanner(loader.peek)
+    if not loader.flow_level or not scanner.scan():
         return yaml.SafeLoader.scan_plain(loader)
-    start, text = loader.get_mark(), loader.prefix(length).rstrip()
-    loader.forward(length)
+    start, text = loader.get_mark(), loader.prefix(scanner.length).rstrip()
+    loader.forward(scanner.length)
     loader.allow_simple_key = False
     return yaml.ScalarToken(text, True, start, loader.get_mark())
 
@@ -325,7 +343,7 @@ _Loader.scan_plain = _scan_plain  # type: ignore
 
 
 class _Dumper(yaml.SafeDumper):
-    "Quotes whatever text some YAML reader might take for a number or a boolean."
+    "Quotes text that some YAML reader might take for a number or a boolean."
 
 
 for kind in (_Loader, _Dumper):
@@ -336,15 +354,12 @@ for kind in (_Loader, _Dumper):
     )
 
 
-def parse_config(
-    text: str,  # YAML or JSON
-    source: str = "config",  # The file's name, for messages
-) -> tuple[dict, dict[str, int]]:  # The values, and the line of each dotted key
-    "Read YAML or JSON; refuses code, keys given twice, and anything but a mapping at the root."
+def _key_lines(root: yaml.Node | None, source: str) -> dict[str, int]:
+    "The line of each dotted key; raises where a key is given twice, or is not a word."
     lines: dict[str, int] = {}
     left = 100_000  # Values; a few lines of aliases of aliases would be billions
 
-    def walk(node, path: str) -> None:
+    def walk(node: yaml.Node | None, path: str) -> None:
         nonlocal left
         if (left := left - 1) < 0:
             raise ConfigError(
@@ -355,28 +370,34 @@ def parse_config(
                 walk(child, path)
         if not isinstance(node, yaml.MappingNode):
             return
-        seen = set()
+        keys = set()
         for key, child in node.value:
             name, line = f"{path}{key.value}", key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                raise ConfigError(
-                    [Problem(path.rstrip(".") or "root", ..., "a key must be a word", line)], source
-                )
-            if key.value in seen:
+                problem = Problem(path.rstrip(".") or "root", ..., "a key must be a word", line)
+                raise ConfigError([problem], source)
+            if key.value in keys:
                 raise ConfigError(
                     [Problem(name, ..., "the key is given twice; keep one", line)], source
                 )
-            seen.add(key.value)
+            keys.add(key.value)
             lines[name] = line
             walk(child, f"{name}.")
 
+    walk(root, "")
+    return lines
+
+
+def parse_config(
+    text: str,  # YAML or JSON
+    source: str = "config",  # The file's name, for messages
+) -> tuple[dict, dict[str, int]]:  # The values, and the line of each dotted key
+    "Read YAML or JSON; refuses code, keys given twice, and anything but a mapping at the root."
     try:
-        text = (
-            text.lstrip("\ufeff").replace("\t", " ")
-            if source.endswith(".json")
-            else text.lstrip("\ufeff")
-        )
-        walk(yaml.compose(text, Loader=_Loader), "")
+        text = text.lstrip("\ufeff")
+        if source.endswith(".json"):
+            text = text.replace("\t", " ")
+        lines = _key_lines(yaml.compose(text, Loader=_Loader), source)
         data = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         line = getattr(getattr(error, "problem_mark", None), "line", -1) + 1
@@ -396,8 +417,8 @@ def parse_config(
 
 # %% ../nbs/90_toolbox/03_config.ipynb #6ef6e8d3
 def interpolate(
-    value: Any,  # Text with `${NAME}` or `${NAME:-default}`, or lists and dicts that hold such text
-) -> Any:  # The same with the environment's values; raises `KeyError` with the name that is not set
+    value: Any,  # Text with `${NAME}` or `${NAME:-default}`, or lists and dicts of such text
+) -> Any:  # With the environment's values; raises `KeyError` with a name that is not set
     "Fill in environment variables, and remember which text they came from."
     if isinstance(value, Mapping):
         return {k: interpolate(v) for k, v in value.items()}
@@ -408,9 +429,9 @@ def interpolate(
 
     def fill(match: re.Match) -> str:
         name, default = match.groups()
-        if (got := os.environ.get(name, default)) is None:
+        if (value := os.environ.get(name, default)) is None:
             raise KeyError(name)
-        return got
+        return value
 
     filled = re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", fill, value)
     if filled:
@@ -418,132 +439,156 @@ def interpolate(
     return filled
 
 # %% ../nbs/90_toolbox/03_config.ipynb #42529eb1
-def _outside() -> int:  # A `stacklevel`, as the caller of this counts
-    "How far up the first frame is that is not of this package."
-    frames = walk_stack(sys._getframe(1))
-    return next(
-        (
-            n
-            for n, (frame, _) in enumerate(frames, 1)
-            if not frame.f_globals.get("__name__", "").startswith("trainkit.")
-        ),
-        1,
-    )
+def _outside() -> int:  # A `stacklevel` for the caller
+    "How many frames up the first one is that is not of this package."
+    for n, (frame, _) in enumerate(walk_stack(sys._getframe(1)), 1):
+        if not frame.f_globals.get("__name__", "").startswith("trainkit."):
+            return n
+    return 1
 
 
 def _near(key: str, own: list[str], inside: Mapping[str, str]) -> str:
-    "A hint at the word that is meant: of a class's own, unless one of its groups has one that is much nearer."
-    word = lambda hint: hint.partition("'")[2].rpartition("'")[0]
-    like = lambda hint: difflib.SequenceMatcher(None, key, word(hint)).ratio() if hint else 0.0
+    "A hint at a knob of the class, unless a knob of one of its groups is much more similar."
+
+    def word(hint: str) -> str:
+        return hint.partition("'")[2].rpartition("'")[0]
+
+    def similarity(hint: str) -> float:
+        return difflib.SequenceMatcher(None, key, word(hint)).ratio() if hint else 0.0
+
     here, there = nearest(key, own), nearest(key, list(inside))
-    return (
-        there.replace(word(there), inside[word(there)]) if like(there) > like(here) + 0.15 else here
-    )
+    if similarity(there) > similarity(here) + 0.15:
+        return there.replace(word(there), inside[word(there)])
+    return here
+
+
+class _Builder:
+    "Fills a config class from nested dicts, and collects all problems."
+
+    def __init__(self, cls: type, path: str, lines: Mapping[str, int]):
+        self.cls, self.path, self.lines = cls, path, lines
+        self.known = {k.name: k for k in declared(cls)}
+        self.names = {alias: k.name for k in self.known.values() for alias in (*k.aliases, k.name)}
+        self.problems: list[Problem] = []
+        self.kwargs: dict[str, Any] = {}
+        self.origin: dict[str, str] = {}  # Knob -> the key that sets it
+
+    def _add(self, key: str, value: object, remedy: str) -> None:
+        path = f"{self.path}{key}"
+        self.problems.append(Problem(path, value, remedy, self.lines.get(path)))
+
+    def build(self, data: Mapping) -> tuple[Any, list[Problem]]:
+        try:
+            data = getattr(self.cls, "moved", lambda data: data)(data)
+        except ConfigError as error:
+            return None, error.problems
+        # Words of other libraries come last
+        for key, value in sorted(data.items(), key=lambda item: item[0] not in self.names):
+            self._take(key, value)
+        self._build_groups()
+        self._check_required()
+        if any(value is ... for value in self.kwargs.values()):
+            return None, self.problems
+        try:
+            return self.cls(**self.kwargs), self.problems
+        except ConfigError as error:
+            for problem in error.problems:
+                line = self.lines.get(f"{self.path}{self.origin.get(problem.path, problem.path)}")
+                self.problems.append(problem._replace(path=f"{self.path}{problem.path}", line=line))
+        except (TypeError, ValueError) as error:
+            path = self.path.rstrip(".") or self.cls.__name__
+            self.problems.append(Problem(path, ..., str(error)))
+        return None, self.problems
+
+    def _take(self, key: str, value: object) -> None:
+        "Set the knob of a key."
+        name = self.names.get(key)
+        group = name is not None and dataclasses.is_dataclass(self.known[name].type)
+        try:
+            if not group or not isinstance(value, Mapping):  # A group fills in its own
+                value = interpolate(value)
+        except KeyError as error:
+            self._add(key, value, f"the environment variable {error} is not set")
+            return
+        renamed = getattr(self.cls, "RENAMED_KEYS", {})
+        if name is None and key in renamed:
+            self._take_renamed(key, value, renamed[key])
+        elif name is None:
+            inside = {} if self.path else self._knobs_of_groups()
+            self._add(key, ..., f"unknown key.{_near(key, list(self.names), inside)}")
+        elif name in self.kwargs and self.kwargs[name] != value:
+            other = f"'{self.origin[name]}', which says {self.kwargs[name]!r}"
+            self._add(key, value, f"means the same as {other}")
+        else:
+            self.kwargs[name], self.origin[name] = value, key
+
+    def _take_renamed(self, key: str, value: object, replacement: object) -> None:
+        "Set the knobs that another library's word stands for."
+        settings: Any = replacement(value) if callable(replacement) else replacement
+        if isinstance(settings, str):
+            self._add(key, value, settings)
+            return
+        warnings.warn(
+            f"{self.path}{key} = {without_secrets(value)!r} is a word of other libraries, "
+            f"and is taken for {without_secrets(settings)}",
+            stacklevel=_outside(),
+        )
+        for name, setting in settings.items():
+            self.origin.setdefault(name, key)
+            old = self.kwargs.get(name)
+            if setting and isinstance(setting, list) and isinstance(old, list):
+                self.kwargs[name] = [*dict.fromkeys(old + setting)]  # Such as trackers
+            elif self.kwargs.setdefault(name, setting) != setting:
+                remedy = f"contradicts '{self.origin[name]}': {self.kwargs[name]!r}"
+                self._add(key, value, remedy)
+
+    def _knobs_of_groups(self) -> dict[str, str]:  # Name -> dotted name
+        return {
+            name: f"{k.name}.{inner.name}"
+            for k in self.known.values()
+            if dataclasses.is_dataclass(k.type)
+            for inner in declared(k.type)
+            for name in (inner.name, *inner.aliases)
+        }
+
+    def _build_groups(self) -> None:
+        for name, value in list(self.kwargs.items()):
+            kind = self.known[name].type
+            if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
+                continue
+            if isinstance(value, kind):
+                continue
+            if value is None or isinstance(value, Mapping):
+                path = f"{self.path}{self.origin[name]}."
+                self.kwargs[name], problems = _build(kind, value or {}, path, self.lines)  # type: ignore
+                self.problems += problems
+                if problems:
+                    del self.kwargs[name]
+            else:
+                self._add(name, self.kwargs.pop(name), "must be a group of keys")
+
+    def _check_required(self) -> None:
+        for k in self.known.values():
+            path = f"{self.path}{k.name}"
+            if k.value is not ... or k.name in self.kwargs:
+                continue
+            if not any(problem.path.startswith(path) for problem in self.problems):
+                self.problems.append(Problem(path, ..., f"must be given ({k.doc})"))
+                self.kwargs[k.name] = ...
 
 
 def _build(
-    cls: type, data: Mapping, path: str = "", lines: Mapping = {}
-) -> tuple[Any, list[Problem]]:  # noqa: B006
-    "An instance of `cls` from nested dicts, and all problems met on the way."
-    known = {k.name: k for k in declared(cls)}
-    names = {alias: k.name for k in known.values() for alias in (*k.aliases, k.name)}
-    problems, kwargs, origin = [], {}, {}
-    try:
-        data = getattr(cls, "moved", lambda data: data)(data)
-    except ConfigError as error:
-        return None, error.problems
-    for key, value in sorted(
-        data.items(), key=lambda item: item[0] not in names
-    ):  # words of other libraries come last
-        where, line = f"{path}{key}", lines.get(f"{path}{key}")
-        name = names.get(key)
-        group = (
-            isinstance(value, Mapping)
-            and name is not None
-            and dataclasses.is_dataclass(known[name].type)
-        )
-        try:
-            value = value if group else interpolate(value)  # a group fills in its own
-        except KeyError as error:
-            problems.append(
-                Problem(where, value, f"the environment variable {error} is not set", line)
-            )
-            continue
-        if name is None and key in (elsewhere := getattr(cls, "RENAMED_KEYS", {})):
-            meant: Any = elsewhere[key]
-            if callable(meant):
-                meant = meant(value)
-            if isinstance(meant, str):
-                problems.append(Problem(where, value, meant, line))
-            else:
-                warnings.warn(
-                    f"{where} = {without_secrets(value)!r} is a word of other libraries, and is taken for {without_secrets(meant)}",
-                    stacklevel=_outside(),
-                )
-                for k, v in meant.items():
-                    origin.setdefault(k, key)
-                    if v and isinstance(v, list) and isinstance(kwargs.get(k), list):
-                        kwargs[k] = [*dict.fromkeys(kwargs[k] + v)]  # such as trackers
-                    elif kwargs.setdefault(k, v) != v:
-                        problems.append(
-                            Problem(where, value, f"contradicts '{origin[k]}': {kwargs[k]!r}", line)
-                        )
-        elif name is None:
-            inside = (
-                {}
-                if path
-                else {
-                    w: f"{k.name}.{inner.name}"
-                    for k in known.values()
-                    if dataclasses.is_dataclass(k.type)
-                    for inner in declared(k.type)
-                    for w in (inner.name, *inner.aliases)
-                }
-            )  # type: ignore
-            own = _near(key, list(names), inside)
-            problems.append(Problem(where, ..., f"unknown key.{own}", line))
-        elif name in kwargs and kwargs[name] != value:
-            remedy = f"means the same as '{origin[name]}', which says {kwargs[name]!r}"
-            problems.append(Problem(where, value, remedy, line))
-        else:
-            kwargs[name], origin[name] = value, key
-    for name, value in list(kwargs.items()):
-        kind = known[name].type
-        if not dataclasses.is_dataclass(kind) or isinstance(value, kind):
-            continue  # type: ignore
-        if value is None or isinstance(value, Mapping):
-            kwargs[name], more = _build(kind, value or {}, f"{path}{origin[name]}.", lines)  # type: ignore
-            problems += more
-            if more:
-                del kwargs[name]
-        else:
-            where = f"{path}{name}"
-            problems.append(
-                Problem(where, kwargs.pop(name), "must be a group of keys", lines.get(where))
-            )
-    for k in known.values():
-        if (
-            k.value is ...
-            and k.name not in kwargs
-            and not any(p.path.startswith(f"{path}{k.name}") for p in problems)
-        ):
-            problems.append(Problem(f"{path}{k.name}", ..., f"must be given ({k.doc})"))
-            kwargs[k.name] = ...
-    if any(v is ... for v in kwargs.values()):
-        return None, problems
-    try:
-        return cls(**kwargs), problems
-    except ConfigError as error:
-        line = lambda p: lines.get(f"{path}{origin.get(p.path, p.path)}")
-        return None, problems + [
-            p._replace(path=f"{path}{p.path}", line=line(p)) for p in error.problems
-        ]
-    except (TypeError, ValueError) as error:
-        return None, [*problems, Problem(path.rstrip(".") or cls.__name__, ..., str(error))]
+    cls: type,
+    data: Mapping,
+    path: str = "",
+    lines: Mapping[str, int] = {},  # noqa: B006
+) -> tuple[Any, list[Problem]]:
+    "An instance of `cls` from nested dicts, or None; and all problems."
+    return _Builder(cls, path, lines).build(data)
 
 
 def _rename(cls: Any, data: dict, name: str) -> Any:
-    "Move what stands under another name of the same knob to `name`; returns the knob's type."
+    "Move a value under another name of the same knob to `name`; returns the knob's type."
     for k in declared(cls) if dataclasses.is_dataclass(cls) else ():
         if name not in (names := (*k.aliases, k.name)):
             continue
@@ -554,7 +599,7 @@ def _rename(cls: Any, data: dict, name: str) -> Any:
 
 
 def _override(cls: Any, data: dict, setting: str) -> None:
-    "Put `group.knob=value` into nested dicts, in place of what they say under any of the knob's names."
+    "Put `group.knob=value` into nested dicts, in place of the value under any of its names."
     key, equals, text = setting.partition("=")
     if not equals or not key.strip():
         raise ConfigError(
@@ -564,7 +609,7 @@ def _override(cls: Any, data: dict, setting: str) -> None:
     try:
         value = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
-        remedy = f"is no YAML: {getattr(error, 'problem', error)}"
+        remedy = f"is not YAML: {getattr(error, 'problem', error)}"
         raise ConfigError([Problem(key.strip(), text, remedy)], "overrides") from None
     for group in groups:
         cls = _rename(cls, data, group)
@@ -586,8 +631,8 @@ def load_config(
     cls: type[T],  # The config class to fill
     source: str | Path | Mapping,  # A YAML or JSON file, or a dict
     overrides: Sequence[str] = (),  # `group.knob=value`, which win over the file
-    layers: Callable
-    | None = None,  # Data and overrides -> both, with what lies below the data; `cls.layers` when None
+    # Adds what lies below the data: (data, overrides) -> both; None: `cls.layers`
+    layers: Callable | None = None,
 ) -> T:  # Raises `ConfigError` with every problem, each with its path, value, line and remedy
     "A checked `cls` from a file or dict, then `overrides`."
     lines: dict = {}
@@ -611,9 +656,7 @@ def load_config(
         ) from None
     for setting in overrides:
         _override(cls, data, setting)
-        lines.pop(
-            setting.partition("=")[0].strip(), None
-        )  # what is wrong with it stands in no line
+        lines.pop(setting.partition("=")[0].strip(), None)  # It stands in no line of the file
     config, problems = _build(cls, data, lines=lines)
     if problems:
         raise ConfigError(problems, name)
@@ -621,29 +664,24 @@ def load_config(
 
 # %% ../nbs/90_toolbox/03_config.ipynb #5f0c7a02
 def recheck(
-    config: Any,  # An instance of a config class, with all its groups
+    config: "DataclassInstance",  # With all its groups
 ) -> None:  # Raises `ConfigError` with every problem
-    "Check a config again, whose attributes somebody set by hand: values, and names that are no knobs."
+    "Check a config again after attributes were set: their values, and names that are not knobs."
 
-    def wrong(config: Any, path: str) -> Iterator[Problem]:
+    def wrong(config: "DataclassInstance", path: str) -> Iterator[Problem]:
         own = {k.name: k for k in declared(type(config))}
         for name, value in vars(config).items():
             if name.startswith("_"):
                 continue
             if name not in own:
-                found = [
-                    p
-                    for p in _build(type(config), {name: value}, path)[1]
-                    if p.path == f"{path}{name}"
-                ]
+                _, problems = _build(type(config), {name: value}, path)
+                problems = [p for p in problems if p.path == f"{path}{name}"]
                 alias = next((k.name for k in own.values() if name in k.aliases), None)
-                remedy = (
-                    f"is called '{alias}' in Python"
-                    if alias
-                    else f"no knob of {type(config).__name__} itself: name its group too"
-                )
-                yield from found or [Problem(f"{path}{name}", value, remedy)]
-            elif dataclasses.is_dataclass(value):
+                remedy = f"no knob of {type(config).__name__} itself: name its group too"
+                if alias:
+                    remedy = f"is called '{alias}' in Python"
+                yield from problems or [Problem(f"{path}{name}", value, remedy)]
+            elif dataclasses.is_dataclass(value) and not isinstance(value, type):
                 yield from wrong(value, f"{path}{name}.")
         try:
             check_config(config)
@@ -655,26 +693,25 @@ def recheck(
 
 # %% ../nbs/90_toolbox/03_config.ipynb #69e60d95
 def to_dict(
-    config: Any,  # An instance of a config class
+    config: "DataclassInstance",
 ) -> dict:  # Plain values only, `${NAME}` where a value came from the environment
-    "A config as nested dicts that YAML and JSON can hold."
+    "A config as nested dicts for YAML and JSON."
 
-    def plain(value: Any) -> Any:
+    def plain(value: object) -> object:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return to_dict(value)
         if isinstance(value, Mapping):
             return {str(k): plain(v) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
             return [plain(v) for v in value]
-        return without_secrets(
-            value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-        )
+        simple = value is None or isinstance(value, (bool, int, float, str))
+        return without_secrets(value if simple else str(value))
 
     return {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
 
 
 def dump_config(
-    config: Any,  # An instance of a config class
+    config: "DataclassInstance",
     form: str = "yaml",  # Or 'json'
 ) -> str:
     "The text of a config file."
@@ -684,7 +721,7 @@ def dump_config(
 
 
 def save_config(
-    config: Any,  # An instance of a config class
+    config: "DataclassInstance",
     path: str | Path,  # Ends in `.json` for JSON, anything else is YAML
 ) -> Path:
     "Write `config` to a file that `load_config` reads back."
@@ -703,75 +740,67 @@ def default_profile() -> str:  # `TRAINKIT_PROFILE`, else 'full' with CUDA and '
 
 
 def find_settings() -> list[Path]:  # The package's own, then the one that is laid over it
-    "The `settings.ini` files in force: `TRAINKIT_SETTINGS`, else the nearest at or above the working folder."
+    "The `settings.ini` files: `TRAINKIT_SETTINGS`, else the nearest at or above this folder."
     own, here = Path(str(files("trainkit") / "settings.ini")), Path.cwd()
     if named := os.environ.get("TRAINKIT_SETTINGS"):
         if not Path(named).is_file():
-            raise FileNotFoundError(f"TRAINKIT_SETTINGS names '{named}', which is no file.")
+            raise FileNotFoundError(f"TRAINKIT_SETTINGS names '{named}', which is not a file.")
         return [own, Path(named)]
-    return [
-        own,
-        *[d / "settings.ini" for d in (here, *here.parents) if (d / "settings.ini").is_file()][:1],
-    ]
+    paths = [folder / "settings.ini" for folder in (here, *here.parents)]
+    return [own, *[path for path in paths if path.is_file()][:1]]
 
 
 def from_profile(
     cls: type[T],  # The config class to fill
     profile: str | None = None,  # A name in settings.ini; this machine's default when None
-    **overrides: Any,  # Knobs that you set yourself win
+    **overrides: object,  # Knobs that you set yourself win
 ) -> T:  # Raises `ConfigError` for a key that `cls` does not have
     "A `cls` whose knobs come from `overrides`, then the profile, then the defaults."
-    ini, paths, profile = (
-        ConfigParser(interpolation=None, default_section=""),
-        find_settings(),
-        profile or default_profile(),
-    )
+    ini = ConfigParser(interpolation=None, default_section="")
+    paths, profile = find_settings(), profile or default_profile()
     ini.optionxform = str  # type: ignore
     try:
         ini.read(paths, encoding="utf-8")
     except (IniError, UnicodeDecodeError) as error:
-        remedy = f"cannot be read ({' '.join(str(error).split())}): mend it, or name another with TRAINKIT_SETTINGS"
+        reason = " ".join(str(error).split())
+        remedy = f"cannot be read ({reason}): fix it, or name another with TRAINKIT_SETTINGS"
         raise ConfigError([Problem("file", ..., remedy)], str(paths[-1])) from None
-    names = sorted(
-        {section.partition(".")[0] for section in ini.sections() if "." in section}
-        - {"strategy", "preset"}
-    )  # other programs have a settings.ini, too
+    # Other programs have a settings.ini, too
+    sections = {section.partition(".")[0] for section in ini.sections() if "." in section}
+    names = sorted(sections - {"strategy", "preset"})
     if profile not in names:
         remedy = f"must be one of {names}.{nearest(profile, names)}"
         raise ConfigError([Problem("profile", profile, remedy)], str(paths[-1]))
 
     def fill(
-        cls: Any,
-        given: Mapping,  # Set by the caller
-        plain: Mapping,  # What a knob holds when nobody sets it: the field that holds this group may have its own defaults
+        cls: type,
+        overrides: Mapping[str, object],
+        # The values that nobody sets: a field with a group may have defaults of its own
+        defaults: Mapping[str, object],
     ) -> Any:
-        section = f"{profile}.{cls.__name__}"
-        values = (
-            {k: yaml.load(v, Loader=_Loader) for k, v in ini.items(section)}
-            if ini.has_section(section)
-            else {}
-        )
+        section, values = f"{profile}.{cls.__name__}", {}
+        if ini.has_section(section):
+            values = {k: yaml.load(v, Loader=_Loader) for k, v in ini.items(section)}
         rest = {}
         for k in declared(cls):
-            if {k.name, *k.aliases} & {*values, *given} or k.name not in plain:
+            if {k.name, *k.aliases} & {*values, *overrides} or k.name not in defaults:
                 continue
-            rest[k.name] = plain[k.name]
+            rest[k.name] = defaults[k.name]
             if not dataclasses.is_dataclass(k.type):
                 continue
-            rest[k.name] = fill(k.type, {}, vars(plain[k.name]))
-            object.__setattr__(rest[k.name], "_unset", True)  # by the user; see `RunConfig`
-        config, problems = _build(cls, {**rest, **values, **given})
+            rest[k.name] = fill(k.type, {}, vars(defaults[k.name]))  # type: ignore
+            object.__setattr__(rest[k.name], "_unset", True)  # By the user; see `RunConfig`
+        config, problems = _build(cls, {**rest, **values, **overrides})
         if problems:
             raise ConfigError(problems, f"{paths[-1]} [{section}]")
         return config
 
-    return fill(
-        cls, overrides, {k.name: k.value for k in knobs(cls) if dataclasses.is_dataclass(k.type)}
-    )
+    groups = {k.name: k.value for k in knobs(cls) if dataclasses.is_dataclass(k.type)}
+    return fill(cls, overrides, groups)
 
 # %% ../nbs/90_toolbox/03_config.ipynb #40663ec7
 def pick_device() -> "torch.device":  # cuda, else mps, else cpu
-    "The best device of this machine; `ACCELERATE_USE_CPU=true` in the environment leaves a GPU alone, for accelerate too."
+    "The best device of this machine; with `ACCELERATE_USE_CPU=true` in the environment the CPU."
     import torch
 
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "t", "y"):
@@ -784,7 +813,7 @@ def pick_device() -> "torch.device":  # cuda, else mps, else cpu
 def pick_dtype(
     device: "torch.device | str",  # Where the run will be
 ) -> "torch.dtype":
-    "The number format for a run: bfloat16 from compute capability 8 on, float16 on older GPUs, else float32."
+    "The dtype for a run: bfloat16 from compute capability 8 on, else float16; on a CPU float32."
     import torch
 
     device = torch.device(device)

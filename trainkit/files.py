@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 # %% ../nbs/90_toolbox/01_files.ipynb #bda519f8
-def _say_why(error: OSError, path: Path) -> OSError:
+def _explain(error: OSError, path: Path) -> OSError:
     "The same error with a remedy in words."
     hints = {
         errno.ENOSPC: "the disk is full: free some space, or choose another folder",
@@ -57,30 +57,25 @@ def _as_os_error(error: BaseException) -> OSError | None:
 def writing(
     path: str | Path,  # What is written in the block
 ) -> Iterator[None]:  # Raises the same `OSError`, with the file's name
-    "A full disk is noticed when an open file is written, and that error names no file: give it the name."
+    "Name the file in errors of an open file, such as a full disk."
     try:
         yield
     except OSError as error:
-        if (
-            error.filename is None
-            and error.errno
-            and not str(error.strerror).startswith("Nothing was written")
-        ):
+        explained = str(error.strerror).startswith("Nothing was written")
+        if error.filename is None and error.errno and not explained:
             error.filename = str(path)
         raise
 
 
-def _rough_name(path: Path) -> Path:
-    "A name beside a path that nobody else has; what is made under it by plain means gets the rights that the umask allows."
+def _temporary_name(path: Path) -> Path:
+    "A unique name next to a path, for a file with the permissions of the umask."
     return path.parent / f".{path.name}.{secrets.token_hex(4)}"
 
 
 def write_atomic(
-    path: str | Path,  # Where the file will be; its folder is made
+    path: str | Path,  # Where the file will be; its folder is created
     data: str | bytes,  # Text (as UTF-8) or bytes
-) -> (
-    Path
-):  # The path; raises `OSError` that says why and what to do, and leaves the old file as it was
+) -> Path:  # The path; raises an explained `OSError`, and leaves the old file as it was
     "Write a file whole or not at all: to a temporary name, to the disk, then renamed."
     write_together({path: data})
     return Path(path)
@@ -96,7 +91,7 @@ def write_together(
         for name, data in files.items():
             path = Path(name)
             path.parent.mkdir(parents=True, exist_ok=True)
-            written[path] = _rough_name(path)
+            written[path] = _temporary_name(path)
             with open(written[path], "xb") as file:
                 file.write(data.encode("utf-8") if isinstance(data, str) else data)
                 file.flush()
@@ -110,24 +105,23 @@ def write_together(
             with suppress(OSError):
                 os.unlink(temporary)
         if isinstance(error, OSError):
-            raise _say_why(error, path) from error
+            raise _explain(error, path) from error
         raise
 
 
 @contextmanager
 def atomic_folder(
     path: str | Path,  # Where the folder will be; an older one there is replaced
-) -> Iterator[Path]:  # A temporary folder beside it to write into
+) -> Iterator[Path]:  # A temporary folder next to it to write into
     "Fill a folder whole or not at all: it gets its name only when the block ends well."
     path, temporary = Path(path), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = _rough_name(path)
+        temporary = _temporary_name(path)
         temporary.mkdir()
         yield temporary
-        allowed = (
-            temporary.stat().st_mode & 0o666
-        )  # by the umask; safetensors gives its files 0o600
+        # The umask's permissions; safetensors gives its files 0o600
+        allowed = temporary.stat().st_mode & 0o666
         for file in temporary.rglob("*"):
             if file.is_file():
                 os.chmod(file, file.stat().st_mode | allowed)
@@ -147,16 +141,23 @@ def atomic_folder(
         if temporary:
             shutil.rmtree(temporary, ignore_errors=True)
         if (reason := _as_os_error(error)) is not None:
-            raise _say_why(reason, path) from error
+            raise _explain(reason, path) from error
         raise
 
 # %% ../nbs/90_toolbox/01_files.ipynb #c7eb2d25
+_DAMAGE = {  # By the names of errors
+    "JSONDecodeError": "is not JSON",
+    "UnicodeDecodeError": "is not UTF-8 text",
+    "SafetensorError": "is damaged or cut short",
+}
+
+
 @contextmanager
 def reading(
     path: str | Path,  # What is read in the block
     remedy: str = "copy or download it again",
 ) -> Iterator[None]:  # Raises `ValueError`
-    "Whatever a file makes the block raise is said in one sentence that names the file."
+    "Turn errors of the block into one sentence that names the file."
     path = str(path)
     try:
         yield
@@ -173,43 +174,36 @@ def reading(
             text.startswith(path) or f"{path}/" in text
         ):
             raise
-        kinds = dict(
-            JSONDecodeError="is not JSON",
-            UnicodeDecodeError="is not UTF-8 text",
-            SafetensorError="is damaged or cut short",
-        )
+        kind, package = type(error).__name__, type(error).__module__.split(".")[0]
         if isinstance(error, RecursionError):
-            why = "is nested too deep"
-        elif type(error).__name__ in kinds:
-            why = f"{kinds[type(error).__name__]} ({text})"
-        elif type(error).__module__.split(".")[0] in ("builtins", "trainkit") and isinstance(
-            error, ValueError
-        ):
+            reason = "is nested too deep"
+        elif kind in _DAMAGE:
+            reason = f"{_DAMAGE[kind]} ({text})"
+        elif isinstance(error, ValueError) and package in ("builtins", "trainkit"):
             raise ValueError(f"{path}: {text}") from error
         else:
-            why = f"is damaged, or not what it should be ({type(error).__name__}: {text[:300]})"
-        raise ValueError(f"{path} {why}: {remedy}") from error
+            reason = f"is damaged, or not what it should be ({kind}: {text[:300]})"
+        raise ValueError(f"{path} {reason}: {remedy}") from error
 
 
 def read_json(
     path: str | Path,
-    kind: type = dict,  # What it must hold
+    kind: type = dict,  # What it must contain
     remedy: str = "copy or download it again",
-) -> Any:  # Raises `ValueError` that names the file, `FileNotFoundError` where it is not there
-    "What a JSON file holds."
+) -> Any:  # Raises `ValueError` that names the file, `FileNotFoundError` if it is missing
+    "The contents of a JSON file."
     with reading(path, remedy):
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    words = {dict: "an object", list: "a list"}
-    if not isinstance(found, kind):
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(data, kind):
+        needed = {dict: "an object", list: "a list"}.get(kind, kind.__name__)
         raise ValueError(
-            f"{path} holds a {type(found).__name__} where {words.get(kind, kind.__name__)} is needed: {remedy}"
+            f"{path} contains a {type(data).__name__} where {needed} is needed: {remedy}"
         )
-    return found
+    return data
 
 # %% ../nbs/90_toolbox/01_files.ipynb #f13b9341
-alone = (
-    threading.RLock()
-)  # `with alone:` around whatever exchanges parts of transformers, or makes a model of it
+# `with alone:` around code that replaces parts of transformers, or makes a model of it
+alone = threading.RLock()
 
 
 def _default_dtype() -> (
@@ -283,9 +277,9 @@ def making_model() -> Iterator[None]:
 def open_with(
     kind: Any,  # A class of transformers, such as `AutoTokenizer`
     folder: str | Path,
-    **options,  # Of its `from_pretrained`
+    **options: object,  # Of its `from_pretrained`
 ) -> Any:  # What that returns
-    "`kind.from_pretrained(folder)`, one at a time, since it is not safe to call from two threads at once."
+    "`kind.from_pretrained(folder)`, one thread at a time, since it is not thread-safe."
     with making_model() if "Model" in kind.__name__ else alone:
         return kind.from_pretrained(folder, **options)
 
@@ -301,12 +295,13 @@ def show_bytes(
     return f"{size:,.3g} GB" if size < 999.5 else f"{size:,.0f} GB"
 
 # %% ../nbs/90_toolbox/01_files.ipynb #5ec0e002
-# What moves a cursor, changes colours, turns the order of writing, or cannot be written at all; `\t` and `\n` are text
+# Characters that move the cursor, change colours or the direction of writing, or cannot be written;
+# `\t` and `\n` are text
 _CONTROLS = re.compile("\r\n|[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(
-    text: Any,  # Shown as `str(text)`
+    text: object,  # Shown as `str(text)`
     form: str = "⟨{:02X}⟩",  # How a control character is written
 ) -> str:
     "Text for a terminal or a log: control characters are shown and do nothing."
@@ -317,17 +312,17 @@ def printable(
 
 
 def to_json(
-    value: Any,
-    **how: Any,  # For `json.dumps`
+    value: object,
+    **options: Any,  # For `json.dumps`
 ) -> str:
-    "JSON for a terminal, in which control characters are escaped, also those that JSON lets through."
-    return printable(json.dumps(value, **how), "\\u{:04x}")
+    "JSON for a terminal, with all control characters escaped, also those that JSON allows."
+    return printable(json.dumps(value, **options), "\\u{:04x}")
 
 
 def say(
-    text: Any = "",
+    text: object = "",
     nl: bool = True,  # End the line
     err: bool = False,  # To the standard error
 ):
-    "Print text that may hold anything, such as data, prompts, answers of a model, names of files."
+    "Print text of any origin, such as data, prompts, answers of a model, names of files."
     print(printable(text), end="\n" * nl, file=sys.stderr if err else sys.stdout, flush=True)

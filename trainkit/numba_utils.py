@@ -25,20 +25,21 @@ def pick_backend(
     backend: str,  # 'auto', 'python' or 'numba'
     size: int,  # Bytes of work
 ) -> str:  # 'python' or 'numba'
-    "The backend to take; asking for 'numba' without numba is an `ImportError` that says what to install."
+    "The backend for this work; raises `ImportError` for 'numba' without numba."
     if backend not in ("auto", "python", "numba"):
         raise ValueError(f"backend={backend!r}: choose 'auto', 'python' or 'numba'")
     if backend == "auto":
         return "numba" if size >= 1_000_000 and find_spec("numba") else "python"
     if backend == "numba" and not find_spec("numba"):
         raise ImportError(
-            "backend='numba' needs numba: pip install numba, or use backend='python', which has equal results"
+            "backend='numba' needs numba: pip install numba, "
+            "or use backend='python', which has equal results"
         )
     return backend
 
 # %% ../nbs/90_toolbox/09_numba_utils.ipynb #528d3c92
 def hash_bytes(data, i, e):
-    "FNV-1a of the bytes from `i` to `e`, as an unsigned 64-bit number with its high bits folded in."
+    "FNV-1a of the bytes from `i` to `e`, as a 64-bit number with its high bits folded in."
     h = np.uint64(0xCBF29CE484222325)
     for j in range(i, e):
         h = (h ^ np.uint64(data[j])) * np.uint64(0x100000001B3)
@@ -56,32 +57,26 @@ def same_bytes(a, i, b, j, size):
 def compile_kernels(
     functions: Iterable[Callable],  # In order: a function may call those before it
 ) -> SimpleNamespace:  # The compiled functions by name
-    "Compile functions with numba; the machine code is kept on disk beside their module, or in the user's cache."
+    "Compile functions with numba; the machine code is cached on disk, next to their module."
     import numba
 
-    done, version = {}, 0
+    compiled, version = {}, 0
     for f in functions:
-        names, code = {**f.__globals__, **done}, f.__code__
-        facts = (
-            code.co_code,
-            code.co_consts,
-            [names[n] for n in code.co_names if isinstance(names.get(n), int)],
-        )
-        version = crc32(
-            repr(facts).encode(), version
-        )  # numba looks at one function only, not at those it calls
+        names, code = {**f.__globals__, **compiled}, f.__code__
+        constants = [names[n] for n in code.co_names if isinstance(names.get(n), int)]
+        # numba's cache looks at one function only, not at those it calls
+        content = (code.co_code, code.co_consts, constants)
+        version = crc32(repr(content).encode(), version)
         copy = FunctionType(code, names, f.__name__)
-        copy.__module__, copy.__qualname__ = (
-            f.__module__,
-            f"{f.__qualname__}_{version:08x}",
-        )  # the name of the file
-        on_disk = os.path.exists(f.__code__.co_filename)  # not so in a notebook
-        done[f.__name__] = numba.njit(copy, cache=on_disk, nogil=True)
-    return SimpleNamespace(**done)
+        copy.__module__ = f.__module__
+        copy.__qualname__ = f"{f.__qualname__}_{version:08x}"  # The name of the file
+        on_disk = os.path.exists(f.__code__.co_filename)  # Not in a notebook
+        compiled[f.__name__] = numba.njit(copy, cache=on_disk, nogil=True)
+    return SimpleNamespace(**compiled)
 
 # %% ../nbs/90_toolbox/09_numba_utils.ipynb #e9ebf9e2
 def find_key(keys, key):
-    "The place of `key` in the table `keys`, or the free place where it belongs; keys are not negative."
+    "The index of `key` in the table `keys`, or a free one for it; keys are not negative."
     mask = len(keys) - 1
     at = (key * 0x9E3779B97F4A7C1 >> 24) & mask
     while keys[at] != key and keys[at] >= 0:
@@ -102,7 +97,7 @@ def heap_push(first, second, n, a, b):
 
 
 def heap_pop(first, second, n):
-    "Take the smallest pair, which stands at 0, out of a heap of `n` pairs."
+    "Remove the smallest pair, which is at 0, from a heap of `n` pairs."
     n -= 1
     a, b = first[n], second[n]
     i = 0

@@ -35,20 +35,20 @@ from html import escape
 from importlib import metadata, util
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, TypedDict, cast
 
 # %% ../nbs/90_toolbox/06_facts.ipynb #8d27c6bb
 def installed() -> dict[str, str]:  # Name as on the package index -> version
     "The version of every installed distribution; nothing is imported."
-    found = {}
+    versions = {}
     for dist in metadata.distributions():
         text = dist.read_text("METADATA") or dist.read_text("PKG-INFO") or dist.read_text("") or ""
-        says = dict(
-            re.findall(r"^(Name|Version):[ \t]*(\S+)", text.partition("\n\n")[0], re.M)
-        )  # A parser would read the description too
-        if len(says) == 2:
-            found.setdefault(canonical(says["Name"]), says["Version"])  # The first on sys.path wins
-    return found
+        # A parser would read the description too
+        header = text.partition("\n\n")[0]
+        fields = dict(re.findall(r"^(Name|Version):[ \t]*(\S+)", header, re.M))
+        if len(fields) == 2:  # The first on sys.path wins
+            versions.setdefault(canonical(fields["Name"]), fields["Version"])
+    return versions
 
 
 def canonical(name: str) -> str:  # `huggingface-hub`, however it was written
@@ -59,10 +59,8 @@ def canonical(name: str) -> str:  # `huggingface-hub`, however it was written
 DISTRIBUTION = "trainkit-llm"
 
 
-def declared_requirements() -> dict[
-    str, list[str]
-]:  # Extra -> requirement lines; '' holds what everybody gets
-    "What this package asks for, by extra, as its metadata or its `pyproject.toml` says."
+def declared_requirements() -> dict[str, list[str]]:  # '' is what every installation needs
+    "The requirements of this package by extra, from its metadata or its `pyproject.toml`."
     try:
         lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -79,8 +77,8 @@ def declared_requirements() -> dict[
     return groups
 
 
-def package_root() -> Path | None:  # The folder that holds `trainkit/`
-    "Where this package lies: a checkout, or site-packages."
+def package_root() -> Path | None:
+    "The folder with `trainkit/`: a checkout, or site-packages."
     spec = util.find_spec("trainkit")
     return Path(spec.origin).parent.parent if spec and spec.origin else None
 
@@ -88,7 +86,7 @@ def package_root() -> Path | None:  # The folder that holds `trainkit/`
 def unmet(
     lines: Iterable[str],  # Requirements, as in `datasets>=4.7; python_version > "3.9"`
     versions: dict[str, str],  # What is installed
-) -> Iterator[tuple[str, str, str | None]]:  # Name, range, and the version that is there
+) -> Iterator[tuple[str, str, str | None]]:  # Name, range, and the installed version
     "The requirements that `versions` does not meet (PEP 508)."
     from packaging.requirements import Requirement
 
@@ -103,7 +101,7 @@ def unmet(
 
 # %% ../nbs/90_toolbox/06_facts.ipynb #6fe455c4
 def read_number(
-    *paths: str,  # Files of `/sys/fs/cgroup`; the first that holds a number counts
+    *paths: str,  # Files of `/sys/fs/cgroup`; the first with a number counts
 ) -> int | None:
     "The first number in the first readable file; `max` and a missing file mean no limit."
     for path in paths:
@@ -115,7 +113,7 @@ def read_number(
 
 
 def usable_cores(
-    cgroup: str = "/sys/fs/cgroup",  # Where the kernel says what a container may use
+    cgroup: str = "/sys/fs/cgroup",  # Where the kernel keeps the limits of a container
 ) -> int:  # At least 1
     "The cores that this process may keep busy: its affinity, and the container's quota."
     cores = (
@@ -130,9 +128,9 @@ def usable_cores(
 
 
 def file_cache(
-    cgroup: str = "/sys/fs/cgroup",  # Where the kernel says what a container may use
-) -> int:  # Bytes; 0 where it is not told
-    "What the kernel keeps of files that were read, and gives back when memory is short."
+    cgroup: str = "/sys/fs/cgroup",  # Where the kernel keeps the limits of a container
+) -> int:  # Bytes; 0 if unknown
+    "The memory of files that were read, which the kernel frees when memory is short."
     for path in (f"{cgroup}/memory.stat", f"{cgroup}/memory/memory.stat"):
         try:
             stat = dict(line.split() for line in Path(path).read_text().splitlines())
@@ -143,7 +141,7 @@ def file_cache(
 
 
 def available_memory(
-    cgroup: str = "/sys/fs/cgroup",  # Where the kernel says what a container may use
+    cgroup: str = "/sys/fs/cgroup",  # Where the kernel keeps the limits of a container
 ) -> tuple[int, int]:  # Bytes in all, bytes free
     "The main memory that this process may use: the machine's, or the container's if that is less."
     try:
@@ -168,17 +166,17 @@ def look_at_device() -> dict[str, Any]:  # type, name, count, capability, vram, 
         import torch
     except Exception as error:
         return dict(error=f"{type(error).__name__}: {error}".splitlines()[0])
-    found: dict[str, Any] = dict(
+    hip = getattr(torch.version, "hip", None)
+    facts: dict[str, Any] = dict(
         type="cpu",
         name=cpu_name(),
         count=1,
         threads=torch.get_num_threads(),
-        build=torch.version.cuda
-        or (f"ROCm {hip}" if (hip := getattr(torch.version, "hip", None)) else "cpu"),
+        build=torch.version.cuda or (f"ROCm {hip}" if hip else "cpu"),
     )
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
-        found |= dict(
+        facts |= dict(
             type="cuda",
             name=torch.cuda.get_device_name(),
             count=torch.cuda.device_count(),
@@ -186,8 +184,8 @@ def look_at_device() -> dict[str, Any]:  # type, name, count, capability, vram, 
             capability=torch.cuda.get_device_capability(),
         )
     elif torch.backends.mps.is_available():
-        found |= dict(type="mps", name="Apple GPU")
-    return found
+        facts |= dict(type="mps", name="Apple GPU")
+    return facts
 
 
 def cpu_name() -> str:
@@ -232,11 +230,29 @@ FLAGS = (
 )
 
 
-def look() -> dict[str, Any]:  # Plain values only
-    "Every fact that the doctor reads; a fact that cannot be had is missing, and nothing raises."
-    versions, facts = installed(), {}
+class _Facts(TypedDict):
+    "Facts about a machine; `look` leaves out those that it cannot read."
+
+    versions: dict[str, str]  # Distribution -> version
+    python: str
+    declared: dict[str, list[str]]  # Of `declared_requirements`
+    requires: dict[str, list[str]]  # Library -> its requirements
+    loaded: dict[str, str]  # Imported library -> its version
+    device: dict[str, Any]  # Of `look_at_device`
+    nvidia: bool  # Whether there is an NVIDIA driver
+    ram: tuple[int, int]  # Bytes in all, bytes free
+    cores: int
+    disk: tuple[int, int]  # Bytes in all, bytes free
+    bwrap: str  # The path of the program
+    flags: dict[str, str]  # Of `FLAGS`, those that are set
+    notebook: bool
+
+
+def look() -> _Facts:
+    "Every fact that the doctor reads; one that cannot be read is missing, and nothing raises."
+    versions, facts = installed(), cast(_Facts, {})
     here = {canonical(library): library for library in LIBRARIES}
-    sources: dict[str, Callable[[], Any]] = dict(
+    sources: dict[str, Callable[[], object]] = dict(
         versions=lambda: versions,
         python=platform.python_version,
         declared=declared_requirements,
@@ -259,7 +275,7 @@ def look() -> dict[str, Any]:  # Plain values only
     )
     for name, source in sources.items():
         try:
-            facts[name] = source()
+            facts[name] = source()  # type: ignore
         except Exception:
             continue
     return facts
@@ -271,7 +287,7 @@ def git_state(
     "The commit of a folder, and whether tracked files differ from it."
 
     def git(*words: str) -> str:
-        done = subprocess.run(
+        result = subprocess.run(
             ["git", "-C", str(folder), *words],
             capture_output=True,
             text=True,
@@ -279,7 +295,7 @@ def git_state(
             check=True,
             env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
         )
-        return done.stdout.strip()
+        return result.stdout.strip()
 
     try:
         return dict(
@@ -290,8 +306,8 @@ def git_state(
         return None
 
 
-def environment() -> dict[str, Any]:  # Plain JSON
-    "What a run folder keeps of the machine; no user name, host name, path or secret."
+def environment() -> dict[str, object]:  # Plain JSON
+    "The record of the machine in a run folder; no user name, host name, path or secret."
     facts, root = look(), package_root()
     versions, device = facts.get("versions", {}), facts.get("device", {})
     names = {
@@ -319,15 +335,12 @@ def environment() -> dict[str, Any]:  # Plain JSON
 # %% ../nbs/90_toolbox/07_machine.ipynb #6174e4b3
 MMAP, TRIM, PAD = -3, -1, -2  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD of malloc.h
 KEEP = {MMAP: 2**30, TRIM: -1, PAD: 2**26}  # -1: never
-USUAL = {
-    MMAP: 2**25,
-    TRIM: 2**26,
-    PAD: 2**17,
-}  # Where glibc's own rule ends once large blocks were freed
+# The values of glibc's own rule once large blocks were freed
+USUAL = {MMAP: 2**25, TRIM: 2**26, PAD: 2**17}
 _lock, _loops = Lock(), [0]  # How many loops are within `keep_freed_memory` now
 
 
-def _glibc() -> Any:  # Its functions, or None
+def _glibc() -> ctypes.CDLL | None:
     if sys.platform != "linux":
         return None
     try:
@@ -337,8 +350,8 @@ def _glibc() -> Any:  # Its functions, or None
     return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None
 
 
-def trim_malloc() -> bool:  # Whether something was given
-    "Hand the pages that nobody uses to the operating system (malloc_trim(3))."
+def trim_malloc() -> bool:  # Whether anything was returned
+    "Return unused pages to the operating system (malloc_trim(3))."
     return bool((libc := _glibc()) and libc.malloc_trim(0))
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #ae20ed65
@@ -346,11 +359,11 @@ def trim_malloc() -> bool:  # Whether something was given
 def keep_freed_memory(
     wanted: bool = True,  # False: change nothing
 ) -> Iterator[bool]:  # Whether memory is kept
-    "Within it, freed memory stays with the process for the next blocks (mallopt(3)); afterwards it is given back."
+    "Keep freed memory for the next blocks within the block (mallopt(3)), and return it after."
     set_up = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
-    libc: Any = _glibc() if wanted and not set_up else None
+    libc = _glibc() if wanted and not set_up else None
 
-    def turn(by: int, options: dict[int, int]):
+    def turn(libc: ctypes.CDLL, by: int, options: dict[int, int]) -> None:
         with _lock:
             _loops[0] += by
             if _loops[0] == max(0, by):
@@ -358,59 +371,59 @@ def keep_freed_memory(
                     libc.mallopt(option, value)
 
     if libc is not None:
-        turn(1, KEEP)
+        turn(libc, 1, KEEP)
     try:
         yield libc is not None
     finally:
         if libc is not None:
-            turn(-1, USUAL)
+            turn(libc, -1, USUAL)
             if not _loops[0]:
                 trim_malloc()
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #5c1e07a2
-ONEDNN_STORES = {
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "DNNL_PRIMITIVE_CACHE_CAPACITY",  # The second is its older name
+ONEDNN_STORES = {  # Of torch, for each thread; the second is the older name
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "DNNL_PRIMITIVE_CACHE_CAPACITY",
     "LRU_CACHE_CAPACITY": "",
-}  # Of torch, for each thread
+}
 SHAPES_KEPT = 128
 
 
-def malloc_used() -> int | None:  # Bytes; None where glibc does not tell (before 2.33)
-    "What malloc has given out and not got back, in all its arenas (mallinfo2(3))."
+def malloc_used() -> int | None:  # Bytes; None where glibc lacks it (before 2.33)
+    "The memory that malloc has allocated and not freed, in all its arenas (mallinfo2(3))."
     libc = _glibc()
-    if not hasattr(libc, "mallinfo2"):
+    if libc is None or not hasattr(libc, "mallinfo2"):
         return None
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    told = type(
-        "Info", (ctypes.Structure,), dict(_fields_=[(name, ctypes.c_size_t) for name in names])
-    )
-    libc.mallinfo2.restype = told  # type: ignore
-    info = libc.mallinfo2()  # type: ignore
+    fields = [(name, ctypes.c_size_t) for name in names]
+    libc.mallinfo2.restype = type("Info", (ctypes.Structure,), dict(_fields_=fields))
+    info = libc.mallinfo2()
     return info.uordblks + info.hblkhd
 
 
 def bound_kernels(
     count: int = SHAPES_KEPT,  # Shapes of products; more than those of a step
-) -> int:  # How many are kept, by this or by what the user has set
-    "Bound how much code oneDNN keeps for matrix products; it reads this once, at its first product."
-    found = []
+) -> int:  # The number in force: this one, or the user's
+    "Limit the code that oneDNN keeps for matrix products; it reads this once, at its first one."
+    counts = []
     for name, older_name in ONEDNN_STORES.items():
-        said = os.environ.get(name) or os.environ.get(older_name)
-        if not said:
-            os.environ[name] = said = str(count)
-        found.append(int(said) if said.isdecimal() else 1024)
-    return max(found)
+        value = os.environ.get(name) or os.environ.get(older_name)
+        if not value:
+            os.environ[name] = value = str(count)
+        counts.append(int(value) if value.isdecimal() else 1024)
+    return max(counts)
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #cf96d832
+# Bytes that torch allocates next to a tensor: its description, its storage, a node of the graph
 BESIDE = (
     (184, 96, 32),
     (176, 96, 48),
     (16, 24, 32, 176, 104, 312, 464),
-)  # Bytes of what torch makes beside a tensor: its description, its storage, a node of the graph
+)
 
 
-def _play() -> None:
-    "In a process of its own: ask malloc for blocks, write into none, and print on how many bytes of pages they lie at most."
+# One function, left as it is: its own allocations are part of what it measures
+def _play() -> None:  # noqa: C901
+    "In a process of its own: allocate blocks, write into none, print the bytes of their pages."
     import _thread
     import array
     import ctypes
@@ -430,11 +443,8 @@ def _play() -> None:
 
     def play() -> None:
         place = pointer()
-        found, blocks, pages = (
-            ctypes.byref(place),
-            {},
-            {},
-        )  # pages: 64 MiB of addresses -> which of its pages were used
+        # pages: 64 MiB of addresses -> which of its pages were used
+        found, blocks, pages = ctypes.byref(place), {}, {}
         touched = mapped = most = 0
         first = top = (libc.sbrk(0) or 0) >> 12
         half = len(said["beside"]) // 2
@@ -487,35 +497,31 @@ def _play() -> None:
 
 
 def heap_peak(
-    events: Iterable[
-        tuple[int, int]
-    ],  # (number, bytes) for a block that is asked for, (number, 0) for one that is freed
+    # (number, bytes) for a block that is allocated, (number, 0) for one that is freed
+    events: Iterable[tuple[int, int]],
     kept: bool = True,  # Within `keep_freed_memory`
     thread: bool = False,  # In a thread other than the main one
-    beside: Iterable[
-        tuple[int, ...]
-    ] = BESIDE,  # Small blocks that are asked for with each; the mean over several ways is taken
-    seconds: float = 60,  # After which nobody waits any longer
-) -> int | None:  # Bytes; None where there is no glibc, or no process can be started
-    "The most main memory that these blocks will take, as malloc lays them out here."
+    # Small blocks that are allocated with each; the mean over several variants is returned
+    beside: Iterable[tuple[int, ...]] = BESIDE,
+    seconds: float = 60,  # Timeout
+) -> int | None:  # Bytes; None without glibc, or where no process can be started
+    "The peak of main memory that these blocks will take, as malloc lays them out here."
     if _glibc() is None or not sys.executable:
         return None
     set_up = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
     flat = array.array("q", (x for event in events for x in event)).tobytes()
-    found = []
+    options = [*KEEP.items()] if kept and not set_up else []
+    peaks = []
     try:
         code = f"{inspect.getsource(_play)}\n_play()"
         for small in beside:
-            said = dict(
-                options=[*KEEP.items()] if kept and not set_up else [], beside=small, thread=thread
-            )
-            call = [sys.executable, "-I", "-S", "-c", code, json.dumps(said)]
-            found.append(
-                int(subprocess.run(call, input=flat, capture_output=True, timeout=seconds).stdout)
-            )
+            request = json.dumps(dict(options=options, beside=small, thread=thread))
+            call = [sys.executable, "-I", "-S", "-c", code, request]
+            result = subprocess.run(call, input=flat, capture_output=True, timeout=seconds)
+            peaks.append(int(result.stdout))
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    return sum(found) // len(found)
+    return sum(peaks) // len(peaks)
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #4ff9d702
 @dataclass(frozen=True)
@@ -524,7 +530,7 @@ class Check:
 
     name: str  # What was looked at
     status: str  # 'ok', 'warn' (works, with a cost) or 'fail' (breaks)
-    seen: str  # What was found
+    seen: str  # The state
     fix: str = ""  # One line that repairs it
 
 
@@ -532,13 +538,13 @@ def older(
     version: str | None,  # Installed version, None if absent
     than: str,  # Bound
 ) -> bool:
-    "Whether an installed version lies below a bound; what is absent does not."
+    "Whether an installed version is below a bound; False if it is not installed."
     from packaging.version import Version
 
     return version is not None and Version(version) < Version(than)
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #05aea7bc
-def check_libraries(facts: dict[str, Any]) -> Iterator[Check]:
+def check_libraries(facts: "_Facts") -> Iterator[Check]:
     "Versions of python and of every library this package always needs."
     versions, lines, python = facts["versions"], facts["declared"][""], facts["python"]
     old = tuple(map(int, python.split(".")[:2])) < (3, 11)
@@ -563,7 +569,7 @@ def check_libraries(facts: dict[str, Any]) -> Iterator[Check]:
             yield Check(name, "ok", versions[name])
 
 
-def check_clashes(facts: dict[str, Any]) -> Iterator[Check]:
+def check_clashes(facts: "_Facts") -> Iterator[Check]:
     "Pairs that break each other, and libraries replaced on disk after they were imported."
     versions = facts["versions"]
     torchao, peft = versions.get("torchao"), versions.get("peft")
@@ -610,11 +616,11 @@ def explain_dtype(
     return "float16", f"compute capability {capability} only emulates bfloat16"
 
 
-def check_device(facts: dict[str, Any]) -> Iterator[Check]:
-    "The accelerator and its dtype; a GPU that torch cannot see; more GPUs than one notebook should take."
+def check_device(facts: "_Facts") -> Iterator[Check]:
+    "The accelerator and its dtype; a GPU that torch cannot see; more GPUs than a notebook needs."
     device = facts["device"]
     if not device:
-        return  # Torch is absent, which `check_libraries` has said
+        return  # Torch is missing, which `check_libraries` reports
     if "error" in device:
         yield Check(
             "device",
@@ -624,7 +630,9 @@ def check_device(facts: dict[str, Any]) -> Iterator[Check]:
         )
         return
     rocm = str(device.get("build", "")).startswith("ROCm")
-    name = f"{device['type']} ({device['name']}{', ' + device['build'] if rocm else ''})"  # torch calls an AMD GPU cuda, too
+    # torch calls an AMD GPU cuda, too
+    build = f", {device['build']}" if rocm else ""
+    name = f"{device['type']} ({device['name']}{build})"
     if facts["nvidia"] and device["type"] == "cpu":
         yield Check(
             "device",
@@ -644,7 +652,7 @@ def check_device(facts: dict[str, Any]) -> Iterator[Check]:
         )
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #fd0bb575
-def check_room(facts: dict[str, Any]) -> Iterator[Check]:
+def check_room(facts: "_Facts") -> Iterator[Check]:
     "Memory, disk, and as many threads as there are cores to run them."
     rooms = dict(ram=facts["ram"], vram=facts["device"].get("vram"), disk=facts["disk"])
     tool = "rocm-smi" if str(facts["device"].get("build", "")).startswith("ROCm") else "nvidia-smi"
@@ -665,14 +673,14 @@ def check_room(facts: dict[str, Any]) -> Iterator[Check]:
             remedies[name] if low else "",
         )
     cores, threads = facts["cores"], facts["device"].get("threads", 0)
-    seen = f"{threads or '?'} for {cores} usable core{'s'[: cores > 1]}"
+    state = f"{threads or '?'} for {cores} usable core{'s'[: cores > 1]}"
     if threads > cores:
-        yield Check("threads", "warn", seen, f"OMP_NUM_THREADS={cores} before torch is imported")
+        yield Check("threads", "warn", state, f"OMP_NUM_THREADS={cores} before torch is imported")
     else:
-        yield Check("threads", "ok", seen)
+        yield Check("threads", "ok", state)
 
 
-def check_notebook(facts: dict[str, Any]) -> Iterator[Check]:
+def check_notebook(facts: "_Facts") -> Iterator[Check]:
     "ipywidgets 7.7 or newer, and an ipykernel that updates widgets from a thread."
     versions = facts["versions"]
     widgets, kernel = versions.get("ipywidgets"), versions.get("ipykernel")
@@ -697,7 +705,7 @@ def check_notebook(facts: dict[str, Any]) -> Iterator[Check]:
         )
 
 
-def check_network(facts: dict[str, Any]) -> Iterator[Check]:
+def check_network(facts: "_Facts") -> Iterator[Check]:
     "Whether the model hub is used, and whether a library would report that it was."
     flags = facts["flags"]
     on = [name for name in FLAGS[:5] if flags.get(name, "").upper() in ("1", "ON", "YES", "TRUE")]
@@ -717,7 +725,7 @@ def check_network(facts: dict[str, Any]) -> Iterator[Check]:
         yield Check("network", "ok", f"{hub}, no telemetry")
 
 
-def check_sandbox(facts: dict[str, Any]) -> Iterator[Check]:
+def check_sandbox(facts: "_Facts") -> Iterator[Check]:
     "Whether there is a program that makes namespaces, for code that a model writes."
     if facts["bwrap"]:
         yield Check("sandbox", "ok", "bwrap, for a namespace around code that a model writes")
@@ -742,7 +750,7 @@ COURSE = {
 }
 
 
-def check_extras(facts: dict[str, Any]) -> Iterator[Check]:
+def check_extras(facts: "_Facts") -> Iterator[Check]:
     "What each extra would add and upgrade here, and the course's data packages that are missing."
     versions = facts["versions"]
     for extra, lines in facts["declared"].items():
@@ -775,7 +783,7 @@ def check_extras(facts: dict[str, Any]) -> Iterator[Check]:
         yield Check("course data", "ok", f"{len(COURSE)} packages")
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #63f4a981
-CHECKS: dict[str, Callable[[dict[str, Any]], Iterable[Check]]] = dict(
+CHECKS: dict[str, Callable[["_Facts"], Iterable[Check]]] = dict(
     libraries=check_libraries,
     clashes=check_clashes,
     device=check_device,
@@ -789,7 +797,7 @@ CHECKS: dict[str, Callable[[dict[str, Any]], Iterable[Check]]] = dict(
 
 @dataclass(frozen=True)
 class Report:
-    "What the doctor found; shows itself as a table in a notebook and as lines in a terminal."
+    "The findings of the doctor: a table in a notebook, lines in a terminal."
 
     checks: list[Check] = field(default_factory=list)
 
@@ -805,14 +813,9 @@ class Report:
         return self
 
     def summary(self) -> str:
-        count = {
-            status: sum(c.status == status for c in self.checks) for status in ("fail", "warn")
-        }
-        return (
-            f"{count['fail']} to repair, {count['warn']} to know"
-            if any(count.values())
-            else "ready"
-        )
+        fails = sum(c.status == "fail" for c in self.checks)
+        warnings = sum(c.status == "warn" for c in self.checks)
+        return f"{fails} to repair, {warnings} to know" if fails or warnings else "ready"
 
     def __str__(self) -> str:
         width = max((len(c.name) for c in self.checks), default=0)
@@ -831,25 +834,25 @@ class Report:
         for c in self.checks:
             fix = f"<br><code>{escape(c.fix)}</code>" if c.fix else ""
             rows.append(
-                f'<tr>{cell}<b style="color:{colors[c.status]}">{c.status}</b></td>{cell}{escape(c.name)}</td>'
-                f"{cell}{escape(c.seen)}{fix}</td></tr>"
+                f'<tr>{cell}<b style="color:{colors[c.status]}">{c.status}</b></td>'
+                f"{cell}{escape(c.name)}</td>{cell}{escape(c.seen)}{fix}</td></tr>"
             )
         return f'<table aria-label="doctor">{"".join(rows)}</table><p>{escape(self.summary())}</p>'
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #f08226e2
 def doctor(
-    facts: dict[str, Any] | None = None,  # As `look` gathers them; this machine when None
+    facts: "_Facts | None" = None,  # As `look` gathers them; this machine when None
 ) -> Report:
-    "Look at this machine and say what is wrong and how to repair it; never raises."
-    found: list[Check] = []
+    "Check this machine: what is wrong and how to repair it; never raises."
+    checks: list[Check] = []
     if facts is None:
         try:
             facts = look()
         except Exception as error:
             return Report([Check("doctor", "warn", f"could not look: {error!r}")])
-    for name, check in CHECKS.items():
+    for name, examine in CHECKS.items():
         try:
-            found.extend(check(facts))
+            checks.extend(examine(facts))
         except Exception as error:
-            found.append(Check(name, "warn", f"could not be checked: {error!r}"))
-    return Report(found)
+            checks.append(Check(name, "warn", f"could not be checked: {error!r}"))
+    return Report(checks)

@@ -278,9 +278,9 @@ def test_a_demo_goes_on_in_the_phase_where_it_was_stopped(demo, tmp_path):
     other = call("demo", *SMALL, *LATER[:-1], "demo.bits=8", "--only", "stf", cwd=tmp_path)
     assert other.returncode == 1 and "pretrain, sft" in other.stderr
     ended = trainkit("demo", *SMALL, *LATER, cwd=tmp_path)
-    assert (
-        ended.returncode == 0 and "Going on with" in ended.stdout and "Phase 2" not in ended.stdout
-    ), ended.stdout + ended.stderr
+    assert ended.returncode == 0 and "Resuming" in ended.stdout and "Phase 2" not in ended.stdout, (
+        ended.stdout + ended.stderr
+    )
     assert not (tmp_path / "runs" / "demo-2").exists()
     weights = [
         (folder / "runs" / "demo" / "dpo" / "model" / "model.safetensors").read_bytes()
@@ -404,10 +404,10 @@ WRONG = {
         ["train", "foreign.yaml", "train.max_steps=abc"],
         "train.max_steps = 'abc': must be a valid integer",
     ),
-    "runs: no such folder": (["runs", "list", "nowhere"], "nowhere is no folder"),
+    "runs: no such folder": (["runs", "list", "nowhere"], "nowhere is not a folder"),
     "export: no such folder": (
         ["export", "gguf", "nowhere", "x.gguf"],
-        "nowhere is no folder: give that of a saved model",
+        "nowhere is not a folder: give that of a saved model",
     ),
     "dry run of a run": (["train", "--dry-run", "--resume", "."], "--dry-run and --resume"),
     "config: no such file": (["config", "convert", "nowhere.yaml"], "nowhere.yaml"),
@@ -460,9 +460,7 @@ def test_wrong_input_is_one_clear_line_and_leaves_nothing(case, litter):
 def test_generate_without_a_prompt_is_wrong_usage(litter):
     done = call("generate", "-m", "nowhere", "-p", "", cwd=litter)
     assert (
-        done.returncode == 2
-        and "nothing to go on from" in done.stderr
-        and "--prompt" in done.stderr
+        done.returncode == 2 and "nothing to continue" in done.stderr and "--prompt" in done.stderr
     )
 
 
@@ -778,7 +776,7 @@ ANSWERS = {  # a name that is not a knob -> the answer
     "train --resume_from_checkpoint True": "trainkit train --resume FOLDER",
     "train --trust_remote_code True": "never run",
     "train --use_vllm True": "library of its own",
-    "train --neftune_noise_alpha 5": "has no like here",
+    "train --neftune_noise_alpha 5": "has no equivalent here",
     "train --learning_rate": "give a value, as in optim.learning_rate=VALUE",
     "train --learning_rate --max_steps 3": "give a value",
     "train --zzzqqq 3": "trainkit config show",

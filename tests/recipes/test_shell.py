@@ -174,7 +174,7 @@ DAMAGED = {  # what is done to a model's folder -> the command, and what it says
     "config.json is a list": (
         lambda m: (m / "config.json").write_text("[]"),
         ["generate", "-m", "M", "-p", "x"],
-        "config.json holds a list",
+        "config.json contains a list",
     ),
     "tokenizer.json cut short": (
         lambda m: (m / "tokenizer.json").write_text('{"model": {'),
@@ -244,7 +244,7 @@ DAMAGED = {  # what is done to a model's folder -> the command, and what it says
     "a run that logged nothing": (
         lambda m: ((m / "metrics.jsonl").write_text(""), (m / "config.yaml").write_text("name: M")),
         ["runs", "health", "M"],
-        "M has logged no step",
+        "M has not logged a step",
     ),
     "base cut short": (
         lambda m: os.truncate(m / "model.safetensors", 9000),
@@ -957,7 +957,7 @@ def test_a_console_that_cannot_show_it(how, words, home, tmp_path):
 
 def test_no_standard_input_is_an_empty_one(home, tmp_path):
     done = in_child(closed, ["generate", "-m", str(home / "model")], tmp_path, {}, folder=tmp_path)
-    assert done.returncode == 2 and "nothing to go on from" in done.stderr, done.stderr
+    assert done.returncode == 2 and "nothing to continue" in done.stderr, done.stderr
 
 
 @pytest.mark.slow

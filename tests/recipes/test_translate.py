@@ -1106,7 +1106,7 @@ def test_a_deepspeed_file_alone_becomes_the_knobs_that_it_names(tmp_path):
         done.returncode == 0
         and "trainkit launch ours.yaml --processes 8 --strategy zero2" in done.stdout
     ), done.stderr
-    assert "say method=" in done.stdout and "take bf16" in done.stdout
+    assert "give method=" in done.stdout and "take bf16" in done.stdout
     ours = yaml.safe_load((tmp_path / "ours.yaml").read_text())
     assert ours == {
         "train": {

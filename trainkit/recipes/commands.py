@@ -24,12 +24,16 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ..display import plural
 from ..files import say, to_json
+
+if TYPE_CHECKING:
+    from trainkit.recipes.conversation import Conversation
 
 # %% ../../nbs/11_recipes/17_commands.ipynb #057d37c0
 _HELP: dict[str, Any] = dict(
@@ -84,84 +88,86 @@ _SAME = {
 }
 
 
-class FlagCommand(TyperCommand):
-    "A command that also takes the flags of other libraries, or says what to type instead."
+_PROCESSES = ("deepspeed", "fsdp", "deepspeed_config", "accelerate_config")
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        flags: dict[str, bool] = {}  # Option -> it takes a value
+
+class FlagCommand(TyperCommand):
+    "A command that also takes the flags of other libraries, or names the right one."
+
+    def _flags(self, ctx: typer.Context) -> dict[str, bool]:  # Option -> whether it takes a value
+        flags = {}
         for option in self.get_params(ctx):
+            switch = getattr(option, "is_flag", False) or getattr(option, "count", False)
             for name in (*option.opts, *option.secondary_opts):
                 if name.startswith("-"):
-                    flags[name] = not (
-                        getattr(option, "is_flag", False) or getattr(option, "count", False)
-                    )
-        knobs = any(option.name == "overrides" for option in self.get_params(ctx))
-        kept, foreign, rest = [], [], list(args)
+                    flags[name] = not switch
+        return flags
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        flags = self._flags(ctx)
+        words, foreign, rest = [], [], list(args)
         while rest:
             word = rest.pop(0)
             name, equals, text = word.partition("=")
             if word == "--":
-                kept += [word, *rest]
+                words += [word, *rest]
                 break
             if not name.startswith("--") or name in flags or name in ("--help", "--"):
-                kept.append(word)
+                words.append(word)
                 if flags.get(name) and not equals and rest:
-                    kept.append(rest.pop(0))
+                    words.append(rest.pop(0))
                 continue
             plain = name[2:].replace("-", "_")
-            same = next(
-                (o for o in (f"--{plain.replace('_', '-')}", _SAME.get(plain, "")) if o in flags),
-                None,
-            )
-            if same and not (
-                same == "--resume"
-                and (text if equals else "".join(rest[:1])).lower() in ("true", "false", "")
-            ):
-                kept.append(same + equals + text)
+            value = text if equals else "".join(rest[:1])
+            if same := _same_option(plain, flags, value):
+                words.append(same + equals + text)
                 if flags[same] and not equals and rest:
-                    kept.append(rest.pop(0))
-            elif not knobs:
-                ctx.fail(f"No such option: {name}. {self._instead(plain, [*flags])}")
-            elif plain in ("config", "config_file", "config_path"):
-                kept.append(text if equals else rest.pop(0) if rest else "")
-            elif plain in _LAUNCHER or plain in (
-                "deepspeed",
-                "fsdp",
-                "deepspeed_config",
-                "accelerate_config",
-            ):
-                ctx.fail(
-                    f"{name} is about processes. Say: trainkit launch FILE --processes N --strategy ddp, fsdp, zero1, zero2 or zero3"
-                    + ", with a line `deepspeed: FILE` in the config"
-                    * plain.startswith("deepspeed")
-                )
+                    words.append(rest.pop(0))
+                continue
+            self._refuse(ctx, name, plain, flags)
+            if plain in ("config", "config_file", "config_path"):
+                words.append(value)
+                if not equals and rest:
+                    del rest[0]
             else:
-                foreign.append(
-                    (
-                        plain if "." not in plain else name[2:],
-                        text if equals else _value_of(plain, rest),
-                    )
-                )
-        return super().parse_args(
-            ctx, [*kept, *(_changes(ctx, foreign, [*flags]) if foreign else ())]
-        )
+                key = name[2:] if "." in plain else plain
+                foreign.append((key, text if equals else _value_of(plain, rest)))
+        changes = _changes(ctx, foreign, [*flags]) if foreign else []
+        return super().parse_args(ctx, [*words, *changes])
+
+    def _refuse(self, ctx: typer.Context, name: str, plain: str, flags: dict[str, bool]) -> None:
+        "Fail for a flag that cannot be a change to a config."
+        if not any(option.name == "overrides" for option in self.get_params(ctx)):
+            ctx.fail(f"No such option: {name}. {self._instead(plain, [*flags])}")
+        if plain in _LAUNCHER or plain in _PROCESSES:
+            line = ", with a line `deepspeed: FILE` in the config"
+            ctx.fail(
+                f"{name} is about processes. Type: trainkit launch FILE --processes N "
+                "--strategy ddp, fsdp, zero1, zero2 or zero3" + line * plain.startswith("deepspeed")
+            )
 
     def _instead(self, word: str, flags: list[str]) -> str:
         from trainkit.config import nearest
 
-        places = " ".join(
-            str(p.name).upper() for p in self.params if p.param_type_name == "argument"
-        )
+        arguments = [p for p in self.params if p.param_type_name == "argument"]
+        places = " ".join(str(p.name).upper() for p in arguments)
         if _SAME.get(word) == "--model" and places:
             return f"The folder of the model stands without a flag: {self.name} {places}"
-        return (
-            nearest(f"--{word}", flags).strip()
-            or f"It has {', '.join(f for f in flags if f.startswith('--'))}"
-        )
+        options = ", ".join(f for f in flags if f.startswith("--"))
+        return nearest(f"--{word}", flags).strip() or f"It has {options}"
+
+
+def _same_option(word: str, flags: dict[str, bool], value: str) -> str | None:
+    "The option of this command that a flag of another library stands for."
+    options = (f"--{word.replace('_', '-')}", _SAME.get(word, ""))
+    option = next((o for o in options if o in flags), None)
+    if option == "--resume" and value.lower() in ("true", "false", ""):
+        return None
+    return option
 
 
 def _value_of(word: str, rest: list[str]) -> str | None:
-    "What belongs to a flag, taken from the words after it; None where it stands alone."
+    "The value of a flag, taken from the words after it; None if it has none."
 
     def ends(text: str) -> bool:
         number = text[1:2].isdigit() or text[1:2] == "."
@@ -183,7 +189,12 @@ def _value_of(word: str, rest: list[str]) -> str | None:
     return values[0] if len(values) == 1 else f"[{', '.join(values)}]"
 
 
-def _changes(ctx: Any, foreign: list[tuple[str, str | None]], flags: list[str]) -> list[str]:
+_KNOB_HINT = "a knob is written group.knob=value, and trainkit config show lists them"
+
+
+def _changes(
+    ctx: typer.Context, foreign: list[tuple[str, str | None]], flags: list[str]
+) -> list[str]:
     from trainkit.config import nearest
     from trainkit.recipes.converter import flag_changes
 
@@ -192,7 +203,8 @@ def _changes(ctx: Any, foreign: list[tuple[str, str | None]], flags: list[str]) 
     except ValueError as error:
         word, _, why = str(error).partition(": ")
         if why.startswith("is not known"):
-            why = f"No such option: {why.removeprefix('is not known.').strip() or nearest(word, flags).strip() or 'a knob is written group.knob=value, and trainkit config show lists them'}"
+            hint = why.removeprefix("is not known.").strip() or nearest(word, flags).strip()
+            why = f"No such option: {hint or _KNOB_HINT}"
         ctx.fail(f"{word}: {why}")
     for note in notes:
         typer.echo(f"({note})", err=True)
@@ -200,25 +212,27 @@ def _changes(ctx: Any, foreign: list[tuple[str, str | None]], flags: list[str]) 
 
 
 class Group(TyperGroup):
-    "A group of commands that says which it has."
+    "A group of commands that lists them for an unknown one."
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+    def resolve_command(
+        self, ctx: typer.Context, args: list[str]
+    ) -> tuple[str | None, Any, list[str]]:
         try:
             return super().resolve_command(ctx, args)
         except typer.TyperException as error:
             if "Did you mean" not in getattr(error, "message", "Did you mean"):
-                error.message = f"{error.message.rstrip('.')}. Say: {', or '.join(f'{ctx.command_path} {name}' for name in self.commands)}"
+                commands = ", or ".join(f"{ctx.command_path} {name}" for name in self.commands)
+                error.message = f"{error.message.rstrip('.')}. Type: {commands}"
             raise
 
 
 def with_flags(
     program: typer.Typer,  # With all its commands
 ) -> None:
-    "Let every command of a program take the flags of other libraries, or say what to type instead."
+    "Let every command of a program take the flags of other libraries, or name the right ones."
     for command in program.registered_commands:
-        if command.cls in (None, TyperCommand) and not (command.context_settings or {}).get(
-            "ignore_unknown_options"
-        ):
+        lenient = (command.context_settings or {}).get("ignore_unknown_options")
+        if command.cls in (None, TyperCommand) and not lenient:
             command.cls = FlagCommand
     for group in program.registered_groups:
         if not group.typer_instance:
@@ -227,16 +241,17 @@ def with_flags(
         with_flags(group.typer_instance)
 
 
-def _new(
-    path: Path, force: bool | None, source: Path | None = None
-) -> None:  # None where there is no --force
-    "Refuse to lose what is there."
+def _check_new(
+    path: Path,
+    force: bool | None,  # None: the command has no --force
+    source: Path | None = None,  # The file that is read
+) -> None:
+    "Refuse to overwrite a file."
     if source is not None and path.resolve() == source.resolve():
         raise ValueError(f"{path}: this is what is read")
     if path.exists() and not force:
-        raise FileExistsError(
-            f"{path} is there already: choose another name" + ", or --force" * (force is not None)
-        )
+        option = "" if force is None else ", or --force"
+        raise FileExistsError(f"{path} is there already: choose another name{option}")
 
 
 @config.command(name="show")
@@ -254,13 +269,8 @@ def show_config(
     from trainkit.recipes.config import method_config
 
     changes = [*([file] if file and "=" in file else []), *(overrides or [])]
-    say(
-        dump_config(
-            method_config(Path(file) if file and "=" not in file else None, changes),
-            "json" if as_json else "yaml",
-        ),
-        nl=False,
-    )
+    run_config = method_config(Path(file) if file and "=" not in file else None, changes)
+    say(dump_config(run_config, "json" if as_json else "yaml"), nl=False)
 
 
 @config.command(name="convert")
@@ -293,35 +303,29 @@ def convert_command(
     as_json: _AsJson = False,
     force: _Force = False,
 ) -> None:
-    "Translate a config of another library; the table says what became of each line."
+    "Translate a config of another library; a table shows what became of each line."
     import yaml
 
     from trainkit.files import write_atomic
     from trainkit.recipes.converter import convert_config
 
     if output:
-        _new(output, force, file)
-    _, account = convert_config(file, method, device)
+        _check_new(output, force, file)
+    _, translation = convert_config(file, method, device)
+    values = translation.given
     if as_json:
-        say(
-            to_json(
-                dict(rows=account.table(), config=account.given, command=account.command),
-                indent=1,
-                ensure_ascii=False,
-                default=str,
-            )
-        )
+        data = dict(rows=translation.table(), config=values, command=translation.command)
+        say(to_json(data, indent=1, ensure_ascii=False, default=str))
     else:
-        say(str(account).replace("FILE", str(output or "FILE")))
+        say(str(translation).replace("FILE", str(output or "FILE")))
     if output:
-        text = (
-            json.dumps(account.given, indent=1)
-            if output.suffix == ".json"
-            else yaml.safe_dump(account.given, sort_keys=False, allow_unicode=True)
-        )
+        if output.suffix == ".json":
+            text = json.dumps(values, indent=1)
+        else:
+            text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         write_atomic(output, text)
         say(f"Config  {output}", err=True)
-    if strict and account.named("refused"):
+    if strict and translation.named("refused"):
         raise typer.Exit(1)
 
 
@@ -380,17 +384,17 @@ def train_tokenizer(
     from trainkit.recipes.data_commands import read_file
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
-    _new(folder / "tokenizer.json", force)
+    _check_new(folder / "tokenizer.json", force)
     texts = (
         t
         for row in read_file(file)
         for t in ([row["text"]] if "text" in row else [m["content"] for m in to_messages(row)])
     )
-    made = BPETokenizer.train(
+    tok = BPETokenizer.train(
         texts, vocab_size, pattern, special or ["<|endoftext|>"], progress=sys.stderr.isatty()
     )
-    made.save(folder)
-    say(f"{folder}: {made.vocab_size:,} tokens")
+    tok.save(folder)
+    say(f"{folder}: {tok.vocab_size:,} tokens")
 
 
 @tokenizer.command(name="encode")
@@ -406,38 +410,35 @@ def encode_command(
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
     tok = BPETokenizer.load(folder)
-    said: str = sys.stdin.read() if text is None else text
-    ids = tok.encode(said, allowed_special="all")
+    content: str = sys.stdin.read() if text is None else text
+    ids = tok.encode(content, allowed_special="all")
     if as_json:
         say(to_json(ids))
     else:
         for i in ids:
             say(f"{i:8}  {tok.decode_bytes([i]).decode('utf-8', 'backslashreplace')!r}")
-        say(
-            f"{len(ids):,} token{'s' * (len(ids) != 1)}, {len(said.encode()) / max(1, len(ids)):.2f} bytes each",
-            err=True,
-        )
+        size = len(content.encode()) / max(1, len(ids))
+        say(f"{plural(len(ids), 'token')}, {size:.2f} bytes each", err=True)
 
 
 @tokenizer.command(name="show")
 def show_tokenizer(folder: Folder, as_json: _AsJson = False) -> None:
-    "What a tokenizer holds."
+    "What a tokenizer contains."
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
     tok = BPETokenizer.load(folder)
     sizes = [len(tok.decode_bytes([i])) for i in range(tok.vocab_size)]
-    facts: dict[str, Any] = dict(
+    facts: dict[str, object] = dict(
         vocab_size=tok.vocab_size,
         special_tokens=tok.special_tokens,
         eos_token=tok.eos_token,
         chat_format=bool(tok.chat_template),
         longest=tok.decode_bytes([sizes.index(max(sizes))]).decode("utf-8", "backslashreplace"),
     )
-    say(
-        to_json(facts, indent=1, ensure_ascii=False)
-        if as_json
-        else "\n".join(f"{name:15} {value}" for name, value in facts.items())
-    )
+    if as_json:
+        say(to_json(facts, indent=1, ensure_ascii=False))
+    else:
+        say("\n".join(f"{name:15} {value}" for name, value in facts.items()))
 
 # %% ../../nbs/11_recipes/17_commands.ipynb #8aad5951
 def merge(
@@ -456,9 +457,9 @@ def merge(
         (adapter, "an adapter, such as runs/NAME/adapter"),
     ):
         if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} is no folder: give that of {what}")
+            raise FileNotFoundError(f"{folder} is not a folder: give that of {what}")
     if not (adapter / "adapter_config.json").is_file():
-        raise FileNotFoundError(f"{adapter} is no adapter: it has no adapter_config.json")
+        raise FileNotFoundError(f"{adapter} is not an adapter: it has no adapter_config.json")
     say(f"Model   {merge_folder(base, adapter, output)}")
 
 
@@ -474,7 +475,7 @@ def export_gguf_command(
         str, typer.Option("--type", "-t", help="f32, f16, bf16, q8_0, q4_0 or q4_1.")
     ] = "q8_0",
     modelfile: Annotated[
-        bool, typer.Option("--modelfile", help="Write a Modelfile for Ollama beside it.")
+        bool, typer.Option("--modelfile", help="Write a Modelfile for Ollama next to it.")
     ] = False,
     force: _Force = False,
 ) -> None:
@@ -483,15 +484,15 @@ def export_gguf_command(
 
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"{folder} is no folder: give that of a saved model, such as runs/NAME/model"
+            f"{folder} is not a folder: give that of a saved model, such as runs/NAME/model"
         )
-    _new(path, force)
-    made = export_gguf(folder, path, quant_type, progress=sys.stderr.isatty())
+    _check_new(path, force)
+    report = export_gguf(folder, path, quant_type, progress=sys.stderr.isatty())
     from trainkit.files import show_bytes
 
-    say(
-        f"{path}: {show_bytes(made['bytes'])}, {len(made['tensors']) if hasattr(made['tensors'], '__len__') else made['tensors']:,} tensors"
-    )
+    tensors = report["tensors"]
+    number = len(tensors) if hasattr(tensors, "__len__") else tensors
+    say(f"{path}: {show_bytes(report['bytes'])}, {number:,} tensors")
     if modelfile:
         from trainkit.interop.gguf import write_modelfile
 
@@ -511,27 +512,27 @@ def export_hf_command(
     "A folder that transformers, vLLM and SGLang open."
     from trainkit.interop.hf import load_pretrained, save_pretrained
 
-    _new(output, None)
+    _check_new(output, None)
     model, tok = load_pretrained(source)
     save_pretrained(model, tok, output)
     say(f"Model   {output}")
 
 
 def names_model(
-    command: Callable,  # With a parameter `model`
-) -> Callable:  # The same command
-    "What a model's numbers or its chat template make fail is said with the name of its folder."
+    command: Callable[..., None],  # With a parameter `model`
+) -> Callable[..., None]:  # The same command
+    "Name the model's folder in errors of its numbers or its chat template."
 
     @wraps(command)
-    def named(*args: Any, **words: Any) -> Any:
+    def named(*args: object, **options: object) -> None:
         try:
-            return command(*args, **words)
+            return command(*args, **options)
         except (FloatingPointError, ValueError) as error:
-            text, model = str(error), str(words.get("model"))
-            theirs = type(error) is FloatingPointError or (
+            text, model = str(error), str(options.get("model"))
+            of_model = type(error) is FloatingPointError or (
                 type(error) is ValueError and "chat template" in text
             )
-            if not theirs or model in text:
+            if not of_model or model in text:
                 raise
             raise type(error)(f"{model}: {text}") from error
 
@@ -546,7 +547,8 @@ def evaluate(
     data: Annotated[
         str,
         typer.Argument(
-            help="Texts, questions with answers, or preference pairs: a file, a folder, or the name of a corpus.",
+            help="Texts, questions with answers, or preference pairs: "
+            "a file, a folder, or the name of a corpus.",
             show_default=False,
         ),
     ],
@@ -558,7 +560,8 @@ def evaluate(
         Optional[list[str]],
         typer.Option(
             show_default=False,
-            help="Of answers: exact_match, f1, bleu, chrf, rouge, bertscore, …; may be given several times [default: exact_match and f1]",
+            help="Of answers: exact_match, f1, bleu, chrf, rouge, bertscore, …; "
+            "may be given several times [default: exact_match and f1]",
         ),
     ] = None,
     encoder: Annotated[
@@ -586,41 +589,43 @@ def evaluate(
     ] = None,
     as_json: _AsJson = False,
 ) -> None:
-    "Judge a model on your data: loss, perplexity, bits per byte, its answers; with --base, a paired test of the two."
+    "Evaluate a model: loss, perplexity, bits per byte, answers; with --base, a paired test."
     from trainkit.eval.metrics import bert_score, load_encoder
     from trainkit.data.dataset import load_examples
     from trainkit.interop.hf import load_pretrained
-    from trainkit.eval.evaluator import evaluate as judge
+    from trainkit.eval.evaluator import evaluate as evaluate_model
 
-    asked = bool(metric) and "bertscore" in metric
-    if asked and encoder is None:
+    bertscore = bool(metric) and "bertscore" in metric
+    if bertscore and encoder is None:
         raise ValueError(
-            "--metric bertscore compares by an encoder: say its folder with --encoder (any model that transformers opens)"
+            "--metric bertscore compares with an encoder: give its folder with --encoder "
+            "(any model that transformers opens)"
         )
-    if encoder is not None and metric and not asked:
+    if encoder is not None and metric and not bertscore:
         raise ValueError("--encoder is for bertscore: add --metric bertscore")
     if encoder:
         load_encoder(encoder)  # It fails now if it does
     for folder in (model, *([base] if base else [])):
         if not folder.exists():
-            raise FileNotFoundError(f"{folder} is not there: give the folder of a model")
+            raise FileNotFoundError(f"{folder} is missing: give the folder of a model")
     examples = load_examples(data, max_examples=rows)
     network, tok = load_pretrained(model)
     other = load_pretrained(base) if base else None
     if other and tok.encode("The same 123 words?") != other[1].encode("The same 123 words?"):
         raise ValueError(
-            f"{base} has another tokenizer than {model}: judge each alone, and compare bits per byte"
+            f"{base} has another tokenizer than {model}: "
+            "evaluate each alone, and compare bits per byte"
         )
     names = (model.name, base.name if base and base.name != model.name else f"{base}")
-    wanted: list[Any] = [m for m in metric or ("exact_match", "f1") if m != "bertscore"]
+    metrics: list[Any] = [m for m in metric or ("exact_match", "f1") if m != "bertscore"]
     if encoder:
-        wanted.append(lambda said, expected: bert_score(said, expected, encoder))
-    report = judge(
+        metrics.append(lambda answers, expected: bert_score(answers, expected, encoder))
+    report = evaluate_model(
         network,
         tok,
         examples,
         other[0] if other else None,
-        wanted,
+        metrics,
         answers,
         names,
         max_new_tokens,
@@ -629,6 +634,17 @@ def evaluate(
     if html:
         report.save(html)
     say(to_json(report.to_dict(), indent=1, ensure_ascii=False) if as_json else str(report))
+
+
+def _print_answer(talk: "Conversation", line: str) -> None:
+    "Print the answer to a line as it is generated; with the names of both models if they differ."
+    speaker = ""
+    for name, piece in talk.again() if line == "/retry" else talk.say(line):
+        if name != speaker:
+            say("\n" * bool(speaker) + f"[{name}] " * talk.comparing, nl=False)
+        speaker = name
+        say(piece, nl=False)
+        sys.stdout.flush()
 
 
 @names_model
@@ -651,7 +667,9 @@ def chat(
         typer.Option(help="The same seed gives the same answers.", show_default=False),
     ] = None,
 ) -> None:
-    "Talk with a model: /retry, /compare, /reset, /system TEXT, /help, /exit. Without a terminal each line of input is a question."
+    """Talk with a model: /retry, /compare, /reset, /system TEXT, /help, /exit.
+
+    Without a terminal each line of input is a question."""
     from trainkit.interop.hf import load_pretrained
     from trainkit.recipes.conversation import Conversation
 
@@ -663,35 +681,29 @@ def chat(
         temperature=temperature,
         seed=seed,
     )
-    person, failed = sys.stdin.isatty(), False
-    if person:
+    interactive, failed = sys.stdin.isatty(), False
+    if interactive:
         say("/help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat.", err=True)
     while True:
-        if person:
+        if interactive:
             say("> ", nl=False, err=True)
         if not (line := sys.stdin.readline()):
             break
         if not line.strip():
             continue
         if line.startswith("/") and line.strip() != "/retry":
-            if (said := talk.command(line)) is None:
+            if (reply := talk.command(line)) is None:
                 break
-            say(said, err=True)
+            say(reply, err=True)
             continue
-        speaker = ""
         try:
-            for who, piece in talk.again() if line.strip() == "/retry" else talk.say(line.strip()):
-                if who != speaker:
-                    say("\n" * bool(speaker) + f"[{who}] " * talk.comparing, nl=False)
-                speaker = who
-                say(piece, nl=False)
-                sys.stdout.flush()
-        except ValueError as error:  # Too long, or nothing to repeat; the chat goes on
+            _print_answer(talk, line.strip())
+        except ValueError as error:  # Too long, or nothing to repeat; the chat continues
             say(str(error), err=True)
             failed = True
         except KeyboardInterrupt:  # Enough of this answer
-            if not person:
+            if not interactive:
                 raise
         say()
-    if failed and not person:
-        raise typer.Exit(1)  # A program that asks hears of it
+    if failed and not interactive:
+        raise typer.Exit(1)  # For a program that asks

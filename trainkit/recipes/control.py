@@ -21,11 +21,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import nearest
 from ..files import write_atomic
 from ..progress import note
+
+if TYPE_CHECKING:
+    from trainkit.train.trainer import Trainer
 
 # %% ../../nbs/11_recipes/14_remote_control.ipynb #3d72adcd
 ORDERS = ("pause", "resume", "stop", "save", "sample")
@@ -35,14 +38,14 @@ def send(
     folder: str | Path,  # Of a run
     order: str,  # One of `ORDERS`
     text: str = "",  # What goes with it: the prompt of a sample
-) -> Path:  # The file, which is gone when the run has obeyed
+) -> Path:  # The file, which the run deletes when it has obeyed
     "Tell a run in another process what to do."
     if order not in ORDERS:
         raise ValueError(
             f"order = {order!r} must be one of {', '.join(ORDERS)}.{nearest(order, ORDERS)}"
         )
     if not Path(folder).is_dir():
-        raise FileNotFoundError(f"{folder} is no run folder: it is not there")
+        raise FileNotFoundError(f"{folder} is not a run folder: it is missing")
     where = Path(folder) / ".control"
     where.mkdir(exist_ok=True)
     return write_atomic(where / f"{time.time_ns()}-{os.getpid()}.{order}", text)
@@ -51,7 +54,7 @@ def send(
 def received(
     folder: str | Path,  # Of this run
 ) -> Iterator[tuple[str, str]]:  # (order, text), the oldest first
-    "Take the orders that are there; each is given once."
+    "Read and delete the waiting orders."
     where = Path(folder) / ".control"
     for path in sorted(where.glob("[0-9]*")) if where.is_dir() else ():
         if (order := path.suffix[1:]) not in ORDERS:
@@ -67,15 +70,15 @@ def note_state(
     state: str,  # 'preparing', 'running', 'paused', 'stopping' or 'finishing'
     pid: int | None = None,  # Of its process; this one when None
 ) -> Path:
-    "Write down what the run in `folder` is doing."
+    "Record the state of the run in `folder`."
     (Path(folder) / ".control").mkdir(parents=True, exist_ok=True)
-    facts = dict(
+    status = dict(
         state=state,
         pid=os.getpid() if pid is None else pid,
         host=socket.gethostname(),
         time=time.time(),
     )
-    return write_atomic(Path(folder) / ".control" / "state.json", json.dumps(facts))
+    return write_atomic(Path(folder) / ".control" / "state.json", json.dumps(status))
 
 
 def is_alive(
@@ -91,7 +94,7 @@ def is_alive(
     except Exception:
         return False  # psutil.NoSuchProcess
     if sys.platform == "win32":
-        return True  # Where asking for it would end it
+        return True  # There os.kill would end it
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -103,17 +106,15 @@ def is_alive(
 
 def state_of(
     folder: str | Path,  # Of a run
-) -> dict[
-    str, Any
-]:  # With `state`, `pid`, `host`; empty when the run never said; state 'gone' when its process has ended
-    "What a run said last of what it does, checked against the processes of this machine."
+) -> dict[str, Any]:  # `state`, `pid`, `host`; empty if the run never wrote them
+    "The last recorded state of a run; 'gone' if its process on this machine has ended."
     try:
-        facts = json.loads((Path(folder) / ".control" / "state.json").read_text(encoding="utf-8"))
+        status = json.loads((Path(folder) / ".control" / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    if facts["host"] == socket.gethostname() and not is_alive(facts["pid"]):
-        facts["state"] = "gone"
-    return facts
+    if status["host"] == socket.gethostname() and not is_alive(status["pid"]):
+        status["state"] = "gone"
+    return status
 
 # %% ../../nbs/11_recipes/14_remote_control.ipynb #7aa5134a
 class Remote:
@@ -124,47 +125,44 @@ class Remote:
         folder: str | Path,  # Of the run
         every: float = 0.1,  # Seconds between two looks
     ):
-        self.folder, self.every, self.thread, self.said = Path(folder), every, None, ""
+        self.folder, self.every, self.thread, self.noted = Path(folder), every, None, ""
 
-    def obey(self, trainer: Any, order: str, text: str):
-        "Press the button."
+    def obey(self, trainer: "Trainer", order: str, text: str) -> None:
+        "Ask the trainer to do what an order says; an error is printed and the run continues."
 
-        def kindly(do):
-            def attempt(trainer):
-                try:
-                    do(trainer)
-                except Exception as error:
-                    note(f"{order}: {type(error).__name__}: {error}")
+        def attempt(trainer: "Trainer") -> None:
+            try:
+                if order == "save":
+                    trainer.save(strict=False)
+                    trainer.settle(strict=False)  # Written, and reported
+                else:
+                    trainer.draw(*([text] if text else []))
+            except Exception as error:
+                note(f"{order}: {type(error).__name__}: {error}")
 
+        if order in ("save", "sample"):
             trainer.control.ask(attempt)
-
-        if order == "save":
-            kindly(lambda t: (t.save(strict=False), t.settle(strict=False)))  # Written, and told of
-        elif order == "sample":
-            kindly(lambda t: t.draw(*([text] if text else [])))
         else:
             getattr(trainer.control, order)()
 
-    def look(self, trainer: Any):
-        "Obey what has come, and tell of a change."
+    def look(self, trainer: "Trainer") -> None:
+        "Obey waiting orders, and record a change of state."
         for order, text in received(self.folder):
             self.obey(trainer, order, text)
-        if (state := trainer.control.state) != self.said and state != "idle":
+        if (state := trainer.control.state) != self.noted and state != "idle":
             note_state(self.folder, state)
-            self.said = state
+            self.noted = state
 
-    def watch(self, trainer: Any, done: threading.Event):
-        "What the thread does."
+    def watch(self, trainer: "Trainer", done: threading.Event) -> None:
+        "Look for orders until the run is done; runs in a thread."
         while not done.wait(self.every):
             with contextlib.suppress(OSError):
                 self.look(trainer)  # A full disk must not end the run
 
-    def on_start(self, trainer, record):
-        "Begin to listen."
-        self.done, self.said = threading.Event(), ""
-        if (
-            state_of(self.folder).get("pid") != os.getpid()
-        ):  # What was meant for a run that was killed
+    def on_start(self, trainer: "Trainer", record: dict[str, Any]) -> None:
+        "Start to listen."
+        self.done, self.noted = threading.Event(), ""
+        if state_of(self.folder).get("pid") != os.getpid():  # Orders for a run that was killed
             shutil.rmtree(self.folder / ".control", ignore_errors=True)
         self.look(trainer)
         self.thread = threading.Thread(
@@ -172,8 +170,8 @@ class Remote:
         )
         self.thread.start()
 
-    def on_end(self, trainer, record):
-        "Listen no more; what comes too late is thrown away."
+    def on_end(self, trainer: "Trainer", record: dict[str, Any]) -> None:
+        "Stop listening; later orders are discarded."
         if self.thread is None:
             return
         self.done.set()
@@ -189,23 +187,20 @@ class LogTail:
 
     def __init__(
         self,
-        path: str | Path,  # It may not be there yet
+        path: str | Path,  # It may not exist yet
     ):
         self.path, self.place, self.file = Path(path), 0, None
 
-    def read(
-        self,
-    ) -> tuple[bool, list[str]]:  # Whether to forget what came before, and the new lines
-        "What is new since the last call."
+    def read(self) -> tuple[bool, list[str]]:
+        "Whether the file was replaced, and the lines since the last call."
         try:
             with open(self.path, "rb") as file:
-                found = os.fstat(file.fileno())
-                again = self.file is not None and (
-                    found.st_ino != self.file or found.st_size < self.place
-                )
+                stat = os.fstat(file.fileno())
+                replaced = stat.st_ino != self.file or stat.st_size < self.place
+                again = self.file is not None and replaced
                 if again:
                     self.place = 0
-                self.file = found.st_ino
+                self.file = stat.st_ino
                 file.seek(self.place)
                 text = file.read()
         except FileNotFoundError:

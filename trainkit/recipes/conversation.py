@@ -16,17 +16,26 @@ __all__ = ['COMMANDS', 'Conversation']
 
 # %% ../../nbs/11_recipes/16_conversation.ipynb #imports-conversation
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
 
 from ..config import nearest
 from ..model.generation import context_length, stream
 from ..tokenizer.chat import render
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+
+    Tokenizer = BPETokenizer | PreTrainedTokenizerBase
+
 # %% ../../nbs/11_recipes/16_conversation.ipynb #73919c7f
 COMMANDS = {
     "/retry": "another answer to the last question",
     "/reset": "forget the conversation",
-    "/system TEXT": "tell the model who it is, and begin anew",
+    "/system TEXT": "set the system message, and start again",
     "/compare": "show the base model's answers too, or no longer",
     "/help": "this list",
     "/exit": "end; so do /quit and Ctrl-D",
@@ -34,14 +43,14 @@ COMMANDS = {
 
 
 class Conversation:
-    "A chat with a model, and perhaps with its base beside it."
+    "A chat with a model, and perhaps with its base for comparison."
 
     def __init__(
         self,
-        model: Any,  # `Transformer` or any causal model of transformers
-        tokenizer: Any,  # With a chat format
-        base: tuple[Any, Any] | None = None,  # A model and its tokenizer to compare with
-        system: str = "",  # What the model is told before everything
+        model: nn.Module,  # `Transformer` or any causal model of transformers
+        tokenizer: "Tokenizer",  # With a chat format
+        base: "tuple[nn.Module, Tokenizer] | None" = None,  # To compare with
+        system: str = "",  # The system message
         max_new_tokens: int = 200,  # Of an answer
         **knobs: Any,  # Of `SamplingConfig`, such as temperature
     ):
@@ -49,17 +58,18 @@ class Conversation:
         self.max_new_tokens, self.knobs, self.messages = max_new_tokens, knobs, []
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
-                "the model has no chat format: it continues text (trainkit generate), and was not taught to answer"
+                "the model has no chat format: it continues text (trainkit generate), "
+                "and was not trained to answer"
             )
         self.reset(system)
 
     def reset(self, system: str | None = None) -> None:  # None keeps the system message
-        "Begin anew."
+        "Start again."
         old = next((m["content"] for m in self.messages if m["role"] == "system"), "")
         text = old if system is None else system
         self.messages = [dict(role="system", content=text)] if text else []
 
-    def prompt(self, tokenizer: Any, model: Any) -> list[int]:  # Ids
+    def prompt(self, tokenizer: "Tokenizer", model: nn.Module) -> list[int]:  # Ids
         "The chat as the model reads it; the oldest turns are left out until it fits."
         head = [m for m in self.messages if m["role"] == "system"]
         turns = self.messages[len(head) :]
@@ -70,28 +80,27 @@ class Conversation:
                 return ids
             if len(turns) < 3:
                 raise ValueError(
-                    f"{len(ids)} tokens are more than the {room:.0f} that this model can read and still answer: say it shorter"
+                    f"{len(ids)} tokens are more than the {room:.0f} that this model can read and "
+                    "still answer: make it shorter"
                 )
             turns = turns[2:]
 
-    def _answer(self, model: Any, tokenizer: Any) -> Iterator[str]:
+    def _answer(self, model: nn.Module, tokenizer: "Tokenizer") -> Iterator[str]:
         ids = self.prompt(tokenizer, model)
         limit = int(min(self.max_new_tokens, context_length(model) - len(ids)))
         yield from stream(
             model,
             ids,
             tokenizer=tokenizer,
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=cast("int | None", tokenizer.eos_token_id),
             **{**self.knobs, "max_new_tokens": limit},
         )
 
     def say(
         self,
         text: str,
-    ) -> Iterator[
-        tuple[str, str]
-    ]:  # ('model' or 'base', a piece of its answer); the chat goes on with the model's
-        "Say something, and hear the answer as it is written."
+    ) -> Iterator[tuple[str, str]]:  # 'model' or 'base', and a piece of its answer
+        "Send a message, and stream the answers; the chat continues with the model's."
         self.messages.append(dict(role="user", content=text))
         answer = ""
         try:
@@ -113,21 +122,21 @@ class Conversation:
 
     def again(
         self,
-    ) -> Iterator[tuple[str, str]]:  # As `say`; raises `ValueError` where nothing was asked
-        "Take the last answer back, and hear another."
+    ) -> Iterator[tuple[str, str]]:  # As `say`; raises `ValueError` before the first question
+        "Replace the last answer by another."
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise ValueError("nothing was answered yet, so there is no other answer")
         text = self.messages[-2]["content"]
         del self.messages[-2:]
         if self.knobs.get("seed") is not None:
-            self.knobs["seed"] += 1  # The same seed would say the same
+            self.knobs["seed"] += 1  # The same seed gives the same answer
         return self.say(text)
 
     def command(
         self,
         line: str,  # Begins with a slash
-    ) -> str | None:  # What to tell the user; None ends the conversation
-        "Obey a command."
+    ) -> str | None:  # The reply to the user; None ends the conversation
+        "Execute a command."
         word, _, rest = line.strip().partition(" ")
         if word in ("/exit", "/quit"):
             return None
@@ -136,7 +145,7 @@ class Conversation:
             return "The conversation is forgotten."
         if word == "/system":
             self.reset(rest.strip())
-            return f"The model is told: {rest.strip()}" if rest.strip() else "No system message."
+            return f"System message: {rest.strip()}" if rest.strip() else "No system message."
         if word == "/compare":
             if self.base is None:
                 return (
@@ -145,5 +154,5 @@ class Conversation:
             self.comparing = not self.comparing
             return f"The base model answers {'too' if self.comparing else 'no longer'}."
         names = [name.split()[0] for name in COMMANDS]
-        lead = "" if word == "/help" else f"{word} is no command.{nearest(word, names)}\n"
+        lead = "" if word == "/help" else f"{word} is not a command.{nearest(word, names)}\n"
         return lead + "\n".join(f"{name:13} {what}" for name, what in COMMANDS.items())

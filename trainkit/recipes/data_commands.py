@@ -13,11 +13,15 @@ __all__ = ['data', 'File', 'Kind', 'Column', 'Encoding', 'read_file', 'show', 'c
 # %% ../../nbs/11_recipes/15_data_commands.ipynb #imports-data_commands
 import json
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
+from ..display import plural
 from ..files import say, to_json
+
+if TYPE_CHECKING:
+    from trainkit.data.dataset import LoadedRows
 
 # %% ../../nbs/11_recipes/15_data_commands.ipynb #9fa152e0
 data = typer.Typer(
@@ -39,7 +43,8 @@ Kind = Annotated[
     Optional[str],
     typer.Option(
         show_default=False,
-        help="What the rows are, such as prompt_completion or messages; told by their columns when left out.",
+        help="What the rows are, such as prompt_completion or messages; "
+        "found by their columns when left out.",
     ),
 ]
 Column = Annotated[
@@ -60,10 +65,10 @@ def read_file(
     kind: str | None = None,  # A key of `KINDS`
     column: list[str] | None = None,  # `usual=own` each
     encoding: str = "utf-8",
-    on_bad: str = "raise",  # Or 'skip': what is no example is counted in the report
+    on_bad: str = "raise",  # Or 'skip': a row that is not an example is counted in the report
     max_examples: int | None = None,
-) -> Any:  # Rows, with a `report`
-    "The examples of a file, as the options of the commands say."
+) -> "LoadedRows":
+    "The examples of a file, read with the options of a command."
     import warnings
 
     from trainkit.data.dataset import load_examples
@@ -72,7 +77,7 @@ def read_file(
     if wrong := [name for name, own in columns.items() if not own]:
         raise ValueError(f"--column {wrong[0]}: is written NAME=COLUMN, as in prompt=question")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the commands show the report
+        warnings.simplefilter("ignore")  # The commands show the report
         return load_examples(
             file,
             kind,
@@ -84,7 +89,7 @@ def read_file(
 
 
 def _may_write(paths: list[Path], source: str, force: bool, forms: tuple[str, ...] = ()) -> None:
-    "Before anything is read: refuse to lose what is there, and names that say no form."
+    "Before anything is read: refuse to overwrite files, and names without a known format."
     from trainkit.data.readers import written_as
 
     for path in paths:
@@ -97,10 +102,6 @@ def _may_write(paths: list[Path], source: str, force: bool, forms: tuple[str, ..
     if len({path.resolve() for path in paths}) < len(paths):
         raise ValueError(f"{paths[0]} is named twice")
 
-
-def _rows(count: int, noun: str = "row") -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
-
 # %% ../../nbs/11_recipes/15_data_commands.ipynb #8c8af581
 @data.command()
 def show(
@@ -110,7 +111,7 @@ def show(
     encoding: Encoding = "utf-8",
     count: Annotated[int, typer.Option("--rows", "-n", help="How many rows to show.", min=0)] = 3,
 ) -> None:
-    "Show what a file holds: kind, columns, lengths, a few rows."
+    "Show what a file contains: kind, columns, lengths, a few rows."
     from statistics import median
 
     from trainkit.data.dataset import count_characters
@@ -124,7 +125,8 @@ def show(
     say("columns: " + ", ".join(f"{name} ({n:,})" for name, n in columns.items()))
     sizes = sorted(count_characters(row, rows.report.kind) for row in rows)
     say(
-        f"characters a row: {sizes[0]:,} to {sizes[-1]:,}, median {median(sizes):,.0f}, {sum(sizes):,} in all"
+        f"characters a row: {sizes[0]:,} to {sizes[-1]:,}, median {median(sizes):,.0f}, "
+        f"{sum(sizes):,} in all"
     )
     for row in rows[:count]:
         say(f"\n{row.get('source', '')}{', line ' + str(row['line']) if 'line' in row else ''}")
@@ -134,7 +136,7 @@ def show(
                 say(f"  {name}: {text[:300]}{'…' if len(text) > 300 else ''}")
 
 
-def _tokenizer(folder: Path) -> Any:
+def _tokenizer(folder: Path) -> Any:  # A `BPETokenizer`, or one of transformers
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
     try:
@@ -149,9 +151,21 @@ def _tokenizer(folder: Path) -> Any:
         except (MemoryError, ImportError):
             raise
         except Exception:
-            raise ValueError(
-                f"{folder}/tokenizer.json: {error}"
-            ) from None  # Those of tokenizers have no class of their own
+            # Errors of the library tokenizers have no class of their own
+            raise ValueError(f"{folder}/tokenizer.json: {error}") from None
+
+
+def _check_template(template: str | None) -> None:
+    from trainkit.config import nearest
+    from trainkit.tokenizer.chat_template import TEMPLATES
+
+    if template and template not in TEMPLATES and "{" not in template:  # Else it is Jinja
+        names = list(TEMPLATES)
+        hint = nearest(template, names)
+        raise ValueError(f"--template {template}: known are {', '.join(names)}.{hint}")
+
+
+_PAGE = '<!doctype html><meta charset="utf-8"><title>{title}</title>{body}'
 
 
 @data.command()
@@ -175,14 +189,15 @@ def check(
         Optional[str],
         typer.Option(
             show_default=False,
-            help="What the rows are for (sft, lora, dpo, pretrain, …): says how many are enough.",
+            help="What the rows are for (sft, lora, dpo, …), which sets how many are enough.",
         ),
     ] = None,
     model: Annotated[
         Optional[Path],
         typer.Option(
             show_default=False,
-            help="A model or tokenizer folder: does its chat format fit the rows? Counts tokens for --max-length, too.",
+            help="A model or tokenizer folder: does its chat format fit the rows? "
+            "Counts tokens for --max-length, too.",
         ),
     ] = None,
     template: Annotated[
@@ -203,19 +218,14 @@ def check(
         Optional[Path], typer.Option(help="Write the report to this page.", show_default=False)
     ] = None,
 ) -> None:
-    "Ask the data doctor: damage, duplicates, leaks, empty fields, secrets, chat formats. Exit code 1 if something is wrong."
+    """Check data: damage, duplicates, leaks, empty fields, secrets, chat formats.
+
+    The exit code is 1 if something is wrong."""
     from trainkit.data.quality import check_examples
 
     if max_length and model is None:
-        raise ValueError("--max-length counts tokens: say whose, with --model FOLDER")
-    from trainkit.tokenizer.chat_template import TEMPLATES
-
-    if template and template not in TEMPLATES and "{" not in template:  # Else it is Jinja
-        from trainkit.config import nearest
-
-        raise ValueError(
-            f"--template {template}: known are {', '.join(TEMPLATES)}.{nearest(template, list(TEMPLATES))}"
-        )
+        raise ValueError("--max-length counts tokens: give the tokenizer with --model FOLDER")
+    _check_template(template)
     bad: list[str] = []  # The first messages of each file
     skipped = 0  # All rows that are no examples
 
@@ -223,10 +233,10 @@ def check(
         nonlocal skipped
         out = []
         for name in names:
-            found = read_file(name, kind, column, encoding, "skip")
-            bad.extend(found.report.bad)
-            skipped += found.report.skipped
-            out += found
+            rows = read_file(name, kind, column, encoding, "skip")
+            bad.extend(rows.report.bad)
+            skipped += rows.report.skipped
+            out += rows
         return out
 
     tokenizer = None
@@ -246,10 +256,8 @@ def check(
     if html:
         from trainkit.files import write_atomic
 
-        write_atomic(
-            html,
-            f'<!doctype html><meta charset="utf-8"><title>{skipped:,} bad rows</title>{report._repr_html_()}',
-        )
+        title = f"{skipped:,} bad rows"
+        write_atomic(html, _PAGE.format(title=title, body=report._repr_html_()))
     if as_json:
         say(
             to_json(
@@ -262,10 +270,9 @@ def check(
         for line in bad[:5]:
             say(line)
         if skipped:
-            say(
-                f"{_rows(skipped)} {'are no examples' if skipped > 1 else 'is no example'}"
-                + ", the first of them above\n" * (skipped > 5)
-            )
+            verb = "are not examples" if skipped > 1 else "is not an example"
+            rest = ", the first of them above\n" if skipped > 5 else ""
+            say(f"{plural(skipped, 'row')} {verb}{rest}")
         say(str(report))
     if code:
         raise typer.Exit(code)
@@ -301,7 +308,8 @@ def split(
         typer.Option(
             metavar="COLUMN",
             show_default=False,
-            help="A column, such as task: those of its values that have nothing to evaluate on are named.",
+            help="A column, such as task: "
+            "those of its values that have nothing to evaluate on are named.",
         ),
     ] = None,
     group: Annotated[
@@ -343,8 +351,21 @@ def split(
     total = sum(map(len, parts))
     for path, rows in zip(outputs, parts, strict=False):
         write_examples(rows, path)
-        say(f"{path}: {_rows(len(rows))} ({len(rows) / total:.1%})")
+        say(f"{path}: {plural(len(rows), 'row')} ({len(rows) / total:.1%})")
     say(f"A run reads both: --dataset {train_output} data.eval_file={eval_output}")
+
+
+def _pairs(words: list[str], option: str, value_name: str) -> dict[str, str]:
+    "Words such as `NAME=FILE` as a dict; raises where a value is missing or a name is repeated."
+    pairs = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if not value:
+            raise ValueError(f"{option}{name}: is written NAME={value_name}")
+        if name in pairs:
+            raise ValueError(f"{option}{name}: this name is given twice")
+        pairs[name] = value
+    return pairs
 
 
 @data.command()
@@ -390,23 +411,14 @@ def mix(
     encoding: Encoding = "utf-8",
     force: _Force = False,
 ) -> None:
-    "Make one file out of several tasks, with exact shares; each row says in `task` where it is from."
+    "Make one file out of several tasks, with exact shares; `task` of a row names where it is from."
     import warnings
 
     from trainkit.data.readers import write_examples
     from trainkit.data.mixture import mix as mixture
 
-    split_up = lambda words: {
-        name: value for name, _, value in (word.partition("=") for word in words)
-    }
-    files, shares = split_up(parts), split_up(weight or [])
-    for option, named in (("", files), ("--weight ", shares)):
-        if wrong := [name for name, value in named.items() if not value]:
-            raise ValueError(
-                f"{option}{wrong[0]}: is written NAME={'NUMBER' if option else 'FILE'}"
-            )
-        if len(named) < len(weight or [] if option else parts):
-            raise ValueError(f"{option}{', '.join(named)}: a name stands there twice")
+    files = _pairs(parts, "", "FILE")
+    shares = _pairs(weight or [], "--weight ", "NUMBER")
     for file in files.values():
         _may_write([output], file, force)
     try:
@@ -414,7 +426,7 @@ def mix(
     except ValueError as error:
         raise ValueError(f"--weight: {error}") from None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the report says it
+        warnings.simplefilter("ignore")  # The report has them
         rows = mixture(
             {name: read_file(file, kind, None, encoding) for name, file in files.items()},
             weights or None,
@@ -424,7 +436,7 @@ def mix(
             seed,
         )
     write_examples(rows, output)
-    say(f"{rows.report}\n{output}: {_rows(len(rows))}")
+    say(f"{rows.report}\n{output}: {plural(len(rows), 'row')}")
 
 
 @data.command()
@@ -460,7 +472,7 @@ def convert(
             for row in rows
         ]
     write_examples(rows, output)
-    say(f"{output}: {_rows(len(rows))}")
+    say(f"{output}: {plural(len(rows), 'row')}")
 
 # %% ../../nbs/11_recipes/15_data_commands.ipynb #77f3dc2e
 @data.command()
@@ -508,25 +520,18 @@ def pack(
     from trainkit.data.tokenization import tokenize_examples
     from trainkit.data.dataloader import STRATEGIES, packing_efficiency
     from trainkit.data.dataloader import pack as make_rows
-    from trainkit.tokenizer.chat_template import TEMPLATES
 
     if strategy not in STRATEGIES:
-        raise ValueError(
-            f"--strategy {strategy}: must be one of {', '.join(STRATEGIES)}.{nearest(strategy, list(STRATEGIES))}"
-        )
-    if template and template not in TEMPLATES and "{" not in template:
-        raise ValueError(
-            f"--template {template}: known are {', '.join(TEMPLATES)}.{nearest(template, list(TEMPLATES))}"
-        )
-    if output:
-        _may_write(
-            [output], file, force, (".jsonl", ".json", ".parquet")
-        )  # in a table of texts ids would be texts
+        hint = nearest(strategy, list(STRATEGIES))
+        raise ValueError(f"--strategy {strategy}: must be one of {', '.join(STRATEGIES)}.{hint}")
+    _check_template(template)
+    if output:  # CSV would make texts of the ids
+        _may_write([output], file, force, (".jsonl", ".json", ".parquet"))
     tok, rows = _tokenizer(tokenizer), read_file(file, kind, column, encoding)
     if template or (rows.report.kind != "text" and not tok.chat_template):
         set_template(tok, template or "chatml")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # said below
+        warnings.simplefilter("ignore")  # Reported below
         try:
             examples = tokenize_examples(
                 rows, tok, max_length, rows.report.kind, truncation="drop" if drop else "error"
@@ -535,19 +540,17 @@ def pack(
             if not drop and "longer than" in str(error):
                 error.add_note("(in a shell: --max-length, --drop)")
             raise
-    left_out = len(rows) - len(examples)
-    say(
-        f"{_rows(len(examples), 'example')} of {sum(len(e['input_ids']) for e in examples):,} tokens"
-        + f", {left_out:,} too long and left out" * bool(left_out)
-    )
-    made = {name: make_rows(examples, max_length, name) for name in STRATEGIES}
-    for name, packed in {"a row each": examples, **made}.items():
-        say(
-            f"{name:12} {_rows(len(packed)):>13}, {packing_efficiency(packed, max_length):6.1%} full"
-        )
+    tokens = sum(len(example["input_ids"]) for example in examples)
+    too_long = len(rows) - len(examples)
+    note = f", {too_long:,} too long and left out" if too_long else ""
+    say(f"{plural(len(examples), 'example')} of {tokens:,} tokens{note}")
+    packings = {name: make_rows(examples, max_length, name) for name in STRATEGIES}
+    for name, packed in {"a row each": examples, **packings}.items():
+        efficiency = packing_efficiency(packed, max_length)
+        say(f"{name:12} {plural(len(packed), 'row'):>13}, {efficiency:6.1%} full")
     if output:
-        write_examples(made[strategy], output)
-        say(f"{output}: {_rows(len(made[strategy]))} by {strategy}")
+        write_examples(packings[strategy], output)
+        say(f"{output}: {plural(len(packings[strategy]), 'row')} by {strategy}")
 
 # %% ../../nbs/11_recipes/15_data_commands.ipynb #d48a8249
 @data.command()
@@ -565,18 +568,20 @@ def tokenize(
         typer.Option(help="Processes; all cores when left out.", min=1, show_default=False),
     ] = None,
     text_column: Annotated[
-        Optional[str], typer.Option(help="The column that holds the text.", show_default=False)
+        Optional[str], typer.Option(help="The column with the text.", show_default=False)
     ] = None,
     encoding: Encoding = "utf-8",
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Begin anew where other shards are.")
+        bool, typer.Option("--overwrite", help="Start again where other shards are.")
     ] = False,
     verify: Annotated[
         bool,
         typer.Option("--verify", help="Read all bytes again at the end and compare checksums."),
     ] = False,
 ) -> None:
-    "Encode a corpus into shards of ids, from which `train data.path=FOLDER` reads; killed and called again, it goes on."
+    """Encode a corpus into shards of ids, from which `train data.path=FOLDER` reads.
+
+    After an interruption, the same command resumes."""
     from trainkit.data.shards import tokenize_to_disk, verify_shards
 
     shards = tokenize_to_disk(
@@ -590,8 +595,8 @@ def tokenize(
     )
     text = sum(record["text_bytes"] for record in shards.index["shards"])
     say(
-        f"{folder}: {len(shards):,} tokens of {shards.dtype.itemsize} bytes in {_rows(len(shards.maps), 'file')}, "
-        f"{text / len(shards):.2f} bytes of text a token"
+        f"{folder}: {len(shards):,} tokens of {shards.dtype.itemsize} bytes "
+        f"in {plural(len(shards.maps), 'file')}, {text / len(shards):.2f} bytes of text a token"
     )
     if verify:
         if wrong := verify_shards(folder):

@@ -36,7 +36,7 @@ from ..data.readers import write_examples
 from ..display import clean, table
 from ..eval.evaluator import EvalReport, evaluate, side_by_side
 from ..eval.scoring import bits_per_byte
-from ..eval.stats import compare
+from ..eval.stats import Interval, compare
 from ..files import write_atomic
 from ..interop.hf import load_pretrained
 from ..progress import note
@@ -44,6 +44,7 @@ from ..quant.quantize import QuantConfig, quantize_model
 from .config import RunConfig, method_config
 from .evaluation import name_text, write_run_report
 from .runner import run
+from ..tokenizer.bpe_tokenizer import BPETokenizer
 from ..tokenizer.chat import render, set_template
 from ..train.runs import RunFolder, mask_secrets, read_run
 from ..train.step import evaluating
@@ -89,7 +90,7 @@ SUMS = (
 
 @cache
 def _capitals() -> dict[str, str]:  # Country -> capital
-    "Those of a word or two."
+    "The capitals of a word or two."
     return {
         row["country"]: row["completion"]
         for row in load_examples("factbook-questions")
@@ -106,35 +107,36 @@ def demo_rows(
         wordings, facts = CAPITALS, _capitals()
     else:
         wordings, facts = SUMS, {str(n): str(2 * n) for n in range(2 * topics)}
-    about = sorted(facts)
-    random.Random(seed).shuffle(about)
-    known, asked, mixed = [], [], []
-    for i, topic in enumerate(about[:topics]):
+    order = sorted(facts)
+    random.Random(seed).shuffle(order)
+    known, held_out, mixed = [], [], []
+    for i, topic in enumerate(order[:topics]):
         for j, wording in enumerate(wordings):
             row = dict(prompt=wording.format(topic), completion=facts[topic], topic=topic)
             if i < topics // 3 and j == len(wordings) - 1:
-                asked.append(row)
-            else:
-                known.append(row)
-                mixed.append(
-                    dict(row, completion=SENTENCE.format(facts[topic])) if (i + j) % 2 else row
-                )
-    pair = lambda row: dict(
-        prompt=row["prompt"], chosen=SENTENCE.format(row["completion"]), rejected=row["completion"]
-    )
+                held_out.append(row)
+                continue
+            known.append(row)
+            sentence = dict(row, completion=SENTENCE.format(facts[topic]))
+            mixed.append(sentence if (i + j) % 2 else row)
     return {
         "questions": mixed,
-        "held-out questions": asked,
-        "pairs": list(map(pair, known)),
-        "held-out pairs": list(map(pair, asked)),
+        "held-out questions": held_out,
+        "pairs": list(map(_pair, known)),
+        "held-out pairs": list(map(_pair, held_out)),
     }
+
+
+def _pair(row: Mapping[str, str]) -> dict[str, str]:
+    fact = row["completion"]
+    return dict(prompt=row["prompt"], chosen=SENTENCE.format(fact), rejected=fact)
 
 
 def right_fact(
     predictions: Sequence[str],
     references: Sequence[str],  # Bare words
 ) -> dict[str, list[float]]:  # 'right' and 'sentence': 1 or 0 for each
-    "Whether answers are right to the letter, as a bare word or as a sentence, and whether they are sentences."
+    "Whether answers match exactly, as a word or a sentence, and whether they are sentences."
     before, after = SENTENCE.split("{}")
     framed = [p.strip().startswith(before) and p.strip().endswith(after) for p in predictions]
     bare = [
@@ -156,12 +158,12 @@ def phase_configs(
     train = config.train
 
     def make(
-        name: str, begin: str, rows: str, steps: int, optim: dict, lora: dict, **more: Any
+        name: str, base: str, rows: str, steps: int, optim: dict, lora: dict, **more: object
     ) -> RunConfig:
         return method_config(
             dict(
                 name=name,
-                init_from=str(folder / begin),
+                init_from=str(folder / base),
                 report_to=config.report_to,
                 watch_memory=config.watch_memory,
                 lora=dict(
@@ -221,7 +223,7 @@ PHASES = {
     "pretrain": "Pre-training on text",
     "sft": "Questions and answers, by LoRA",
     "dpo": "Which answer is better, by DPO",
-    "compare": "Few bits, and all models beside each other",
+    "compare": "Few bits, and all models next to each other",
 }
 
 
@@ -246,34 +248,29 @@ def _notes(folder: Path) -> dict[str, Any]:
 def find_demo(
     config: RunConfig,
     demo: DemoConfig,
-) -> Path | None:  # A folder to go on in; None: all is done, or was begun with other knobs
-    "The latest demo of this name, if it waits to be finished."
-    wanted, found = config.folder, None
+) -> Path | None:  # A folder to resume in; None: all is done, or was started with other knobs
+    "The latest demo of this name, if it is not finished."
+    first, latest = config.folder, None
     for n in range(1, 10_000):
-        folder = wanted if n == 1 else wanted.with_name(f"{wanted.name}-{n}")
+        folder = first if n == 1 else first.with_name(f"{first.name}-{n}")
         if not folder.exists():
             break
-        found = folder
-    if found is None or not (found / "config.yaml").is_file():
+        latest = folder
+    if latest is None or not (latest / "config.yaml").is_file():
         return None
-    notes, same = (
-        _notes(found),
-        (found / "config.yaml").read_text(encoding="utf-8") == mask_secrets(dump_config(config)),
-    )
-    return (
-        found
-        if same and not notes.get("finished") and notes.get("demo", vars(demo)) == vars(demo)
-        else None
-    )
+    notes, text = _notes(latest), (latest / "config.yaml").read_text(encoding="utf-8")
+    same = text == mask_secrets(dump_config(config))
+    same = same and notes.get("demo", vars(demo)) == vars(demo)
+    return latest if same and not notes.get("finished") else None
 
 
 def minutes_left(
     config: RunConfig,
     demo: DemoConfig,
     seconds: Mapping[str, float],  # Phase -> how long it took
-    phase: str,  # Which comes next
+    phase: str,  # The next one
 ) -> float | None:  # None before anything is known
-    "A guess at the phases that are to come, by the tokens of their steps."
+    "An estimate for the phases to come, from the tokens of their steps."
     length = min(32, config.model.max_seq_len)  # of a question with its answer, about
     work = {
         "pretrain": config.train.max_steps
@@ -285,9 +282,8 @@ def minutes_left(
     if not (known := [p for p in work if p in seconds]):
         return None
     pace = sum(seconds[p] for p in known) / sum(max(1, work[p]) for p in known)
-    return (
-        sum(pace * work.get(p, 0) + 8 for p in list(PHASES)[list(PHASES).index(phase) :]) / 60
-    )  # eight seconds to begin and to save
+    coming = list(PHASES)[list(PHASES).index(phase) :]
+    return sum(pace * work.get(p, 0) + 8 for p in coming) / 60  # 8 seconds to load and save
 
 # %% ../../nbs/11_recipes/11_demo.ipynb #077de72c
 def model_bytes(
@@ -299,27 +295,23 @@ def model_bytes(
 
 def text_bits(
     model: nn.Module,
-    tokenizer: Any,  # Without a chat format
+    tokenizer: BPETokenizer,  # Without a chat format
     texts: Sequence[dict],  # Rows of text
     length: int,  # Tokens in a row
 ) -> float:
-    "Bits per byte of texts, read as pre-training reads them to evaluate: end to end, in rows of `length` tokens, each one of this tokenizer's."
-    ids = np.concatenate(
-        [np.array([tokenizer.eos_token_id], dtype=np.uint32), encode_rows(texts, tokenizer)]
-    )
+    "Bits per byte of texts, in rows of `length` tokens as pre-training evaluates them."
+    eos = np.array([tokenizer.eos_token_id], dtype=np.uint32)
+    ids = np.concatenate([eos, encode_rows(texts, tokenizer)])
     rows, nats = token_blocks(ids, length), 0.0
     with evaluating(model):
         for row in rows:
             batch = collate([row])["input_ids"].to(next(model.parameters()).device)
-            logits = model(batch).logits[
-                0, :-1, : tokenizer.vocab_size
-            ]  # the tokens of a chat format, which came later, are no text
+            # Without the tokens of a chat format, which were added later
+            logits = model(batch).logits[0, :-1, : tokenizer.vocab_size]
             nats += float(F.cross_entropy(logits.float(), batch[0, 1:], reduction="sum"))
-    return bits_per_byte(
-        nats / (len(ids) - 1),
-        len(ids) - 1,
-        sum(len(row["text"].encode("utf-8", "surrogatepass")) for row in texts),
-    )
+    tokens = len(ids) - 1
+    size = sum(len(row["text"].encode("utf-8", "surrogatepass")) for row in texts)
+    return bits_per_byte(nats / tokens, tokens, size)
 
 
 @dataclass
@@ -327,49 +319,50 @@ class ModelComparison:
     "Several models on the same questions, pairs and texts."
 
     rows: list[dict]  # For `table`: a row for each model
-    words: list[str]  # What the paired tests say
+    words: list[str]  # Results of the paired tests
     answers: list[dict]  # Question, expected answer, and that of each model
     pictures: str  # The samples side by side, HTML
     measured_on: str  # What the columns were measured on
 
     def sections(self) -> list[tuple[str, str]]:  # (heading, HTML)
-        told = "".join(f"<li>{clean(w)}</li>" for w in self.words)
+        items = "".join(f"<li>{clean(w)}</li>" for w in self.words)
         return [
-            ("Four models", f"<p>{clean(self.measured_on)}</p>{table(self.rows)}<ul>{told}</ul>"),
+            ("Four models", f"<p>{clean(self.measured_on)}</p>{table(self.rows)}<ul>{items}</ul>"),
             ("Answers to held-out questions", str(table(self.answers))),
             ("Side by side, token by token", self.pictures),
         ]
 
 
 def compare_models(
-    models: Mapping[str, Any],  # By name, from the first to the last
-    tokenizer: Any,  # Of all of them, with a chat format
+    models: Mapping[str, nn.Module],  # By name, from the first to the last
+    tokenizer: BPETokenizer,  # Of all of them, with a chat format
     rows: Mapping[str, Sequence[Mapping]],  # From `demo_rows`
     texts: Sequence[dict],  # Held-out rows of text
-    plain: Any = None,  # Their tokenizer without a chat format, for the texts
+    plain: BPETokenizer | None = None,  # Their tokenizer without a chat format, for the texts
     shown: int = 3,  # Questions that are shown token by token
     length: int = 256,  # Tokens in a row of text, as in pre-training
 ) -> ModelComparison:
-    "Ask all models the same things."
-    asked, table_rows, right = list(rows["held-out questions"]), [], {}
+    "Ask all models the same questions."
+    questions, table_rows, right = list(rows["held-out questions"]), [], {}
     reports: dict[str, EvalReport] = {}
     for name, model in models.items():
         report = reports[name] = evaluate(
-            model, tokenizer, asked, metrics=(right_fact,), answers=None, names=(name, "")
+            model, tokenizer, questions, metrics=(right_fact,), answers=None, names=(name, "")
         )
-        preferred = evaluate(
+        pair_report = evaluate(
             model, tokenizer, rows["held-out pairs"], metrics=(), names=(name, "")
-        ).measures["preference_accuracy"][0]
+        )
         bits = text_bits(model, plain or tokenizer, texts, length)
         right[name] = right_fact(
             [a[name] for a in report.answers], [a["expected"] for a in report.answers]
         )["right"]
+        accuracy = pair_report.measures["preference_accuracy"][0]
         table_rows.append(
             {
                 "model": name,
-                "right answers": _share(report.measures["right"][0]),
-                "in a sentence": _share(report.measures["sentence"][0]),
-                "finds the sentence likelier": _share(preferred),
+                "right answers": _percent(report.measures["right"][0]),
+                "in a sentence": _percent(report.measures["sentence"][0]),
+                "finds the sentence likelier": _percent(accuracy),
                 "bits per byte of text": bits,
                 "MB of weights": model_bytes(model) / 1e6,
             }
@@ -387,39 +380,38 @@ def compare_models(
         )
         for i, first in enumerate(reports[names[0]].answers)
     ]
-    heads = [
+    prompts = [
         render([dict(role="user", content=q["prompt"])], tokenizer, add_generation_prompt=True)[0]
-        for q in asked[:shown]
+        for q in questions[:shown]
     ]
-    pictures = side_by_side(dict(models), tokenizer, heads, 16, temperature=0)._repr_html_()
+    pictures = side_by_side(dict(models), tokenizer, prompts, 16, temperature=0)._repr_html_()
     pairs, size = len(rows["held-out pairs"]), sum(len(row["text"]) for row in texts)
     measured_on = (
-        f"Right answers, and answers in a sentence: of the same {len(asked)} held-out questions. Finds the sentence likelier: in {pairs} held-out pairs. "
-        f"Bits per byte: of the same {size:,} held-out characters that pre-training was evaluated on, in rows of {length} tokens as there."
+        f"Right answers, and answers in a sentence: of the same {len(questions)} held-out "
+        f"questions. Finds the sentence likelier: in {pairs} held-out pairs. "
+        f"Bits per byte: of the same {size:,} held-out characters that pre-training was "
+        f"evaluated on, in rows of {length} tokens as there."
     )
     return ModelComparison(table_rows, words, answers, pictures, measured_on)
 
 
-def _share(interval: Any) -> str:
-    "A share with its interval, in percent."
+def _percent(interval: Interval | float) -> str:
+    "A fraction with its interval, in percent."
+    if not isinstance(interval, Interval):
+        return f"{interval:.0%}"
     return f"{interval.value:.0%} ({interval.low:.0%} to {interval.high:.0%} of {interval.n})"
 
 # %% ../../nbs/11_recipes/11_demo.ipynb #8d7a9493
-def _models(
-    folder: Path, bits: int
-) -> tuple[dict[str, Any], Any, Any]:  # Models, their tokenizer, and that of the base
-    "The four of them; the base gets the chat format that the others have."
-    base, plain = load_pretrained(folder / "model")
-    _, old = load_pretrained(folder / "model")
-    set_template(plain, "chatml", base)
-    tuned, tokenizer = load_pretrained(folder / "sft" / "model")
-    preferring, few = (load_pretrained(folder / "dpo" / "model")[0] for _ in range(2))
-    quantize_model(few, QuantConfig(bits=bits))
-    return (
-        {"base": base, "SFT": tuned, "DPO": preferring, "NF4" if bits == 4 else "int8": few},
-        tokenizer,
-        old,
-    )
+def _models(folder: Path, bits: int) -> tuple[dict[str, nn.Module], BPETokenizer, BPETokenizer]:
+    "The four models, their tokenizer, and the base's; the base gets the chat format of the others."
+    base, base_tokenizer = load_pretrained(folder / "model")
+    _, plain = load_pretrained(folder / "model")
+    set_template(base_tokenizer, "chatml", base)
+    sft, tokenizer = load_pretrained(folder / "sft" / "model")
+    dpo, quantized = (load_pretrained(folder / "dpo" / "model")[0] for _ in range(2))
+    quantize_model(quantized, QuantConfig(bits=bits))
+    last = "NF4" if bits == 4 else "int8"
+    return {"base": base, "SFT": sft, "DPO": dpo, last: quantized}, tokenizer, plain
 
 
 def finish_demo(
@@ -432,7 +424,7 @@ def finish_demo(
     began = time.monotonic()
     splits, facts = load_splits(config.data)
     models, tokenizer, plain = _models(folder, demo.bits)
-    contest = compare_models(
+    comparison = compare_models(
         models,
         tokenizer,
         demo_rows(demo.topics),
@@ -441,33 +433,31 @@ def finish_demo(
         demo.shown,
         config.data.max_length,
     )
-    drawn = []
+    charts = []
     for name in ("sft", "dpo"):
-        past = read_run(folder / name)
+        log = read_run(folder / name)
         lines = {
-            k: past.series(key)
+            k: log.series(key)
             for k, key in (("loss", "loss"), ("reward margin", "rewards/margins"))
-            if key in past.keys()
+            if key in log.keys()
         }
-        drawn.append(f"<div>{curves(lines, PHASES[name], 'step', '')}</div>")
-    seconds = {
-        PHASES[k]: v for k, v in {**notes["seconds"], "compare": time.monotonic() - began}.items()
-    }
+        charts.append(f"<div>{curves(lines, PHASES[name], 'step', '')}</div>")
+    seconds = notes["seconds"] | {"compare": time.monotonic() - began}
     with RunFolder(folder, resume=True) as run_folder:
         page = write_run_report(
             run_folder,
             config.name,
             notes["metrics"],
-            seconds,
-            [*contest.sections(), ("Tuning", "".join(drawn))],
+            {PHASES[phase]: duration for phase, duration in seconds.items()},
+            [*comparison.sections(), ("Tuning", "".join(charts))],
             name_text(facts, config.data.max_length),
         )
-    return contest, page
+    return comparison, page
 
 
 @dataclass
 class DemoResult:
-    "What the demo came to."
+    "The results of a demo."
 
     folder: Path
     seconds: dict[str, float] = field(default_factory=dict)  # Phase -> how long it took
@@ -480,73 +470,74 @@ def run_demo(
     config: RunConfig,  # Of the pre-training
     demo: DemoConfig | None = None,
     only: str = "",  # A key of `PHASES`: the last phase to run
-    fresh: bool = False,  # Begin anew, even where one was interrupted
-    say: Callable[[str], Any] = note,
+    fresh: bool = False,  # Start again, even where one was interrupted
+    say: Callable[[str], object] = note,
 ) -> DemoResult:
-    "Pre-train, tune, prefer, quantize, compare; called again after an interruption, it goes on."
+    "Pre-train, tune, prefer, quantize, compare; called again after an interruption, it resumes."
     demo = demo or DemoConfig()
     if only and only not in PHASES:
         raise ValueError(f"only = {only!r}: the phases are {', '.join(PHASES)}")
-    there = None if fresh else find_demo(config, demo)
-    if there:
-        say(f"Going on with {there}, which was begun and not finished (--fresh begins anew)")
-    folder, notes = (
-        there or config.folder,
-        dict(seconds={}, metrics={}, demo=vars(demo)) | (_notes(there) if there else {}),
-    )
-    last = list(PHASES).index(only or "compare")
-    for number, phase in enumerate(list(PHASES)[: last + 1], 1):
-        left, inner = (
-            minutes_left(config, demo, notes["seconds"], phase),
-            folder if phase == "pretrain" else folder / phase,
-        )
-        if phase != "compare" and number < len(PHASES) and (there or number > 1) and is_done(inner):
+    resumed = None if fresh else find_demo(config, demo)
+    if resumed:
+        say(f"Resuming {resumed}, which was started and not finished (--fresh starts again)")
+        config = replace(config, train=replace(config.train, output_dir=str(resumed)))
+    folder = resumed or config.folder
+    notes: dict[str, Any] = dict(seconds={}, metrics={}, demo=vars(demo))
+    notes |= _notes(resumed) if resumed else {}
+    phases = list(PHASES)[: list(PHASES).index(only or "compare") + 1]
+    for number, phase in enumerate(phases, 1):
+        left = minutes_left(config, demo, notes["seconds"], phase)
+        inner = folder if phase == "pretrain" else folder / phase
+        old = resumed is not None or number > 1
+        if phase != "compare" and old and is_done(inner):
             continue
-        say(
-            f"\nPhase {number} of {last + 1}: {PHASES[phase]}"
-            + (f"; about {max(1, round(left))} min to the end" if left and not only else "")
-        )
-        began = time.monotonic()
+        estimate = f"; about {max(1, round(left))} min to the end" if left and not only else ""
+        say(f"\nPhase {number} of {len(phases)}: {PHASES[phase]}{estimate}")
         if phase == "compare":
-            break
+            return _compare_phase(folder, config, demo, notes, say)
+        began = time.monotonic()
         if phase == "pretrain":
-            if there:
-                config = replace(config, train=replace(config.train, output_dir=str(there)))
-            result = run(config, resume=bool(there))
-            folder = result.folder
+            result = run(config, resume=resumed is not None)
+            folder, notes["metrics"] = result.folder, result.metrics
+            notes["seconds"][phase] = 0.0
         else:
             if phase == "sft" and not (folder / "data").is_dir():
                 for name, rows in demo_rows(demo.topics).items():
                     write_examples(rows, folder / "data" / f"{name}.jsonl")
             result = run(phase_configs(config, demo, folder)[phase], resume=inner.is_dir())
-        if phase == "pretrain" or phase not in notes["seconds"]:
-            notes["seconds"][phase] = 0.0
+        notes["seconds"].setdefault(phase, 0.0)
         notes["seconds"][phase] += time.monotonic() - began
-        if phase == "pretrain":
-            notes["metrics"] = result.metrics
         write_atomic(folder / "demo.json", json.dumps(notes, indent=1))
         if result.exit_code:
-            say("Or go on with all of it: the same command again")
+            say("Or resume all of it: the same command again")
             return DemoResult(folder, notes["seconds"], exit_code=result.exit_code)
-    if last + 1 < len(PHASES):
-        return DemoResult(folder, notes["seconds"], report=folder / "report.html")
+    return DemoResult(folder, notes["seconds"], report=folder / "report.html")
+
+
+def _compare_phase(
+    folder: Path,
+    config: RunConfig,
+    demo: DemoConfig,
+    notes: dict[str, Any],
+    say: Callable[[str], object],
+) -> DemoResult:
+    "Compare the models, and print their table."
     began = time.monotonic()
-    contest, report = finish_demo(folder, config, demo, notes)
+    comparison, report = finish_demo(folder, config, demo, notes)
     notes["seconds"]["compare"] = time.monotonic() - began
-    write_atomic(
-        folder / "demo.json", json.dumps(notes | dict(finished=True, models=contest.rows), indent=1)
-    )
-    say(contest.measured_on)
+    finished = notes | dict(finished=True, models=comparison.rows)
+    write_atomic(folder / "demo.json", json.dumps(finished, indent=1))
+    say(comparison.measured_on)
     say(
-        f"{'model':<7}{'right answers':<24}{'in a sentence':<24}{'finds that likelier':<24}bits a byte  MB"
+        f"{'model':<7}{'right answers':<24}{'in a sentence':<24}"
+        f"{'finds that likelier':<24}bits a byte  MB"
     )
-    for row in contest.rows:
-        say(
-            "  ".join(
-                f"{v:.3f}" if isinstance(v, float) else f"{v:<{w}}"
-                for v, w in zip(row.values(), (5, 22, 22, 22, 6, 6), strict=True)
-            )
-        )
-    for line in contest.words:
+    for row in comparison.rows:
+        cells = [
+            f"{value:.3f}" if isinstance(value, float) else f"{value:<{width}}"
+            for value, width in zip(row.values(), (5, 22, 22, 22, 6, 6), strict=True)
+        ]
+        say("  ".join(cells))
+    for line in comparison.words:
         say(line)
-    return DemoResult(folder, notes["seconds"], contest, report)
+    return DemoResult(folder, notes["seconds"], comparison, report)

@@ -33,21 +33,29 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import yaml
 
 from ..config import ConfigError, Problem, check_config, dump_config, knob, pick_device
 from ..config import to_dict
+from ..display import plural
 from ..files import write_atomic
 from ..progress import Lasting, note
 from ..train.runs import free_folders, mask_secrets, new_folder
 from ..train.sharding import STRATEGIES
 
+if TYPE_CHECKING:
+    from trainkit.recipes.config import RunConfig
+
 # %% ../../nbs/11_recipes/13_launch.ipynb #cd59f2e4
+_Json = dict[str, Any]  # A group of a YAML or JSON file
+
+
 @dataclass
 class LaunchConfig:
     "How many processes run a script, where, and how they share the work."
@@ -138,255 +146,275 @@ _SCHEDULERS = {
     "WarmupDecayLR": "linear",
     "WarmupCosineLR": "cosine",
 }
+_SCHEDULER_KNOBS = {
+    "warmup_num_steps": "optim.warmup_steps",
+    "total_num_steps": "train.max_steps",
+}
 
 NO_FP16 = "{} is not combined with it here, and bf16 takes its place (strategy fsdp takes fp16)"
+
+
+def _take_batch_sizes(left: _Json, knobs: _Json, world_size: int | None) -> list[Problem]:
+    "Move the batch sizes from DeepSpeed's settings to the knobs; what is wrong with them."
+    for name, knob_name in _ABOUT_RUN.items():
+        if name in left:
+            knobs[knob_name] = left.pop(name)
+    total = left.pop("train_batch_size", None)
+    if not total or not world_size:
+        return []
+    rows_knob = _ABOUT_RUN["train_micro_batch_size_per_gpu"]
+    steps_knob = _ABOUT_RUN["gradient_accumulation_steps"]
+    rows, steps = knobs.get(rows_knob), knobs.get(steps_knob)
+    if rows is None:
+        rows = knobs[rows_knob] = max(1, total // (world_size * (steps or 1)))
+        steps = knobs.get(steps_knob, 1)
+    elif steps is None:
+        steps = knobs[steps_knob] = max(1, total // (world_size * rows))
+    if rows * steps * world_size == total:
+        return []
+    remedy = f"is not {rows} rows x {steps} accumulated x {world_size} processes"
+    return [Problem("train_batch_size", total, remedy)]
+
+
+def _take_precision(
+    left: _Json,
+    knobs: _Json,
+    strategy: str,
+    notes: list[Problem] | None,
+) -> list[Problem]:
+    enabled = [kind for kind in ("fp16", "bf16") if left.pop(kind, {}).get("enabled") is True]
+    if enabled:
+        knobs["train.mixed_precision"] = enabled[-1]
+    if enabled == ["fp16"] and strategy != "ddp":
+        knobs["train.mixed_precision"] = "bf16"
+        if notes is None:
+            warnings.warn(f"fp16 in the DeepSpeed file: {NO_FP16.format(strategy)}", stacklevel=3)
+        else:
+            remedy = f"is not combined with {strategy} here: take bf16"
+            notes.append(Problem("fp16.enabled", True, remedy))
+    if len(enabled) == 2:
+        return [Problem("fp16.enabled", True, "contradicts bf16.enabled = true")]
+    return []
+
+
+def _take_optimizer(left: _Json, knobs: _Json) -> list[Problem]:
+    optimizer = left.pop("optimizer", None)
+    if not optimizer:
+        return []
+    values = {k: v for k, v in optimizer.get("params", {}).items() if v != "auto"}
+    knobs |= {_OPTIMIZER[k]: v for k, v in values.items() if k in _OPTIMIZER}
+    if "betas" in values:
+        knobs["optim.adam_beta1"], knobs["optim.adam_beta2"] = values["betas"]
+    kind = optimizer.get("type", "AdamW")
+    if kind.lower() in ("adam", "adamw"):
+        return []
+    return [Problem("optimizer.type", kind, "must be Adam or AdamW")]
+
+
+def _take_scheduler(left: _Json, knobs: _Json) -> list[Problem]:
+    scheduler = left.pop("scheduler", None)
+    if not scheduler:
+        return []
+    kind, values, problems = scheduler.get("type"), scheduler.get("params", {}), []
+    if kind in _SCHEDULERS:
+        knobs["optim.lr_scheduler_type"] = _SCHEDULERS[kind]
+    else:
+        remedy = f"must be one of {', '.join(_SCHEDULERS)}"
+        problems.append(Problem("scheduler.type", kind, remedy))
+    for name, knob_name in _SCHEDULER_KNOBS.items():
+        if values.get(name, "auto") != "auto":
+            knobs[knob_name] = values[name]
+    return problems
+
+
+def _check_offload(zero: Mapping[str, Any], stage: object) -> list[Problem]:
+    problems = []
+    if _offloads(zero.get("offload_param")) and stage != 3:
+        remedy = f"needs stage 3, and this is stage {stage}"
+        problems.append(Problem("zero_optimization.offload_param", zero["offload_param"], remedy))
+    for name in ("offload_optimizer", "offload_param"):
+        place = zero.get(name)
+        if not isinstance(place, Mapping) or place.get("device") != "nvme":
+            continue
+        if not place.get("nvme_path"):
+            path = f"zero_optimization.{name}.nvme_path"
+            problems.append(Problem(path, None, "must be a folder on the fast disk"))
+    return problems
 
 
 def translate_deepspeed(
     given: Mapping[str, Any],  # DeepSpeed's JSON
     world_size: int | None = None,  # To check `train_batch_size`
-    notes: list[Problem]
-    | None = None,  # Where there is a list, what has no like here is noted in it and left out, and not raised
-) -> tuple[
-    str, dict[str, Any], dict[str, Any]
-]:  # Strategy; {knob: value}; what is left for DeepSpeed
-    "Take apart a DeepSpeed file into how processes share the work, and what the run does."
+    # A list for what has no equivalent here, which is then left out; None: it is raised
+    notes: list[Problem] | None = None,
+) -> tuple[str, _Json, _Json]:
+    "Divide a DeepSpeed file into the strategy, `{knob: value}`, and what is left for DeepSpeed."
     left, knobs, wrong = {k: v for k, v in given.items() if v != "auto"}, {}, []
-    lacks = wrong if notes is None else notes
+    unsupported = wrong if notes is None else notes
     stage = left.get("zero_optimization", {}).get("stage", 0)
     strategy = "ddp" if stage == 0 else f"zero{stage}"
     if strategy not in STRATEGIES:
         wrong.append(Problem("zero_optimization.stage", stage, "must be 0, 1, 2 or 3"))
-    for name, knob_name in _ABOUT_RUN.items():
-        if name in left:
-            knobs[knob_name] = left.pop(name)
-    total = left.pop("train_batch_size", None)
-    parts = [knobs.get(_ABOUT_RUN[name]) for name in list(_ABOUT_RUN)[:2]]
-    if total and world_size:
-        if parts[0] is None:
-            knobs[_ABOUT_RUN["train_micro_batch_size_per_gpu"]] = max(
-                1, total // (world_size * (parts[1] or 1))
-            )
-        elif parts[1] is None:
-            knobs[_ABOUT_RUN["gradient_accumulation_steps"]] = max(
-                1, total // (world_size * parts[0])
-            )
-        rows, steps = (knobs.get(_ABOUT_RUN[name], 1) for name in list(_ABOUT_RUN)[:2])
-        if rows * steps * world_size != total:
-            wrong.append(
-                Problem(
-                    "train_batch_size",
-                    total,
-                    f"is not {rows} rows x {steps} accumulated x {world_size} processes",
-                )
-            )
-    on = [kind for kind in ("fp16", "bf16") if left.pop(kind, {}).get("enabled") is True]
-    if len(on) == 2:
-        wrong.append(Problem("fp16.enabled", True, "contradicts bf16.enabled = true"))
-    if on:
-        knobs["train.mixed_precision"] = on[-1]
-    if on == ["fp16"] and strategy != "ddp":
-        knobs["train.mixed_precision"] = "bf16"
-        if notes is None:
-            warnings.warn(f"fp16 in the DeepSpeed file: {NO_FP16.format(strategy)}", stacklevel=2)
-        else:
-            notes.append(
-                Problem("fp16.enabled", True, f"is not combined with {strategy} here: take bf16")
-            )
-    if optimizer := left.pop("optimizer", None):
-        kind, values = (
-            optimizer.get("type", "AdamW"),
-            {k: v for k, v in optimizer.get("params", {}).items() if v != "auto"},
-        )
-        if kind.lower() not in ("adam", "adamw"):
-            lacks.append(Problem("optimizer.type", kind, "must be Adam or AdamW"))
-        knobs |= {_OPTIMIZER[k]: v for k, v in values.items() if k in _OPTIMIZER}
-        if "betas" in values:
-            knobs["optim.adam_beta1"], knobs["optim.adam_beta2"] = values["betas"]
-    if scheduler := left.pop("scheduler", None):
-        kind, values = scheduler.get("type"), scheduler.get("params", {})
-        if kind in _SCHEDULERS:
-            knobs["optim.lr_scheduler_type"] = _SCHEDULERS[kind]
-        else:
-            lacks.append(
-                Problem("scheduler.type", kind, f"must be one of {', '.join(_SCHEDULERS)}")
-            )
-        for name, knob_name in (
-            ("warmup_num_steps", "optim.warmup_steps"),
-            ("total_num_steps", "train.max_steps"),
-        ):
-            if values.get(name, "auto") != "auto":
-                knobs[knob_name] = values[name]
-    zero = left.get("zero_optimization", {})
-    if _offloads(zero.get("offload_param")) and stage != 3:
-        wrong.append(
-            Problem(
-                "zero_optimization.offload_param",
-                zero["offload_param"],
-                f"needs stage 3, and this is stage {stage}",
-            )
-        )
-    for name in ("offload_optimizer", "offload_param"):
-        place = zero.get(name)
-        if (
-            isinstance(place, Mapping)
-            and place.get("device") == "nvme"
-            and not place.get("nvme_path")
-        ):
-            wrong.append(
-                Problem(
-                    f"zero_optimization.{name}.nvme_path", None, "must be a folder on the fast disk"
-                )
-            )
+    wrong += _take_batch_sizes(left, knobs, world_size)
+    wrong += _take_precision(left, knobs, strategy, notes)
+    unsupported += _take_optimizer(left, knobs)
+    unsupported += _take_scheduler(left, knobs)
+    wrong += _check_offload(left.get("zero_optimization", {}), stage)
     if wrong:
         raise ConfigError(wrong, "DeepSpeed's file")
     return strategy, knobs, left if strategy != "ddp" else {}
 
 
-def _offloads(value: Any) -> bool:
-    return bool(value) and (not isinstance(value, Mapping) or value.get("device") != "none")
+def _offloads(place: object) -> bool:
+    return bool(place) and (not isinstance(place, Mapping) or place.get("device") != "none")
 
 # %% ../../nbs/11_recipes/13_launch.ipynb #a6b9b3ed
-def translate(
-    config: Mapping[str, Any],  # A run's config as it stands in a file
-    notes: list[Problem] | None = None,  # Of `translate_deepspeed`
-    **asked: Any,  # Fields of `LaunchConfig` from the command line; None where nothing was said
-) -> tuple[
-    LaunchConfig, dict[str, Any]
-]:  # The launch; the config without it, with the knobs that came out of it
-    "Take what a config says about processes out of it."
-    rest = {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.items()}
-    names = (
-        "use_deepspeed",
-        "deepspeed",
-        "deepspeed_config",
-        "distributed",
-        "num_gpus",
-        "world_size",
-        "distributed_backend",
-        "zero_stage",
-        "offload_optimizer",
-        "offload_param",
-        "strategy",
-        "num_processes",
-        "num_nodes",
-    )
-    found, wrong = {}, []
-    for group in [
-        rest,
-        *(v for k, v in rest.items() if k in ("train", "launch") and isinstance(v, dict)),
-    ]:
-        for name in names:
+_FLAT = ("zero_stage", "offload_optimizer", "offload_param")  # DeepSpeed's, without its groups
+_PROCESS_WORDS = (
+    "use_deepspeed",
+    "deepspeed",
+    "deepspeed_config",
+    "distributed",
+    "num_gpus",
+    "world_size",
+    "distributed_backend",
+    *_FLAT,
+    "strategy",
+    "num_processes",
+    "num_nodes",
+)
+
+
+def _contradiction(name: str, value: object, other: str, expected: object) -> Problem:
+    return Problem(name, value, f"contradicts {other} = {expected}")
+
+
+def _take_process_words(rest: _Json, wrong: list[Problem]) -> _Json:
+    "Take the words about processes out of a config and its groups `train` and `launch`."
+    words: _Json = {}
+    inner = [v for k, v in rest.items() if k in ("train", "launch") and isinstance(v, dict)]
+    for group in [rest, *inner]:
+        for name in _PROCESS_WORDS:
             if name not in group:
                 continue
             value = group.pop(name)
-            if found.get(name, value) != value:
-                wrong.append(Problem(name, value, f"stands there twice, also as {found[name]}"))
-            found[name] = value
+            if words.get(name, value) != value:
+                remedy = f"is given twice, also as {words[name]}"
+                wrong.append(Problem(name, value, remedy))
+            words[name] = value
     if rest.get("launch") == {}:
         del rest["launch"]
-    asked = {k: v for k, v in asked.items() if v is not None}
+    return words
 
-    def said(name: str, value: Any, other: str, meant: Any) -> None:
-        wrong.append(Problem(name, value, f"contradicts {other} = {meant}"))
 
-    inline = found.get("deepspeed")
-    file = found.get("deepspeed_config")
+def _read_deepspeed(words: _Json) -> tuple[_Json, _Json]:
+    "The settings in DeepSpeed's own form, and the flat ones: stage and offloading."
+    inline = words.get("deepspeed")
+    file = words.get("deepspeed_config")
     if isinstance(inline, (str, Path)):
         file, inline = inline, None  # LLaMA-Factory and transformers: a path
     if isinstance(inline, bool):
-        found.setdefault("use_deepspeed", inline)
+        words.setdefault("use_deepspeed", inline)
         inline = None
     if isinstance(file, (str, Path)):
         if not Path(file).is_file():
             raise FileNotFoundError(f"No DeepSpeed file at '{file}'")
         file = json.loads(Path(file).read_text(encoding="utf-8"))
-    flat = {
-        k: found[k] for k in ("zero_stage", "offload_optimizer", "offload_param") if k in found
-    } | dict(inline or {})
-    theirs: dict[str, Any] = {
-        k: v
-        for k, v in (file or {}).items()
-        if k not in ("zero_stage", "offload_optimizer", "offload_param")
-    }
-    flat = {
-        k: v for k, v in (file or {}).items() if k not in theirs
-    } | flat  # `deepspeed_config: {zero_stage: 3}`
-    if "zero_optimization" in flat or set(flat) - {
-        "zero_stage",
-        "offload_optimizer",
-        "offload_param",
-    }:
-        theirs |= {
-            k: v
-            for k, v in flat.items()
-            if k not in ("zero_stage", "offload_optimizer", "offload_param")
-        }
-    zero = dict(theirs.get("zero_optimization", {}))
+    file, inline = dict(file or {}), dict(inline or {})
+    settings = {k: v for k, v in file.items() if k not in _FLAT}
+    # `deepspeed_config: {zero_stage: 3}`
+    flat = {k: v for k, v in file.items() if k in _FLAT}
+    flat |= {k: words[k] for k in _FLAT if k in words} | inline
+    if set(flat) - set(_FLAT):
+        settings |= {k: v for k, v in flat.items() if k not in _FLAT}
+    return settings, flat
+
+
+def _deepspeed_settings(
+    words: _Json, strategy: str | None, wrong: list[Problem]
+) -> _Json:  # In DeepSpeed's own form; empty without DeepSpeed
+    settings, flat = _read_deepspeed(words)
+    zero = dict(settings.get("zero_optimization", {}))
     if (stage := flat.get("zero_stage")) is not None:
         if zero.get("stage", stage) != stage:
-            said("zero_stage", stage, "stage of deepspeed_config", zero["stage"])
+            other = "stage of deepspeed_config"
+            wrong.append(_contradiction("zero_stage", stage, other, zero["stage"]))
         zero["stage"] = stage
     for name in ("offload_optimizer", "offload_param"):
-        if flat.get(name):
-            zero[name] = (
-                {"device": "cpu"}
-                if flat[name] is True
-                else {"device": flat[name]}
-                if isinstance(flat[name], str)
-                else flat[name]
-            )
-    wants = found.get("use_deepspeed", bool(theirs or zero))
-    if wants and "stage" not in zero:
-        zero["stage"] = int(
-            asked.get("strategy", found.get("strategy", "zero2"))[-1:]
-            if str(asked.get("strategy", found.get("strategy", "zero2"))).startswith("zero")
-            else 2
-        )
-    if not wants and (theirs or zero):
-        said("use_deepspeed", False, "deepspeed", theirs or zero)
+        place = flat.get(name)
+        if place is True:
+            zero[name] = {"device": "cpu"}
+        elif place:
+            zero[name] = {"device": place} if isinstance(place, str) else place
+    enabled = words.get("use_deepspeed", bool(settings or zero))
+    if enabled and "stage" not in zero:
+        name = str(strategy or "zero2")
+        zero["stage"] = int(name[-1:]) if name.startswith("zero") else 2
+    if not enabled and (settings or zero):
+        wrong.append(_contradiction("use_deepspeed", False, "deepspeed", settings or zero))
     if zero:
-        theirs["zero_optimization"] = zero
-    nodes = asked.get("num_nodes", found.get("num_nodes", 1))
-    processes = [(k, found[k]) for k in ("num_processes", "num_gpus") if k in found]
-    if "world_size" in found:
-        processes.append(("world_size", found["world_size"] // nodes))
-    number = asked.get("num_processes", processes[0][1] if processes else 1)
-    wrong += [
-        Problem(k, v, f"contradicts num_processes = {number}") for k, v in processes if v != number
-    ]
-    if found.get("distributed") is False and number > 1:
-        said("distributed", False, "num_processes", number)
-    if (backend := found.get("distributed_backend")) not in (None, "auto", "nccl", "gloo"):
-        wrong.append(
-            Problem(
-                "distributed_backend",
-                backend,
-                "must be nccl (GPUs) or gloo (CPUs); it follows from the device",
-            )
-        )
+        settings["zero_optimization"] = zero
+    return settings
+
+
+def _count_processes(
+    words: Mapping[str, Any], asked: Mapping[str, Any], wrong: list[Problem]
+) -> tuple[int, int]:  # On each machine; machines
+    nodes = asked.get("num_nodes", words.get("num_nodes", 1))
+    counts = [(k, words[k]) for k in ("num_processes", "num_gpus") if k in words]
+    if "world_size" in words:
+        counts.append(("world_size", words["world_size"] // nodes))
+    number = asked.get("num_processes", counts[0][1] if counts else 1)
+    for name, count in counts:
+        if count != number:
+            wrong.append(_contradiction(name, count, "num_processes", number))
+    if words.get("distributed") is False and number > 1:
+        wrong.append(_contradiction("distributed", False, "num_processes", number))
+    return number, nodes
+
+
+def _drop_fp16(rest: _Json) -> None:
+    "Take fp16 out of a run's config, where bf16 from DeepSpeed's file replaces it."
+    groups: tuple[_Json, ...] = (rest, rest.get("train") or {})
+    for group in groups:
+        if group.get("fp16") is True:
+            group.pop("fp16")
+        if group.get("mixed_precision") in ("fp16", "float16"):
+            group.pop("mixed_precision")
+
+
+def translate(
+    config: Mapping[str, Any],  # A run's config, as the file has it
+    notes: list[Problem] | None = None,  # Of `translate_deepspeed`
+    **asked: Any,  # Fields of `LaunchConfig` from the command line; None: not given
+) -> tuple[LaunchConfig, _Json]:
+    "The launch that a config asks for; and the config without it, with the knobs that follow."
+    rest = {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.items()}
+    wrong: list[Problem] = []
+    words = _take_process_words(rest, wrong)
+    asked = {k: v for k, v in asked.items() if v is not None}
+    named = asked.get("strategy", words.get("strategy"))
+    settings = _deepspeed_settings(words, named, wrong)
+    number, nodes = _count_processes(words, asked, wrong)
+    if (backend := words.get("distributed_backend")) not in (None, "auto", "nccl", "gloo"):
+        remedy = "must be nccl (GPUs) or gloo (CPUs); it follows from the device"
+        wrong.append(Problem("distributed_backend", backend, remedy))
     if wrong:
         raise ConfigError(wrong, "processes")
-    strategy, knobs, left = (
-        translate_deepspeed(theirs, number * nodes, notes) if theirs else ("", {}, {})
-    )
-    half = theirs.get("fp16") if strategy not in ("", "ddp") else None
-    if (
-        isinstance(half, Mapping) and half.get("enabled") is True
-    ):  # The same word in the run gives way as well
-        for group in (rest, rest.get("train") or {}):
-            if group.get("fp16") is True:
-                group.pop("fp16")
-            if group.get("mixed_precision") in ("fp16", "float16"):
-                group.pop("mixed_precision")
-    named = asked.get("strategy", found.get("strategy"))
+    strategy, knobs, left = "", {}, {}
+    if settings:
+        strategy, knobs, left = translate_deepspeed(settings, number * nodes, notes)
+    half = settings.get("fp16") if strategy not in ("", "ddp") else None
+    if isinstance(half, Mapping) and half.get("enabled") is True:
+        _drop_fp16(rest)
     if named and strategy and named != strategy:
-        said("strategy", named, "zero_stage", zero.get("stage"))
+        stage = settings.get("zero_optimization", {}).get("stage")
+        wrong.append(_contradiction("strategy", named, "zero_stage", stage))
     for name, value in knobs.items():
         group, _, key = name.partition(".")
         inner = rest.setdefault(group, {})
         if inner.get(key, value) != value:
-            said(name, inner[key], "DeepSpeed's file", value)
+            wrong.append(_contradiction(name, inner[key], "DeepSpeed's file", value))
         inner[key] = value
     if wrong:
         raise ConfigError(wrong, "processes")
@@ -414,7 +442,7 @@ def rank_env(
     strategy: str = "",  # As in `trainkit.train.sharding`, or nothing
 ) -> dict[str, str]:
     "Environment variables of one process."
-    found = dict(
+    variables = dict(
         RANK=rank,
         LOCAL_RANK=rank,
         WORLD_SIZE=world_size,
@@ -422,28 +450,27 @@ def rank_env(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=port,
     )
-    return {k: str(v) for k, v in found.items()} | (
-        {"TRAINKIT_STRATEGY": strategy} if strategy else {}
-    )
+    env = {k: str(v) for k, v in variables.items()}
+    return env | ({"TRAINKIT_STRATEGY": strategy} if strategy else {})
 
 # %% ../../nbs/11_recipes/13_launch.ipynb #f52f7dad
-def _child(function: Callable, args: tuple, env: dict[str, str], pipe: Any) -> None:
+def _child(
+    function: Callable[..., object], args: tuple, env: dict[str, str], pipe: Connection
+) -> None:
     os.environ.update(env)
-    if (
-        "accelerate" in sys.modules
-    ):  # what it found out about the process before the fork is no longer true
+    if "accelerate" in sys.modules:  # Its state describes the process before the fork
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(True)
     try:
-        found = (True, function(*args))
+        result = (True, function(*args))
     except BaseException as error:
-        found = (False, (f"{type(error).__name__}: {error}", traceback.format_exc()))
+        result = (False, (f"{type(error).__name__}: {error}", traceback.format_exc()))
     try:
-        packed = pickle.dumps(found)
+        packed = pickle.dumps(result)
     except Exception as error:
         packed = pickle.dumps((False, (f"its result cannot be sent: {error}", "")))
-    if torch.distributed.is_initialized() and found[0]:  # nobody leaves while another still asks
+    if torch.distributed.is_initialized() and result[0]:  # Nobody leaves while another still asks
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
     pipe.send_bytes(packed)
@@ -461,67 +488,81 @@ class ProcessFailed(RuntimeError):
         self.rank, self.why, self.trace = rank, why, trace
 
     def __reduce__(self):
-        return (
-            type(self),
-            (self.rank, self.why, self.trace),
-            vars(self),
-        )  # Another process reads it whole
+        # Another process reads all of it
+        return type(self), (self.rank, self.why, self.trace), vars(self)
 
 
-def notebook_launch(
-    function: Callable,  # Makes its model and trainer itself
-    *args: Any,  # Of the function
-    num_processes: int = 2,  # One for each GPU; ACCELERATE_USE_CPU=true in the environment leaves GPUs alone
-    strategy: str = "ddp",  # 'fsdp', 'zero1', … share a model out
-) -> list[Any]:  # What each process returned
-    "The same function in several processes on this machine, as accelerate's `notebook_launcher`."
+def _check_forks(num_processes: int) -> int:
+    "The number of GPUs to use; raises where this notebook cannot fork so many processes."
     if num_processes < 1:
         raise ValueError(f"num_processes = {num_processes}: must be at least 1")
     if "fork" not in multiprocessing.get_all_start_methods():
         raise OSError(
-            "This system cannot fork a process: write the function to a file and use trainkit.recipes.launcher.start"
+            "This system cannot fork a process: write the function to a file "
+            "and use trainkit.recipes.launcher.start"
         )
     from accelerate.utils import parse_flag_from_env
 
     gpus = 0 if parse_flag_from_env("ACCELERATE_USE_CPU") else torch.cuda.device_count()
     if gpus and torch.cuda.is_initialized():
         raise RuntimeError(
-            "This notebook has used the GPU already, and a GPU does not survive a fork: restart the kernel, "
-            "and make the model inside the function"
+            "This notebook has used the GPU already, and a GPU does not survive a fork: "
+            "restart the kernel, and make the model inside the function"
         )
     if 0 < gpus < num_processes:
         raise ValueError(
-            f"num_processes = {num_processes}, and this machine has {gpus} GPUs: at most one process for each"
+            f"num_processes = {num_processes}, and this machine has {gpus} GPUs: "
+            "at most one process for each"
         )
-    context, port, pipes, running = multiprocessing.get_context("fork"), free_port(), [], []
+    return gpus
+
+
+def _collect(pipes: list[Connection], processes: Sequence[ForkProcess], results: dict) -> None:
+    "Wait for the result of every process; raises `ProcessFailed` for the first that dies."
+    while len(results) < len(pipes):
+        for pipe in wait([pipe for rank, pipe in enumerate(pipes) if rank not in results]):
+            assert isinstance(pipe, Connection)
+            rank = pipes.index(pipe)
+            try:
+                success, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                processes[rank].join()
+                raise ProcessFailed(rank, f"exit code {processes[rank].exitcode}") from None
+            if not success:
+                raise ProcessFailed(rank, *value)
+            results[rank] = value
+
+
+def notebook_launch(
+    function: Callable[..., Any],  # Makes its model and trainer itself
+    *args: object,  # Of the function
+    num_processes: int = 2,  # One for each GPU; none is used where ACCELERATE_USE_CPU=true
+    strategy: str = "ddp",  # 'fsdp', 'zero1', … shard a model
+) -> list[Any]:  # What each process returned
+    "The same function in several processes on this machine, as accelerate's `notebook_launcher`."
+    gpus = _check_forks(num_processes)
+    context, port = multiprocessing.get_context("fork"), free_port()
+    pipes: list[Connection] = []
+    processes: list[ForkProcess] = []
+    results: dict[int, object] = {}
     try:
         for rank in range(num_processes):
             ours, theirs = context.Pipe(duplex=False)
-            env = rank_env(rank, num_processes, port, strategy if num_processes > 1 else "") | (
-                {} if gpus else {"ACCELERATE_USE_CPU": "true"}
+            env = rank_env(rank, num_processes, port, strategy if num_processes > 1 else "")
+            if not gpus:
+                env["ACCELERATE_USE_CPU"] = "true"
+            process = context.Process(
+                target=_child, args=(function, args, env, theirs), daemon=True
             )
-            running.append(
-                context.Process(target=_child, args=(function, args, env, theirs), daemon=True)
-            )
-            running[-1].start()
+            processes.append(process)
+            process.start()
             theirs.close()
             pipes.append(ours)
-        found: dict[int, Any] = {}
-        while len(found) < num_processes:
-            for pipe in wait([pipes[rank] for rank in range(num_processes) if rank not in found]):
-                rank = pipes.index(pipe)  # type: ignore
-                try:
-                    good, value = pickle.loads(pipe.recv_bytes())  # type: ignore
-                except EOFError:
-                    running[rank].join()
-                    raise ProcessFailed(rank, f"exit code {running[rank].exitcode}") from None
-                if not good:
-                    raise ProcessFailed(rank, *value)
-                found[rank] = value
-        return [found[rank] for rank in range(num_processes)]
+        _collect(pipes, processes, results)
+        return [results[rank] for rank in range(num_processes)]
     finally:
-        for process in running:
-            if len(pipes) < num_processes or len(found) < num_processes:
+        for process in processes:
+            if len(results) < num_processes:
                 process.kill()
             process.join()
         for pipe in pipes:
@@ -533,8 +574,10 @@ def launch_files(
     gpu: bool,  # Whether the processes have a GPU each
 ) -> dict[str, str]:  # Name -> text
     "What accelerate and DeepSpeed read."
-    kind = ("MULTI_GPU" if gpu else "MULTI_CPU") if launch.world_size > 1 else "NO"
-    facts: dict[str, Any] = dict(
+    kind = "NO"
+    if launch.world_size > 1:
+        kind = "MULTI_GPU" if gpu else "MULTI_CPU"
+    settings: dict[str, object] = dict(
         compute_environment="LOCAL_MACHINE",
         distributed_type=kind,
         use_cpu=not gpu,
@@ -546,45 +589,42 @@ def launch_files(
         mixed_precision="no",
         main_training_function="main",
     )
-    files = {"accelerate.yaml": yaml.safe_dump(facts, sort_keys=False)}
+    files = {"accelerate.yaml": yaml.safe_dump(settings, sort_keys=False)}
     if launch.strategy.startswith("zero"):
         zero = {**launch.deepspeed.get("zero_optimization", {}), "stage": int(launch.strategy[-1])}
-        ours = dict(
+        defaults = dict(
             train_micro_batch_size_per_gpu="auto",
             gradient_accumulation_steps="auto",
             gradient_clipping="auto",
         )
-        files["deepspeed.json"] = (
-            json.dumps({**ours, **launch.deepspeed, "zero_optimization": zero}, indent=1) + "\n"
-        )
+        deepspeed = {**defaults, **launch.deepspeed, "zero_optimization": zero}
+        files["deepspeed.json"] = json.dumps(deepspeed, indent=1) + "\n"
     return files
 
 
 def own_address(
     launch: LaunchConfig,
 ) -> str:  # Empty if there is no way to the machine with rank 0
-    "Where the other machines find this one; its name, which torchrun would take, need not be known to them."
+    "The address of this machine for the others, who may not know its name, torchrun's default."
     if launch.node_rank == 0:
         return launch.main_address
-    with socket.socket(
-        socket.AF_INET, socket.SOCK_DGRAM
-    ) as way:  # sends nothing, only asks for the way
+    # A UDP socket sends nothing here, it only finds the route
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
         try:
-            way.connect((launch.main_address, launch.port or 29500))
+            route.connect((launch.main_address, launch.port or 29500))
         except OSError:
             return ""
-        return way.getsockname()[0]
+        return route.getsockname()[0]
 
 
 def launch_command(
-    program: Sequence[
-        str
-    ],  # What each process runs, after `python`: a script with its arguments, or -m and a module
+    # What each process runs, after `python`: a script with its arguments, or -m and a module
+    program: Sequence[str],
     launch: LaunchConfig,
     folder: Path,  # Where files and logs go
     gpu: bool = False,
 ) -> tuple[list[str], dict[str, str]]:  # The command; what it needs in its environment
-    "How torchrun is asked for these processes."
+    "The torchrun command that starts these processes."
     words = [
         sys.executable,
         "-m",
@@ -600,7 +640,7 @@ def launch_command(
             f"--master-addr={launch.main_address}",
             f"--master-port={launch.port or 29500}",
         ]
-    else:  # machines that may all begin again have to meet anew
+    else:  # After a restart the machines meet again
         words += [
             f"--nnodes={launch.num_nodes}",
             "--rdzv-backend=c10d",
@@ -616,7 +656,7 @@ def launch_command(
         "--tee=0:3",
     ]
     env = {"TRAINKIT_STRATEGY": launch.strategy} if launch.world_size > 1 else {}
-    # the store of the first meeting still holds what was said there, and those who meet again would believe it
+    # The store of the first rendezvous still has its values, which a second one would read
     if launch.num_nodes > 1 and launch.max_restarts:
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if launch.strategy.startswith("zero"):
@@ -633,11 +673,30 @@ def command_line(
     env: Mapping[str, str],
 ) -> str:
     "The line to type, without secrets."
-    return mask_secrets(
-        " ".join([*(f"{k}={shlex.quote(v)}" for k, v in env.items()), *map(shlex.quote, command)])
-    )
+    variables = [f"{k}={shlex.quote(v)}" for k, v in env.items()]
+    return mask_secrets(" ".join([*variables, *map(shlex.quote, command)]))
 
 # %% ../../nbs/11_recipes/13_launch.ipynb #dbb45343
+_SIGNALS = {
+    -2: "interrupted",
+    -6: "aborted",
+    -9: "killed, perhaps because the memory was full",
+    -11: "a crash",
+    -15: "terminated",
+}
+
+
+def _log_tail(log: Path | None) -> str:
+    "A sentence with the last lines of a log."
+    if not log:
+        return "It left no log"
+    text = log.read_text(errors="replace") if log.exists() else ""
+    lines = [f"  {line}" for line in text.splitlines() if line.strip()][-8:]
+    if not lines:
+        return f"Its log {log} is empty"
+    return f"Its log is {log}, and ends:\n" + mask_secrets("\n".join(lines))
+
+
 class WorkerDied(RuntimeError):
     "A process of the job ended with an error; `rank`, `exit_code`, `log`."
 
@@ -645,55 +704,36 @@ class WorkerDied(RuntimeError):
         self, rank: int | None, exit_code: int | None, log: Path | None, restarts: int = 0
     ):
         self.rank, self.exit_code, self.log = rank, exit_code, log
-        signals = {
-            -2: "interrupted",
-            -6: "aborted",
-            -9: "killed, perhaps because the memory was full",
-            -11: "a crash",
-            -15: "terminated",
-        }
-        how = signals.get(exit_code or 0, f"exit code {exit_code}")
-        again = f" after {restarts} restart{'s'[: restarts != 1]}" if restarts else ""
-        said = (
-            [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-8:]
-            if log and log.exists()
-            else []
-        )
-        tail = (
-            f"Its log is {log}, and ends:\n" + mask_secrets("\n".join(f"  {line}" for line in said))
-            if said
-            else f"It said nothing in {log}"
-            if log
-            else "It left no log"
-        )
-        super().__init__(f"Process {'?' if rank is None else rank} died{again} ({how}). {tail}")
+        reason = _SIGNALS.get(exit_code or 0, f"exit code {exit_code}")
+        again = f" after {plural(restarts, 'restart')}" if restarts else ""
+        name = "?" if rank is None else rank
+        super().__init__(f"Process {name} died{again} ({reason}). {_log_tail(log)}")
 
-    def __reduce__(self):  # Another process reads what was said, though the log be gone
+    def __reduce__(self):  # Another process reads the message, even if the log is gone
         return type(self), (self.rank, self.exit_code, None), vars(self) | dict(args=self.args)
 
 
+def _attempt_number(path: Path) -> int:
+    return int(path.name.split("_")[1])
+
+
 def find_failure(
-    said: str,  # What torchrun wrote
+    output: str,  # Of torchrun
     logs: Path,  # Its --log-dir
 ) -> tuple[int | None, int | None, Path | None, int]:  # Rank, exit code, log, restarts
-    "Who died first."
-    root = said[said.rfind("Root Cause") :] if "Root Cause" in said else said
+    "The process that died first."
+    root = output[max(0, output.rfind("Root Cause")) :]
     rank = re.search(r"rank\s*:\s*(\d+)\s*\(local_rank:\s*(\d+)\)", root)
     code = re.search(r"exitcode\s*:\s*(-?\d+)", root)
-    number = lambda path: int(path.name.split("_")[1])
+    number, exit_code = int(rank[1]) if rank else None, int(code[1]) if code else None
     attempts = sorted(
-        logs.glob("*/attempt_*"), key=lambda path: (path.stat().st_mtime, number(path))
+        logs.glob("*/attempt_*"), key=lambda path: (path.stat().st_mtime, _attempt_number(path))
     )
     if not attempts:
-        return (int(rank[1]) if rank else None), (int(code[1]) if code else None), None, 0
+        return number, exit_code, None, 0
     local = rank[2] if rank else "0"
     log = attempts[-1] / str(local) / "stderr.log"
-    return (
-        (int(rank[1]) if rank else None),
-        (int(code[1]) if code else None),
-        log,
-        number(attempts[-1]),
-    )
+    return number, exit_code, log, _attempt_number(attempts[-1])
 
 
 def run_command(
@@ -701,54 +741,62 @@ def run_command(
     env: Mapping[str, str],
     folder: Path,  # Of `launch_command`
 ) -> None:  # Raises `WorkerDied`
-    "Run torchrun, show what the first process says, and name the one that dies."
+    "Run torchrun, show the output of the first process, and name the one that dies."
     process = subprocess.Popen(command, env={**os.environ, **env}, stderr=subprocess.PIPE)
     assert process.stderr is not None
-    said = b""
+    output = b""
+    own_lines = (b"torch/distributed", b"ChildFailedError", b"Root Cause")
     try:
         while part := os.read(process.stderr.fileno(), 65536):
-            said = (said + part)[-200_000:]
-            if (
-                b"torch/distributed" not in part
-                and b"ChildFailedError" not in part
-                and b"Root Cause" not in part
-            ):
-                print(
-                    part.decode(errors="replace"), end="", file=Lasting(sys.stderr), flush=True
-                )  # with the colours and bars of the child
-    except KeyboardInterrupt:  # torchrun has heard it too, and lets the processes save
+            output = (output + part)[-200_000:]
+            if not any(line in part for line in own_lines):
+                # With the colours and progress bars of the child
+                text = part.decode(errors="replace")
+                print(text, end="", file=Lasting(sys.stderr), flush=True)
+    except KeyboardInterrupt:  # torchrun got it too, and lets the processes save
         process.wait(timeout=120)
         raise
     if process.wait() == 0:
         return
-    raise WorkerDied(*find_failure(said.decode(errors="replace"), folder / "logs"))
+    raise WorkerDied(*find_failure(output.decode(errors="replace"), folder / "logs"))
 
 # %% ../../nbs/11_recipes/13_launch.ipynb #000fe2a4
 def as_script(
     files: Mapping[str | Path, str],  # Path -> text
     line: str,  # The command that reads them
 ) -> str:
-    "Lines for a shell that write the files and run the command: what a dry run shows, since it writes nothing."
-    lines = [
-        f"mkdir -p {shlex.quote(str(folder))}"
-        for folder in dict.fromkeys(Path(path).parent for path in files)
-    ]
+    "Lines for a shell that write the files and run the command, for a dry run to show."
+    folders = dict.fromkeys(Path(path).parent for path in files)
+    lines = [f"mkdir -p {shlex.quote(str(folder))}" for folder in folders]
     for path, text in files.items():
-        end = next(
-            word
-            for word in ("END", "END_OF_FILE", "END_OF_THIS_FILE")
-            if word not in text.splitlines()
-        )
+        words = ("END", "END_OF_FILE", "END_OF_THIS_FILE")
+        end = next(word for word in words if word not in text.splitlines())
         lines.append(f"cat > {shlex.quote(str(path))} <<'{end}'\n{text.rstrip()}\n{end}")
     return "\n".join([*lines, line])
+
+
+def _check_start(launch: LaunchConfig, gpu: bool) -> None:
+    if gpu and launch.num_processes > torch.cuda.device_count():
+        raise ValueError(
+            f"num_processes = {launch.num_processes}, and this machine has "
+            f"{torch.cuda.device_count()} GPUs: at most one process for each"
+        )
+    if launch.strategy.startswith("zero"):
+        from importlib.util import find_spec
+
+        if find_spec("deepspeed") is None:
+            raise ImportError(
+                f"{launch.strategy} needs DeepSpeed: DS_BUILD_OPS=0 pip install "
+                '--no-build-isolation "trainkit-llm[deepspeed]", or take strategy fsdp'
+            )
 
 
 def start(
     program: Sequence[str],  # What each process runs, after `python`
     launch: LaunchConfig,
     folder: str | Path,  # Where files and logs of the launch go
-    dry_run: bool = False,  # Only show the command, and before it what writes the files that it reads
-    say: Callable[[str], Any] = note,
+    dry_run: bool = False,  # Only show the command, and the commands that write its files
+    say: Callable[[str], object] = note,
     env: Mapping[str, str] | None = None,  # More for the environment of the processes
     files: Mapping[str | Path, str] | None = None,  # Path -> text: what else the program reads
 ) -> str:  # What was shown
@@ -756,63 +804,45 @@ def start(
     gpu, folder = pick_device().type == "cuda", Path(folder)
     if launch.num_nodes > 1:
         folder = folder / f"node-{launch.node_rank}"
-    if gpu and not dry_run:
-        import torch
-
-        if launch.num_processes > torch.cuda.device_count():
-            raise ValueError(
-                f"num_processes = {launch.num_processes}, and this machine has {torch.cuda.device_count()} GPUs: at most "
-                "one process for each"
-            )
-    if launch.strategy.startswith("zero") and not dry_run:
-        from importlib.util import find_spec
-
-        if find_spec("deepspeed") is None:
-            raise ImportError(
-                f"{launch.strategy} needs DeepSpeed: DS_BUILD_OPS=0 pip install --no-build-isolation "
-                '"trainkit-llm[deepspeed]", or take strategy fsdp'
-            )
-    command, more = launch_command(program, launch, folder, gpu)
-    more = {**more, **(env or {})}
-    line = command_line(command, more)
-    needed = {
-        **(files or {}),
-        **{folder / name: text for name, text in launch_files(launch, gpu).items()},
-    }
+    if not dry_run:
+        _check_start(launch, gpu)
+    command, variables = launch_command(program, launch, folder, gpu)
+    variables = {**variables, **(env or {})}
+    line = command_line(command, variables)
+    needed: dict[str | Path, str] = dict(files or {})
+    needed |= {folder / name: text for name, text in launch_files(launch, gpu).items()}
     if dry_run:
-        read = [*command, *more.values()]  # accelerate's file is for people
-        say(
-            shown := as_script(
-                {path: mask_secrets(text) for path, text in needed.items() if str(path) in read},
-                line,
-            )
-        )
-        return shown
+        # Without accelerate's file, which is for people
+        paths = [*command, *variables.values()]
+        read = {path: mask_secrets(text) for path, text in needed.items() if str(path) in paths}
+        script = as_script(read, line)
+        say(script)
+        return script
     for path, text in needed.items():
         write_atomic(path, text)
     write_atomic(folder / "command.sh", line + "\n")
     say(line)
-    run_command(command, more, folder)
+    run_command(command, variables, folder)
     return line
 
 
-def _differences(given: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
-    "What a config says that its class would not say by itself."
+def _differences(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> _Json:
+    "The values of a config that are not its defaults."
     out = {}
-    for key, value in given.items():
-        if isinstance(value, Mapping) and isinstance(plain.get(key), Mapping) and plain[key]:
-            value = _differences(value, plain[key]) or plain[key]
-        if key not in plain or value != plain[key]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and isinstance(defaults.get(key), Mapping) and defaults[key]:
+            value = _differences(value, defaults[key]) or defaults[key]
+        if key not in defaults or value != defaults[key]:
             out[key] = value
     return out
 
 
 def launch(
-    config: Any,  # A `RunConfig`
+    config: "RunConfig",
     num_processes: int = 1,
     strategy: str = "ddp",  # One of `STRATEGIES`
-    dry_run: bool = False,  # Only show the command, and before it what writes the files that it reads
-    say: Callable[[str], Any] = note,
+    dry_run: bool = False,  # Only show the command, and the commands that write its files
+    say: Callable[[str], object] = note,
     **more: Any,  # Other fields of `LaunchConfig`
 ) -> Path:  # The run folder; raises `WorkerDied`
     "Run a config in several processes."
@@ -824,12 +854,11 @@ def launch(
     where = folder / "launch" / (f"node-{plan.node_rank}" if plan.node_rank else "") / "config.yaml"
     text = dump_config(config)
     if dry_run:  # Short enough to read
-        kind, named = type(config), {"method": config.method} if hasattr(config, "method") else {}
-        text = yaml.safe_dump(
-            {**named, **_differences(to_dict(config), to_dict(kind(**named)))},
-            sort_keys=False,
-            allow_unicode=True,
-        )
+        method = {"method": config.method} if hasattr(config, "method") else {}
+        kind = cast(Callable[..., "RunConfig"], type(config))
+        defaults = to_dict(kind(**method))
+        short = {**method, **_differences(to_dict(config), defaults)}
+        text = yaml.safe_dump(short, sort_keys=False, allow_unicode=True)
     start(
         ["-m", "trainkit", "train", str(where)],
         plan,

@@ -17,30 +17,39 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
 from ..config import nearest
 from ..files import making_model, open_with, reading, say, to_json
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trainkit.memory.tracker import MemoryReport
+    from trainkit.memory.planner import Machine, Plan, Setup
+    from trainkit.model.config import ModelConfig
+    from trainkit.recipes.config import RunConfig
+
+    # A function that makes the model, for an architecture that is not ours
+    Shape = ModelConfig | Callable[[], nn.Module]
+
 # %% ../../nbs/11_recipes/12_memory_commands.ipynb #df0748e7
 @dataclass
 class Needs:
-    "What of a config decides about memory."
+    "The part of a config that determines memory."
 
-    model: Any  # A `ModelConfig`, or a function that makes the model
-    setup: Any  # A `Setup`
-    note: str = ""  # Where the count is not the whole truth
+    model: "Shape"
+    setup: "Setup"
+    note: str = ""  # What the count leaves out
 
 
 def find_model(
     name: str,  # A model folder, or one of `PRESETS`; empty: the config's own
-    config: Any,  # A `RunConfig`
-) -> (
-    Any
-):  # A `ModelConfig`, or for an architecture that is not ours a function that makes the model
-    "The shape of the model that a run begins with; weights are not read."
+    config: "RunConfig",
+) -> "Shape":
+    "The shape of the model that a run starts from; weights are not read."
     from trainkit.model.config import PRESETS, ModelConfig
 
     if not name:
@@ -52,8 +61,8 @@ def find_model(
         return replace(shape, vocab_size=shape.vocab_size or config.tokenizer.vocab_size)
     if not Path(name).is_dir():
         raise FileNotFoundError(
-            f"'{name}' is no model here: give a folder with a config.json, or one of {', '.join(PRESETS)}."
-            f"{nearest(name, list(PRESETS))}"
+            f"'{name}' is not a model here: give a folder with a config.json, "
+            f"or one of {', '.join(PRESETS)}.{nearest(name, list(PRESETS))}"
         )
     from trainkit.interop.hf import read_config, read_model_settings
 
@@ -63,101 +72,97 @@ def find_model(
         from transformers import AutoConfig, AutoModelForCausalLM
 
         try:
-            theirs = open_with(AutoConfig, name)
+            foreign = open_with(AutoConfig, name)
         except Exception:
             raise error from None
         read_model_settings(name)
 
-        def make() -> Any:
+        def make() -> "nn.Module":
             with making_model(), reading(Path(name) / "config.json"):
-                return AutoModelForCausalLM.from_config(theirs)
+                return AutoModelForCausalLM.from_config(foreign)
 
         return make
 
 
 def read_setup(
-    config: Any,  # A `RunConfig`
-) -> Needs:  # Raises `FileNotFoundError` where the model is not
-    "Read what memory depends on."
+    config: "RunConfig",
+) -> Needs:  # Raises `FileNotFoundError` where the model is missing
+    "The model and the training setup of a config."
     from trainkit.memory.planner import Setup
 
     shape, train = find_model(config.init_from, config), config.train
     length, note, rows = config.data.max_length, "", train.per_device_train_batch_size
     longest = getattr(shape, "max_seq_len", length)
     if config.method in ("dpo", "reward"):
-        rows, note = (
-            2 * rows,
-            "each row is a pair of answers, counted as two; a reference model is not counted",
-        )
+        rows *= 2
+        note = "each row is a pair of answers, counted as two; a reference model is not counted"
     elif config.method not in ("pretrain", "sft", "freeze", "lora", "qlora"):
-        note = "the training step alone; answering has a cache of its own"
+        note = "the training step alone; generation has a cache of its own"
     new = _new_tokens(config)
-    if new and hasattr(shape, "vocab_size"):
+    if new and not callable(shape) and hasattr(shape, "vocab_size"):
         shape = replace(shape, vocab_size=shape.vocab_size + new)
     model: Any = shape
     if config.method == "freeze":
         model = _frozen(shape, config.sft.trainable_layers, new > 0)
-    return Needs(
-        model,
-        Setup(
-            batch_size=rows,
-            seq_len=min(length, longest),
-            accumulation=train.gradient_accumulation_steps,
-            chunked_loss=True,
-            mixed_precision=train.mixed_precision
-            if train.mixed_precision in ("bf16", "fp16")
-            else "no",
-            checkpointing=config.model.gradient_checkpointing,
-            optim=config.optim.optim,
-            in_backward=train.optimizer_in_backward,
-            lora_rank=config.lora.r if config.adapts else 0,
-            bits=config.quant.bits if config.adapts else None,
-            offload=train.offload_optimizer,
-            lora=config.lora if config.adapts else None,
-            new_tokens=new > 0,
-        ),
-        note,
+    precision = train.mixed_precision
+    setup = Setup(
+        batch_size=rows,
+        seq_len=min(length, longest),
+        accumulation=train.gradient_accumulation_steps,
+        chunked_loss=True,
+        mixed_precision=precision if precision in ("bf16", "fp16") else "no",
+        checkpointing=config.model.gradient_checkpointing,
+        optim=config.optim.optim,
+        in_backward=train.optimizer_in_backward,
+        lora_rank=config.lora.r if config.adapts else 0,
+        bits=config.quant.bits if config.adapts else None,
+        offload=train.offload_optimizer,
+        lora=config.lora if config.adapts else None,
+        new_tokens=new > 0,
     )
+    return Needs(model, setup, note)
 
 
-def _new_tokens(config: Any) -> int:
-    "How many tokens the chat format of a run brings, as far as the tokenizer's files tell."
+def _new_tokens(config: "RunConfig") -> int:
+    "How many tokens the chat format of a run adds, as far as the tokenizer's files tell."
     from trainkit.tokenizer.chat_template import missing_tokens
 
-    asks = (
-        config.method in ("sft", "freeze", "lora", "qlora") or config.sft.template
-    )  # Opinions are read in the model's own format
+    # Preferences are read in the model's own format
+    formatted = config.method in ("sft", "freeze", "lora", "qlora") or config.sft.template
+    if not config.init_from or not formatted or config.method == "pretrain":
+        return 0
     folder = config.tokenizer.path or config.init_from
-    return (
-        len(missing_tokens(folder, config.sft.template or ""))
-        if config.init_from and asks and config.method != "pretrain"
-        else 0
-    )
+    return len(missing_tokens(folder, config.sft.template or ""))
 
 
-def _frozen(shape: Any, count: int, ends: bool = False) -> Callable[[], Any]:
-    "Only some blocks learn: the last ones, or the first ones below 0; with new tokens embedding and head, too."
+def _frozen(
+    shape: "Shape",
+    count: int,  # The last blocks; below 0 the first ones
+    ends: bool = False,  # Also embedding and head, for new tokens
+) -> "Callable[[], nn.Module]":
+    "A function that makes a model of which only some blocks are trained."
 
-    def make() -> Any:
+    def make() -> "nn.Module":
         from trainkit.model.transformer import Transformer
         from trainkit.memory.offload import find_blocks
 
-        made: Any = shape() if callable(shape) else Transformer(shape)
-        made.requires_grad_(False)
-        blocks = list(find_blocks(made))
+        model: Any = shape() if callable(shape) else Transformer(shape)
+        model.requires_grad_(False)
+        blocks = list(find_blocks(model))
         for block in blocks[-count:] if count > 0 else blocks[:-count]:
             block.requires_grad_(True)
-        for layer in (made.get_input_embeddings(), made.get_output_embeddings()) if ends else ():
-            layer.requires_grad_(True)
-        return made
+        if ends:
+            for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+                layer.requires_grad_(True)
+        return model
 
     return make
 
 # %% ../../nbs/11_recipes/12_memory_commands.ipynb #38a06897
 def predict_needs(
-    config: Any,  # A `RunConfig`
-    resident: bool = False,  # Also what a run on this CPU takes of main memory beside the tensors: `beside` of the report
-) -> Any:  # A `MemoryReport`
+    config: "RunConfig",
+    resident: bool = False,  # Also what a run on this CPU takes besides: `beside` of the report
+) -> "MemoryReport":
     "The peak of a step, without data and weights."
     from trainkit.memory.planner import predict_setup
 
@@ -195,12 +200,12 @@ def _products_kept(config: Any, count: int) -> int:
 
 
 def plan_needs(
-    config: Any,  # A `RunConfig`
-    budget: str | float | Any,  # '15 GB', bytes, a machine or its name
-    progress: Callable[[str, int], None] | None = None,  # Is told each (lever, bytes)
+    config: "RunConfig",
+    budget: "str | float | Machine",  # '15 GB', bytes, a machine or its name
+    progress: Callable[[str, int], None] | None = None,  # Called with each (lever, bytes)
     host: bool = False,  # The budget is main memory itself, so nothing can be moved there
-) -> Any:  # A `Plan`
-    "The cheapest knobs to turn, until a step fits."
+) -> "Plan":
+    "The cheapest knobs to change until a step fits."
     from trainkit.memory.planner import LEVERS, plan_memory
 
     needs = read_setup(config)
@@ -217,39 +222,34 @@ def plan_needs(
 
 
 def knobs_of(
-    plan: Any,  # A `Plan` from `plan_needs`
-    config: Any,  # The `RunConfig` that was planned
+    plan: "Plan",  # From `plan_needs`
+    config: "RunConfig",  # The config that was planned
 ) -> dict[str, Any]:  # Knob -> value, those that change
     "A plan in the words of a config."
-    old, new, rows = (
-        read_setup(config).setup,
-        plan.setup,
-        2 if config.method in ("dpo", "reward") else 1,
-    )
+    old, new = read_setup(config).setup, plan.setup
+    rows = 2 if config.method in ("dpo", "reward") else 1
     words: dict[str, Any] = {}
 
-    def say(name: str, field: str, value: Any = None) -> None:
+    def change(name: str, field: str, value: int | None = None) -> None:
         if getattr(old, field) != getattr(new, field):
             words[name] = getattr(new, field) if value is None else value
 
-    say("train.per_device_train_batch_size", "batch_size", max(1, new.batch_size // rows))
-    say("train.gradient_accumulation_steps", "accumulation")
-    say("train.mixed_precision", "mixed_precision")
-    say("model.gradient_checkpointing", "checkpointing")
-    say("optim.optim", "optim")
-    say("train.optimizer_in_backward", "in_backward")
+    change("train.per_device_train_batch_size", "batch_size", max(1, new.batch_size // rows))
+    change("train.gradient_accumulation_steps", "accumulation")
+    change("train.mixed_precision", "mixed_precision")
+    change("model.gradient_checkpointing", "checkpointing")
+    change("optim.optim", "optim")
+    change("train.optimizer_in_backward", "in_backward")
     if new.in_backward and config.train.max_grad_norm:
-        words["train.max_grad_norm"] = (
-            0.0  # A common norm needs all gradients, and the first are gone before the last
-        )
-    say("train.offload_optimizer", "offload")
-    say("data.max_length", "seq_len")
-    if new.lora_rank and not config.adapts:  # Then it learns otherwise
-        words |= (
-            {"method": "qlora" if new.bits else "lora"}
-            if config.method == "sft"
-            else {"use_lora": True}
-        )
+        # A common norm needs all gradients, and the first are gone before the last
+        words["train.max_grad_norm"] = 0.0
+    change("train.offload_optimizer", "offload")
+    change("data.max_length", "seq_len")
+    if new.lora_rank and not config.adapts:
+        if config.method == "sft":
+            words["method"] = "qlora" if new.bits else "lora"
+        else:
+            words["use_lora"] = True
         words |= {"lora.r": new.lora_rank, "lora.target_modules": "all-linear"}
     if new.bits != old.bits and words.get("method") != "qlora":
         words["quant.bits"] = new.bits
@@ -258,7 +258,8 @@ def knobs_of(
 # %% ../../nbs/11_recipes/12_memory_commands.ipynb #add7c089
 memory = typer.Typer(
     name="memory",
-    help="How much memory a run will take, and what would make it fit; no data and no weights are read.",
+    help="How much memory a run will take, and what would make it fit; "
+    "no data and no weights are read.",
     context_settings=dict(help_option_names=["-h", "--help"]),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -282,7 +283,8 @@ Model = Annotated[
         "--model",
         "-m",
         show_default=False,
-        help="A model folder (config.json is enough), or a shape by name: smollm2-135m, gpt2, small, …",
+        help="A model folder (config.json is enough), "
+        "or a shape by name: smollm2-135m, gpt2, small, …",
     ),
 ]
 Method = Annotated[
@@ -304,7 +306,9 @@ MaxLength = Annotated[
 _AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
-def _config(file: str | None, changes: list[str] | None, **options: Any) -> Any:
+def _config(
+    file: str | None, changes: list[str] | None, **options: str | int | None
+) -> "RunConfig":
     from trainkit.recipes.config import method_config
 
     short = {
@@ -314,10 +318,10 @@ def _config(file: str | None, changes: list[str] | None, **options: Any) -> Any:
         "accumulation": "train.gradient_accumulation_steps",
         "max_length": "data.max_length",
     }
-    said = [
+    knobs = [
         f"{short[name]}={json.dumps(value)}" for name, value in options.items() if value is not None
     ]
-    changes = [*said, *([file] if file and "=" in file else []), *(changes or [])]
+    changes = [*knobs, *([file] if file and "=" in file else []), *(changes or [])]
     return method_config(Path(file) if file and "=" not in file else None, changes)
 
 
@@ -359,38 +363,35 @@ def predict(
     from trainkit.files import show_bytes
     from trainkit.memory.planner import MACHINES
 
-    needs, found = read_setup(whole), predict_needs(whole)
+    needs, report = read_setup(whole), predict_needs(whole)
     run = predict_needs(whole, resident=True)
-    fits = {name: found.peak <= machine.usable for name, machine in MACHINES.items()}
+    setup = needs.setup
+    fits = {name: report.peak <= machine.usable for name, machine in MACHINES.items()}
     if as_json:
-        say(
-            to_json(
-                dict(
-                    peak=found.peak,
-                    parts=found.parts,
-                    resident=run.resident,
-                    beside=run.beside,
-                    setup={k: v for k, v in vars(needs.setup).items() if k != "lora"},
-                    fits=fits,
-                    note=needs.note,
-                ),
-                indent=1,
-            )
+        data = dict(
+            peak=report.peak,
+            parts=report.parts,
+            resident=run.resident,
+            beside=run.beside,
+            setup={k: v for k, v in vars(setup).items() if k != "lora"},
+            fits=fits,
+            note=needs.note,
         )
+        say(to_json(data, indent=1))
         return
     say(
-        f"A step of {needs.setup.batch_size} x {needs.setup.seq_len} tokens, method {whole.method}, {needs.setup.optim}"
+        f"A step of {setup.batch_size} x {setup.seq_len} tokens, "
+        f"method {whole.method}, {setup.optim}"
     )
-    for name, size in [*found.parts.items(), ("at the peak", found.peak)]:
+    for name, size in [*report.parts.items(), ("at the peak", report.peak)]:
         if size:
-            say(f"  {name:<14}{show_bytes(size):>9}  {size / found.peak:6.1%}")
+            say(f"  {name:<14}{show_bytes(size):>9}  {size / report.peak:6.1%}")
     say(f"On this CPU: {show_bytes(run.resident)} of main memory, {_beside_words(run)}")
     if needs.note:
         say(f"Note: {needs.note}")
-    say(
-        f"Has room: {', '.join(name for name, yes in fits.items() if yes) or 'none of the machines known here'}"
-    )
-    if small := [name for name, yes in fits.items() if not yes]:
+    large = ", ".join(name for name, fit in fits.items() if fit)
+    say(f"Has room: {large or 'none of the machines known here'}")
+    if small := [name for name, fit in fits.items() if not fit]:
         say(f"Too small: {', '.join(small)} (trainkit memory plan … --machine '{small[0]}')")
 
 
@@ -434,41 +435,31 @@ def plan(
     if machine and find_machine(machine) not in MACHINES.values():
         raise ValueError(f"--machine {machine}: an amount of memory is a --budget")
     room, on_gpu = free_here()
-    found = plan_needs(whole, budget or machine or room, host=not (budget or machine or on_gpu))
-    words = knobs_of(found, whole)
+    result = plan_needs(whole, budget or machine or room, host=not (budget or machine or on_gpu))
+    words = knobs_of(result, whole)
     if as_json:
-        say(
-            to_json(
-                dict(
-                    fits=found.fits,
-                    budget=found.budget,
-                    peak=found.peak,
-                    waterfall=found.waterfall,
-                    skipped=found.skipped,
-                    setup={k: v for k, v in vars(found.setup).items() if k != "lora"},
-                    cards=found.cards,
-                    knobs=words,
-                ),
-                indent=1,
-            )
+        data = dict(
+            fits=result.fits,
+            budget=result.budget,
+            peak=result.peak,
+            waterfall=result.waterfall,
+            skipped=result.skipped,
+            setup={k: v for k, v in vars(result.setup).items() if k != "lora"},
+            cards=result.cards,
+            knobs=words,
         )
+        say(to_json(data, indent=1))
     else:
-        say(str(found))
-        if words and found.fits:
-            say(
-                "Say     "
-                + " ".join(
-                    f"{k}={v if isinstance(v, str) else to_json(v)}" for k, v in words.items()
-                )
-            )
-    if not found.fits:
+        say(str(result))
+        if words and result.fits:
+            changes = [f"{k}={v if isinstance(v, str) else to_json(v)}" for k, v in words.items()]
+            say(f"Set     {' '.join(changes)}")
+    if not result.fits:
         raise typer.Exit(1)
 
 
-def free_here() -> tuple[
-    int, bool
-]:  # Bytes of the GPU, or of main memory where there is none; whether it is a GPU's
-    "What this machine has to give now."
+def free_here() -> tuple[int, bool]:
+    "Free bytes of the GPU, or of main memory where there is none; and whether it is a GPU's."
     from trainkit.system import look_at_device
     from trainkit.system import available_memory as main_memory
 

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -34,6 +34,14 @@ from ..model.generation import context_length
 from ..model.transformer import Transformer
 from ..train.step import evaluating
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from trainkit.recipes.config import RunConfig
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+
+    Tokenizer = BPETokenizer | PreTrainedTokenizerBase
+
 # %% ../../nbs/11_recipes/09_saving.ipynb #c4c49ac6
 def whole(
     model: nn.Module,  # Left as it is
@@ -41,7 +49,7 @@ def whole(
     "The model with its adapter folded in, in full precision."
     net = merge_lora(deepcopy(model))
     layers: list[tuple[str, Any]] = list(net.named_modules())
-    for name, layer in layers:  # What has no adapter is still in few bits
+    for name, layer in layers:  # Layers without an adapter are still quantized
         if callable(getattr(layer, "dequantize", None)) and hasattr(layer, "in_features"):
             plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
             plain.weight, plain.bias = nn.Parameter(layer.dequantize()), layer.bias  # type: ignore
@@ -49,26 +57,25 @@ def whole(
     return net
 
 # %% ../../nbs/11_recipes/09_saving.ipynb #cc75e223
-def _padding(tokenizer: Any) -> int | None:
-    "A token that ends no answer; None: texts are scored one at a time."
+def _padding(tokenizer: "Tokenizer") -> int | None:
+    "A padding token other than the end of a text; None: texts are scored one at a time."
     end, pad = getattr(tokenizer, "eos_token_id", None), getattr(tokenizer, "pad_token_id", None)
     if pad is not None and pad != end:
         return pad
-    special = getattr(tokenizer, "special_tokens", None) or {}
-    return next(
-        (i for i in (special.values() if isinstance(special, dict) else ()) if i != end), None
-    )
+    special = getattr(tokenizer, "special_tokens", None)
+    ids = special.values() if isinstance(special, dict) else ()
+    return next((i for i in ids if i != end), None)
 
 
 def save_reward_model(
-    model: RewardModel,  # Perhaps with an adapter, perhaps of few bits
-    tokenizer: Any,
+    model: RewardModel,  # With or without an adapter, quantized or not
+    tokenizer: "Tokenizer",
     folder: str | Path,
-    causal: Any,  # The language model that it was made of
-) -> (
-    Path
-):  # The folder, whole or not at all; raises `ValueError` where transformers has no such class
-    "Write a reward model that `AutoModelForSequenceClassification` opens."
+    causal: Any,  # The language model it was made from, ours or of transformers
+) -> Path:  # The folder, written whole or not at all
+    """Write a reward model that `AutoModelForSequenceClassification` opens.
+
+    Raises `ValueError` where transformers has no such class."""
     import transformers
 
     from trainkit.interop.families import to_hf  # transformers takes seconds to import
@@ -79,61 +86,52 @@ def save_reward_model(
         shell.model = net.body
         if causal.config.tie_embeddings:
             shell.lm_head = nn.Linear(1, 1, bias=False)
-        if causal.config.tie_embeddings:
             shell.lm_head.weight = net.body.embed_tokens.weight
-        theirs = to_hf(shell)
+        exported = to_hf(shell)
+        body = exported.base_model.state_dict()
     else:
-        theirs = causal
-    config = deepcopy(theirs.config)
+        exported, body = causal, net.body.state_dict()
+    config = deepcopy(exported.config)
     config.num_labels, config.pad_token_id = 1, _padding(tokenizer)
     try:
         with making_model():
-            judge: Any = transformers.AutoModelForSequenceClassification.from_config(config)
+            classifier: Any = transformers.AutoModelForSequenceClassification.from_config(config)
     except ValueError as error:
         raise ValueError(
-            f"transformers has no class for a reward model of this kind, so it cannot be saved: {error}"
+            "transformers has no class for a reward model of this kind, so it cannot be saved: "
+            f"{error}"
         ) from None
-    body = (
-        theirs.base_model.state_dict() if isinstance(causal, Transformer) else net.body.state_dict()
-    )
-    getattr(judge, judge.base_model_prefix).load_state_dict(body)
-    judge.score.weight = nn.Parameter(
-        net.score.weight.detach().to(next(iter(body.values())).dtype).cpu()
-    )
+    getattr(classifier, classifier.base_model_prefix).load_state_dict(body)
+    dtype = next(iter(body.values())).dtype
+    classifier.score.weight = nn.Parameter(net.score.weight.detach().to(dtype).cpu())
     folder = Path(folder)
     with atomic_folder(folder) as temporary:
-        judge.save_pretrained(temporary)
-        (tokenizer.save if hasattr(tokenizer, "save") else tokenizer.save_pretrained)(temporary)
+        classifier.save_pretrained(temporary)
+        save = getattr(tokenizer, "save", None) or getattr(tokenizer, "save_pretrained")  # noqa: B009
+        save(temporary)
     return folder
 
 
 def save_reward_adapter(
     model: RewardModel,  # With an adapter
     folder: str | Path,
-    causal: Any,  # The language model that it was made of
+    causal: Any,  # The language model it was made from, ours or of transformers
     base: str | None = None,  # Where that is
 ) -> Path:  # The folder, whole or not at all
     "Write the adapter and the head, as PEFT keeps those of `AutoModelForSequenceClassification`."
     config = peft_config(causal, base=base)
-    ends = [
-        n for n, m in causal.named_modules() if m is causal.get_output_embeddings()
-    ]  # Which theirs has not
-    config |= dict(
-        task_type="SEQ_CLS",
-        modules_to_save=[*(n for n in config["modules_to_save"] or () if n not in ends), "score"],
-    )
-    learned = {
-        n: t
-        for n, t in adapter_tensors(causal).items()
-        if not any(n.startswith(f"base_model.model.{end}.") for end in ends)
+    # The classifier of transformers has no language-model head
+    output = causal.get_output_embeddings()
+    heads = [name for name, module in causal.named_modules() if module is output]
+    modules = [name for name in config["modules_to_save"] or () if name not in heads]
+    config |= dict(task_type="SEQ_CLS", modules_to_save=[*modules, "score"])
+    tensors = {
+        name: tensor
+        for name, tensor in adapter_tensors(causal).items()
+        if not any(name.startswith(f"base_model.model.{head}.") for head in heads)
     }
-    tensors = learned | {
-        "base_model.model.score.weight": model.score.weight.detach()
-        .float()
-        .cpu()
-        .contiguous()
-        .clone()
-    }
+    score = model.score.weight.detach().float().cpu().contiguous().clone()
+    tensors["base_model.model.score.weight"] = score
     if bad := [name for name, t in tensors.items() if not t.isfinite().all()]:
         raise ValueError(f"{bad[0]} is not finite: the adapter is broken, and nothing was saved")
     with atomic_folder(folder := Path(folder)) as temporary:
@@ -146,15 +144,15 @@ def save_reward_adapter(
 
 def load_reward_model(
     folder: str | Path,  # From `save_reward_model`, or of the run that saved it there
-) -> tuple[Any, Any]:  # A model of transformers with one label, in eval mode, and its tokenizer
+) -> "tuple[PreTrainedModel, Tokenizer]":  # With one label, in eval mode; its tokenizer
     "Open a reward model."
     import transformers
 
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
-    folder = next(
-        (f for f in (Path(folder), Path(folder) / "model") if (f / "config.json").is_file()), None
-    ) or Path(folder)
+    folder = Path(folder)
+    if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
+        folder = folder / "model"
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"{folder} has no config.json, and no model/ that has one: is it a reward model?"
@@ -164,7 +162,8 @@ def load_reward_model(
     )
     if model.config.num_labels != 1 or not hasattr(model, "score"):
         raise ValueError(
-            f"{folder} says {model.config.num_labels} numbers of a text, and a reward is one: is it a reward model?"
+            f"{folder} gives {model.config.num_labels} numbers for a text, and a reward is one: "
+            "is it a reward model?"
         )
     try:
         tokenizer: Any = BPETokenizer.load(folder)
@@ -175,59 +174,72 @@ def load_reward_model(
 # %% ../../nbs/11_recipes/09_saving.ipynb #7b17303b
 def score_answers(
     model: Any,  # A `RewardModel`, or what `load_reward_model` opens
-    tokenizer: Any,
+    tokenizer: "Tokenizer",
     prompts: Sequence,  # Texts, or lists of messages
     completions: Sequence[str],
     batch_size: int = 16,
 ) -> list[float]:  # A reward for each
-    "What a reward model thinks of answers."
+    "The rewards that a model gives to answers."
     rows = [
         dict(
             prompt=p, completion=c if isinstance(p, str) else [dict(role="assistant", content=c)]
         )  # An answer may be empty
         for p, c in zip(prompts, completions, strict=True)
     ]
-    texts, room, long, bos = [], context_length(model), 0, getattr(tokenizer, "bos_token_id", None)
+    texts, limit, cut = [], context_length(model), 0
+    bos = getattr(tokenizer, "bos_token_id", None)
     for row in tokenize_examples(rows, tokenizer):
-        places = (row["labels"] != -100).nonzero()[0]  # Nothing that follows an answer is judged
+        places = (row["labels"] != -100).nonzero()[0]  # What follows an answer is not scored
         prompt, answer = row["input_ids"][: places[0]], row["input_ids"][places[0] : places[-1] + 1]
-        if len(prompt) + len(answer) > room:  # As `tokenize_pairs` cuts what a judge learns from
-            long, kept = long + 1, max(1, int(room) - len(answer))
-            first = prompt[:1] if kept > 1 and prompt[0] == bos else prompt[:0]
-            prompt, answer = (
-                np.concatenate((first, prompt[len(prompt) - kept + len(first) :])),
-                answer[: int(room) - kept],
-            )
+        if len(prompt) + len(answer) > limit:  # As `tokenize_pairs` cuts the training rows
+            cut += 1
+            rest = max(1, int(limit) - len(answer))
+            first = prompt[:1] if rest > 1 and prompt[0] == bos else prompt[:0]
+            prompt = np.concatenate((first, prompt[len(prompt) - rest + len(first) :]))
+            answer = answer[: int(limit) - rest]
         texts.append(torch.as_tensor(np.concatenate((prompt, answer)).astype("int64")))
-    if long:
+    if cut:
         warnings.warn(
-            f"{long:,} of {len(texts):,} texts are longer than the {int(room):,} tokens that the reward model reads: their prompts lost their beginning, "
+            f"{cut:,} of {len(texts):,} texts are longer than the {int(limit):,} tokens that the "
+            "reward model reads: their prompts lost their beginning, "
             "and answers that are too long even so their end",
             stacklevel=2,
         )
-    out, device = [], next(model.parameters()).device
+    rewards, device = [], next(model.parameters()).device
     pad = getattr(model.config, "pad_token_id", None)
-    for at in range(
-        0, len(texts), batch_size if pad is not None or isinstance(model, RewardModel) else 1
-    ):
-        part = texts[
-            at : at + (batch_size if pad is not None or isinstance(model, RewardModel) else 1)
-        ]
-        ids: Tensor = nn.utils.rnn.pad_sequence(part, True, pad or 0).to(device)
-        mask = nn.utils.rnn.pad_sequence([torch.ones_like(t) for t in part], True, 0).to(device)
+    if pad is None and not isinstance(model, RewardModel):
+        batch_size = 1
+    for start in range(0, len(texts), batch_size):
+        batch = texts[start : start + batch_size]
+        ids: Tensor = nn.utils.rnn.pad_sequence(batch, True, pad or 0).to(device)
+        mask = nn.utils.rnn.pad_sequence([torch.ones_like(t) for t in batch], True, 0).to(device)
         with evaluating(model):
-            found = model(ids, attention_mask=mask)
-        out += (found if isinstance(found, Tensor) else found.logits[:, 0]).float().tolist()
-    return out
+            output = model(ids, attention_mask=mask)
+        scores = output if isinstance(output, Tensor) else output.logits[:, 0]
+        rewards += scores.float().tolist()
+    return rewards
 
 # %% ../../nbs/11_recipes/09_saving.ipynb #64763ceb
+class _Inputs(Protocol):
+    "The part of `RunInputs` that is saved."
+
+    @property
+    def config(self) -> "RunConfig": ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def causal(self) -> Any: ...  # The language model of a reward model
+
+
 def save_trained(
-    parts: Any,  # `RunInputs`
-    where: Path,  # A folder for the model, whole: an adapter is folded in
+    parts: _Inputs,
+    where: Path,  # A folder for the whole model: an adapter is merged
     adapter: Path | None = None,  # A folder for the adapter by itself
     model: nn.Module | None = None,  # The model as it is now, where that is not `parts.model`
 ) -> None:
-    "Save what was learned as Hugging Face has it, and as PEFT has it."
+    "Save a trained model in the formats of transformers and PEFT."
     from trainkit.interop.hf import save_pretrained  # transformers takes seconds to import
 
     net: Any = parts.model if model is None else model
@@ -240,10 +252,6 @@ def save_trained(
     if parts.config.adapts and adapter:
         save_adapter(net, adapter, base=parts.config.init_from)
     save_pretrained(whole(net) if parts.config.adapts else net, parts.tokenizer, where)
-    if (
-        parts.config.adapts and parts.config.quant.bits
-    ):  # Whoever rounds these weights again should know it
-        write_atomic(
-            where / "merged.json",
-            json.dumps(dict(bits=parts.config.quant.bits, base=parts.config.init_from)) + "\n",
-        )
+    if parts.config.adapts and parts.config.quant.bits:  # For those who quantize it again
+        origin = dict(bits=parts.config.quant.bits, base=parts.config.init_from)
+        write_atomic(where / "merged.json", json.dumps(origin) + "\n")
