@@ -149,9 +149,7 @@ _ACTIVATIONS = {
 
 def to_hf_config(
     config: ModelConfig,
-    **token_ids: int
-    | list[int]
-    | None,  # bos_token_id, eos_token_id, pad_token_id; None if missing
+    **token_ids: int | list[int] | None,  # bos_token_id, eos_token_id, pad_token_id; else None
 ) -> "transformers.PretrainedConfig":  # Raises `ValueError` with the knobs in the way
     "The same shape and choices in the words of transformers."
     import transformers
@@ -424,7 +422,7 @@ def check_family_weights(
     weights: Mapping[str, Tensor],  # Under our names
     source: str,  # Where they come from, for messages
     remedy: str,  # What to do about it, for messages
-) -> Transformer:  # On the meta device; raises `ValueError` for missing, misshapen or extra tensors
+) -> Transformer:  # Without memory; raises `ValueError` for missing, misshapen or extra tensors
     "Check that a config and weights belong together."
     with torch.device("meta"):
         model = Transformer(config)
