@@ -70,12 +70,17 @@ def pages() -> dict[str, list[Path]]:
     return by_module
 
 
+def _for_types(node: ast.stmt) -> bool:
+    "Whether it is a block of imports for type checks, which may also point up."
+    return isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+
+
 def imported(module: str) -> set[str]:
-    "Modules of ours that a module imports, at its top, in a function or for type checks."
+    "Modules of ours that a module imports to run, at its top or inside a function."
     package, modules = module.split(".")[:-1], set()
-    for node in ast.walk(
-        ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
-    ):
+    tree = ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if not _for_types(node)]
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             start = package[: len(package) + 1 - node.level] if node.level else []
             if not node.level and (node.module or "").split(".")[0] != "trainkit":

@@ -36,9 +36,8 @@ def _windows(config: ModelConfig) -> set[int]:
     return set(config.layer_windows or ()) - {0}
 
 
-def _stretched(
-    config: ModelConfig,
-) -> int:  # How far transformers lets a dynamic scaling go, by its factor
+def _scaled_length(config: ModelConfig) -> int:
+    "The longest text of a dynamic scaling in transformers."
     scaling = config.rope_scaling or {}
     return int(scaling["factor"] * scaling["original_max_position_embeddings"])
 
@@ -52,7 +51,7 @@ _PLAIN: dict[str, Rule] = {  # What all that descend from Llama have in common
     "scale_embeddings": lambda c: not c.scale_embeddings,
     "query_pre_attn_scalar": lambda c: c.query_pre_attn_scalar in (None, c.head_width),
     "rope_scaling": lambda c: (
-        (c.rope_scaling or {}).get("rope_type") != "dynamic" or c.max_seq_len == _stretched(c)
+        (c.rope_scaling or {}).get("rope_type") != "dynamic" or c.max_seq_len == _scaled_length(c)
     ),
     "attn_softcap": lambda c: c.attn_softcap is None,
     "logit_softcap": lambda c: c.logit_softcap is None,
@@ -100,7 +99,7 @@ RULES: dict[str, dict[str, Rule]] = {  # Class -> knob -> whether its value fits
 def obstacles(
     config: ModelConfig,
 ) -> list[str]:  # `knob = value`, for the class that misses the fewest; empty where one fits
-    "Which knobs keep transformers from computing what `config` describes."
+    "The knobs that keep transformers from computing what `config` describes."
     ways = [
         [f"{knob} = {getattr(config, knob)!r}" for knob, fits in rules.items() if not fits(config)]
         for rules in RULES.values()
@@ -110,9 +109,7 @@ def obstacles(
 
 def hf_architecture(
     config: ModelConfig,
-) -> (
-    str | None
-):  # Such as 'LlamaForCausalLM'; None where no class computes the same, and `obstacles` says why
+) -> str | None:  # Such as 'LlamaForCausalLM'; None where `obstacles` are in the way
     "The class of transformers that computes what `config` describes."
     return next(
         (name for name, rules in RULES.items() if all(fits(config) for fits in rules.values())),
@@ -153,7 +150,7 @@ _ACTIVATIONS = {
 
 def to_hf_config(
     config: ModelConfig,
-    **token_ids: Any,  # bos_token_id, eos_token_id, pad_token_id; what is not given is None
+    **token_ids: int | list[int] | None,  # bos_token_id, eos_token_id, pad_token_id; else None
 ) -> "transformers.PretrainedConfig":  # Raises `ValueError` with the knobs in the way
     "The same shape and choices in the words of transformers."
     import transformers
@@ -240,9 +237,9 @@ _FREE = {
 
 
 def from_hf_config(
-    hf: Any,  # A config of transformers, or what stands in its config.json
+    hf: "transformers.PretrainedConfig | dict",  # Or the content of its config.json
 ) -> ModelConfig:  # Raises `ValueError` with the family or the settings that we do not compute
-    "The same shape and choices in our words."
+    "The same shape and choices as our `ModelConfig`."
     kind = hf.get("model_type") if isinstance(hf, dict) else hf.model_type
     remedy = "open it with load_pretrained(…, native=False)"
     if kind not in FAMILIES:
@@ -252,68 +249,85 @@ def from_hf_config(
         import transformers
 
         hf = getattr(transformers, FAMILIES[kind]).config_class.from_dict(hf)
-    ours = {"kv_heads": "n_kv_heads", "head_width": "head_dim"}
     names = _GPT2_NAMES if kind == "gpt2" else _LLAMA_NAMES
+    ours = {"kv_heads": "n_kv_heads", "head_width": "head_dim"}
     values: dict[str, Any] = {ours.get(a, a): getattr(hf, b, None) for a, b in names.items()}
-    if kind == "gpt2":
-        word = hf.activation_function
-        if word not in _ACTIVATIONS:
-            raise ValueError(
-                f"this gpt2 has activation_function = '{word}', which we do not compute: {remedy}"
-            )
-        values |= dict(
-            norm="layernorm",
-            position="learned",
-            bias="all",
-            activation=_ACTIVATIONS[word],
-            d_ff=hf.n_inner or 4 * hf.n_embd,
-        )
-    else:
-        rope = dict(getattr(hf, "rope_parameters", None) or {})
-        if not rope:
-            rope = {"rope_theta": hf.rope_theta, **(hf.rope_scaling or {})}  # Before transformers 5
-        bias = "qkv" if kind == "qwen2" else "all" if getattr(hf, "mlp_bias", False) else "none"
-        values |= dict(rope_theta=rope.pop("rope_theta"), qk_norm=kind == "qwen3", bias=bias)
-        rope = {
-            k: v for k, v in rope.items() if k != "type" and v is not None
-        }  # An older word for rope_type
-        if rope.get("rope_type") == "dynamic" and "factor" in rope:
-            rope |= dict(original_max_position_embeddings=hf.max_position_embeddings)
-            values |= dict(max_seq_len=int(rope["factor"] * hf.max_position_embeddings))
-        if rope.get("rope_type", "default") != "default":
-            values |= dict(rope_scaling=rope)
-        if kind == "gemma2":
-            values |= dict(
-                norm="rmsnorm1p",
-                activation="geglu",
-                sandwich_norm=True,
-                scale_embeddings=True,
-                query_pre_attn_scalar=hf.query_pre_attn_scalar,
-                attn_softcap=hf.attn_logit_softcapping,
-                logit_softcap=hf.final_logit_softcapping,
-            )
-        window, layers = getattr(hf, "sliding_window", None), getattr(hf, "layer_types", None)
-        if layers is None:
-            windows = [window or 0] * hf.num_hidden_layers
-        else:
-            windows = [window if layer == "sliding_attention" else 0 for layer in layers]
-        if any(windows):
-            values |= dict(layer_windows=windows)
+    values |= _gpt2_values(hf, remedy) if kind == "gpt2" else _llama_values(hf, kind)
     try:
         config = ModelConfig(**values)
     except ConfigError as error:
         raise ValueError(f"this {kind} is not one that we compute: {remedy}\n  {error}") from None
+    if lost := _lost(hf, config):
+        raise ValueError(f"this {kind} has {', '.join(lost)}, which we do not compute: {remedy}")
+    return config
+
+
+def _gpt2_values(hf: Any, remedy: str) -> dict[str, Any]:
+    "The knobs of a GPT-2 that the names do not cover."
+    activation = hf.activation_function
+    if activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"this gpt2 has activation_function = '{activation}', which we do not compute: {remedy}"
+        )
+    return dict(
+        norm="layernorm",
+        position="learned",
+        bias="all",
+        activation=_ACTIVATIONS[activation],
+        d_ff=hf.n_inner or 4 * hf.n_embd,
+    )
+
+
+def _llama_values(hf: Any, kind: str) -> dict[str, Any]:
+    "The knobs of the families that descend from Llama that the names do not cover."
+    rope = dict(getattr(hf, "rope_parameters", None) or {})
+    if not rope:
+        rope = {"rope_theta": hf.rope_theta, **(hf.rope_scaling or {})}  # Before transformers 5
+    bias = "all" if getattr(hf, "mlp_bias", False) else "none"
+    if kind == "qwen2":
+        bias = "qkv"
+    values = dict(rope_theta=rope.pop("rope_theta"), qk_norm=kind == "qwen3", bias=bias)
+    rope = _without_type(rope)
+    if rope.get("rope_type") == "dynamic" and "factor" in rope:
+        rope |= dict(original_max_position_embeddings=hf.max_position_embeddings)
+        values |= dict(max_seq_len=int(rope["factor"] * hf.max_position_embeddings))
+    if rope.get("rope_type", "default") != "default":
+        values |= dict(rope_scaling=rope)
+    if kind == "gemma2":
+        values |= dict(
+            norm="rmsnorm1p",
+            activation="geglu",
+            sandwich_norm=True,
+            scale_embeddings=True,
+            query_pre_attn_scalar=hf.query_pre_attn_scalar,
+            attn_softcap=hf.attn_logit_softcapping,
+            logit_softcap=hf.final_logit_softcapping,
+        )
+    window, layers = getattr(hf, "sliding_window", None), getattr(hf, "layer_types", None)
+    if layers is None:
+        windows = [window or 0] * hf.num_hidden_layers
+    else:
+        windows = [window if layer == "sliding_attention" else 0 for layer in layers]
+    if any(windows):
+        values |= dict(layer_windows=windows)
+    return values
+
+
+def _without_type(rope: Mapping[str, Any]) -> dict[str, Any]:
+    "Rotary parameters without `type`, an older word for `rope_type`, and without unset ones."
+    return {k: v for k, v in rope.items() if k != "type" and v is not None}
+
+
+def _lost(hf: Any, config: ModelConfig) -> list[str]:
+    "The settings that our config does not keep: it is written back and compared."
     there, back = hf.to_dict(), to_hf_config(config).to_dict()
     if isinstance(rope := there.get("rope_parameters"), dict):
-        there["rope_parameters"] = {k: v for k, v in rope.items() if k != "type" and v is not None}
-    lost = [
+        there["rope_parameters"] = _without_type(rope)
+    return [
         f"{k} = {v!r}"
         for k, v in there.items()
         if k in back and k not in _FREE and v is not None and back[k] != v
     ]
-    if lost:
-        raise ValueError(f"this {kind} has {', '.join(lost)}, which we do not compute: {remedy}")
-    return config
 
 # %% ../../nbs/10_interop/02_families.ipynb #5b23930c
 _QKV = (".q_proj.", ".k_proj.", ".v_proj.")
@@ -353,11 +367,8 @@ def to_hf_weights(
     return theirs
 
 
-CONSTANTS = (
-    "rotary_emb.inv_freq",
-    ".attn.bias",
-    ".attn.masked_bias",
-)  # Ends of names in old files: tables that are computed today
+# Ends of names in old files: tables that are computed today
+CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 def from_hf_weights(
@@ -382,20 +393,16 @@ def from_hf_weights(
         else:
             ours[name] = tensor
     embedding = ours.get("model.embed_tokens.weight")
-    return (
-        ours | {"lm_head.weight": embedding}
-        if config.tie_embeddings and embedding is not None
-        else ours
-    )
+    if config.tie_embeddings and embedding is not None:
+        ours["lm_head.weight"] = embedding
+    return ours
 
 
 def stored_as(
     config: ModelConfig,
     name: str,  # Of a tensor of our `Transformer`
-) -> tuple[
-    str, Callable[[Tensor], Tensor]
-]:  # Its name in a file of transformers; what takes ours out of the tensor there
-    "Where one tensor is kept, for who reads one at a time."
+) -> tuple[str, Callable[[Tensor], Tensor]]:  # Its name there; the function that extracts ours
+    "The name and layout of one tensor in a file of transformers."
     if hf_architecture(config) != "GPT2LMHeadModel":
         return name, lambda tensor: tensor
     third = next((i for i, part in enumerate(_QKV) if part in name), None)
@@ -416,10 +423,8 @@ def check_family_weights(
     weights: Mapping[str, Tensor],  # Under our names
     source: str,  # Where they come from, for messages
     remedy: str,  # What to do about it, for messages
-) -> (
-    Transformer
-):  # Without memory; raises `ValueError` with tensors that are missing, misshapen or too many
-    "See whether a config and weights belong together."
+) -> Transformer:  # Without memory; raises `ValueError` for missing, misshapen or extra tensors
+    "Check that a config and weights belong together."
     with torch.device("meta"):
         model = Transformer(config)
     expected = model.state_dict()
@@ -444,7 +449,7 @@ def take_weights(
     weights: Mapping[str, Tensor],  # Under our names; they become the model's own
     source: str,  # Where they come from, for messages
 ) -> Transformer:  # Raises `ValueError` as `check_weights` does
-    "A model that is made of `weights`."
+    "A model with the given weights."
     model = check_family_weights(
         config,
         weights,
@@ -460,17 +465,13 @@ def take_weights(
 # %% ../../nbs/10_interop/02_families.ipynb #68ba061c
 def to_hf(
     model: Transformer,
-    **token_ids: Any,  # bos_token_id, eos_token_id, pad_token_id
-) -> (
-    "transformers.PreTrainedModel"
-):  # With a copy of the weights; raises `ValueError` as `to_hf_config`
+    **token_ids: int | list[int] | None,  # bos_token_id, eos_token_id, pad_token_id
+) -> "transformers.PreTrainedModel":  # A copy; raises `ValueError` as `to_hf_config`
     "The same model as a class of transformers."
     import transformers
 
-    config, weights = (
-        to_hf_config(model.config, **token_ids),
-        to_hf_weights(model.config, model.state_dict()),
-    )
+    config = to_hf_config(model.config, **token_ids)
+    weights = to_hf_weights(model.config, model.state_dict())
     kind = getattr(transformers, str(hf_architecture(model.config)))
     with alone:
         hf = kind(config).to(model.device, model.lm_head.weight.dtype)
@@ -487,9 +488,10 @@ def from_hf(
     config, state = from_hf_config(model.config), model.state_dict()
     if packed := [k for k, v in state.items() if not v.is_floating_point()]:
         raise ValueError(
-            f"{packed[0]} holds {state[packed[0]].dtype}: load the model without quantization"
+            f"{packed[0]} is stored as {state[packed[0]].dtype}: load the model without quantization"
         )
     weights = {name: tensor.clone() for name, tensor in from_hf_weights(config, state).items()}
     ours = take_weights(config, weights, type(model).__name__)
-    setattr(ours, "generation_config", model.generation_config)  # noqa: B010 - what ends a text, for `generate`
+    # What ends a text, for `generate`
+    setattr(ours, "generation_config", model.generation_config)  # noqa: B010
     return ours.train(model.training)

@@ -22,7 +22,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -37,10 +38,13 @@ from ..tokenizer.chat_template import render_text
 from ..tokenizer.formats import read_pattern, usual_template
 from ..tokenizer.pretokenize import GPT4_PATTERN, PATTERNS
 
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
 # %% ../../nbs/10_interop/04_gguf.ipynb #b846a710
 @dataclass(frozen=True)
 class ChatParts:
-    "A chat format that puts something around each message and nothing else."
+    "A chat template that puts a text around each message and does nothing else."
 
     start: str  # Before everything
     default: str  # Then, if the chat has no system message
@@ -52,7 +56,7 @@ class ChatParts:
         messages: Sequence[dict[str, str]],  # With role and content
         add_generation_prompt: bool = False,
     ) -> str:
-        "What Ollama would give to the model."
+        "The text that Ollama would give to the model."
         turns = "".join(
             "".join((self.around[m["role"]][0], m["content"], self.around[m["role"]][1]))
             for m in messages
@@ -74,24 +78,22 @@ def chat_parts(
     template: str,  # Jinja
     bos_token: str = "",  # What the template calls so
     eos_token: str = "",
-) -> (
-    ChatParts
-):  # Raises `ValueError` where a message is treated by where it stands, and not only by its role
-    "Take a chat format apart, and put it together again to see that nothing was missed."
+) -> ChatParts:  # Raises `ValueError` where a message depends on its place, not only on its role
+    "Take a chat template apart, and put it together again as a check."
     names = dict(bos_token=bos_token, eos_token=eos_token)
-    chat = lambda turns: [dict(role=_ROLES[t], content=f"«{i}»") for i, t in enumerate(turns)]
-    render = lambda turns, prompt=False: render_text(
-        chat(turns), template, names, add_generation_prompt=prompt
-    )[0]
-    why = "this chat format is not the same text around each message: "
+
+    def render(turns: str, prompt: bool = False) -> str:
+        return render_text(_probe(turns), template, names, add_generation_prompt=prompt)[0]
+
+    reason = "this chat format is not the same text around each message: "
     one, two, three = render("u"), render("ua"), render("uau")
     if not (two.startswith(one) and three.startswith(two)):
-        raise ValueError(why + "a turn looks otherwise when another follows")
+        raise ValueError(reason + "a turn looks otherwise when another follows")
     opening, closing = one.split("«0»")
     before, after = two[len(one) :].split("«1»")
     front = three[len(two) :].split("«2»")[0]
     if not opening.endswith(front):
-        raise ValueError(why + "the first question looks otherwise than the next")
+        raise ValueError(reason + "the first question looks otherwise than the next")
     start, default = opening.removesuffix(front), ""
     around = {"user": (front, closing), "assistant": (before, after)}
     try:
@@ -101,83 +103,88 @@ def chat_parts(
     if system:
         rest = front + "«1»" + closing
         if not system.endswith(rest) or system.count("«0»") != 1:
-            raise ValueError(why + "the system message stands inside a question")
+            raise ValueError(reason + "the system message stands inside a question")
         head, tail = system.removesuffix(rest).split("«0»")
-        shared = (
-            start
-            if head.startswith(start)
-            else bos_token
-            if bos_token and head.startswith(bos_token)
-            else ""
-        )
-        start, default = (
-            shared,
-            start[len(shared) :],
-        )  # What only stands there without a system message
+        shared = next(text for text in (start, bos_token, "") if head.startswith(text))
+        # The rest of the start is only there without a system message
+        start, default = shared, start[len(shared) :]
         around = {"system": (head[len(shared) :], tail)} | around
-    asked = render("u", True)
-    if not asked.startswith(one):
-        raise ValueError(why + "a question looks otherwise when an answer is wanted")
-    parts = ChatParts(start, default, around, asked.removeprefix(one))
+    question = render("u", True)
+    if not question.startswith(one):
+        raise ValueError(reason + "a question looks otherwise when an answer is wanted")
+    parts = ChatParts(start, default, around, question.removeprefix(one))
     for turns in _PROBES:  # Together again
         if "s" in turns and not system:
             continue
         for prompt in (False, True):
-            if parts.render(chat(turns), prompt) != render(turns, prompt):
-                raise ValueError(why + "a longer chat looks otherwise")
+            if parts.render(_probe(turns), prompt) != render(turns, prompt):
+                raise ValueError(reason + "a longer chat looks otherwise")
     return parts
+
+
+def _probe(turns: str) -> list[dict[str, str]]:
+    "A chat of numbered messages, one for each letter."
+    return [dict(role=_ROLES[t], content=f"«{i}»") for i, t in enumerate(turns)]
 
 # %% ../../nbs/10_interop/04_gguf.ipynb #7ee37252
 def _quoted(text: str) -> str:
-    "Text as it stands, with what Go would read as its own put in quotes."
+    "Text with Go's own brackets in quotes."
     return text.replace("{{", '{{ "{{" }}')
 
 
 def go_template(
     parts: ChatParts,
-    bos_token: str = "",  # Left out at the start: llama.cpp puts it there itself where the file says so
+    bos_token: str = "",  # Left out at the start: llama.cpp adds it where the file asks for it
 ) -> str:
-    "The chat format in the template language of Ollama."
+    "The chat template in the template language of Ollama."
     start = parts.start.removeprefix(bos_token) if bos_token else parts.start
     turns = ""
     for i, (role, (front, behind)) in enumerate(parts.around.items()):
-        turns += f'{{{{ {"else " if i else ""}if eq .Role "{role}" }}}}{_quoted(front)}{{{{ .Content }}}}{_quoted(behind)}'
-    first = (
-        f"{{{{ if not .System }}}}{_quoted(parts.default)}{{{{ end }}}}" if parts.default else ""
-    )
-    return f"{_quoted(start)}{first}{{{{ range .Messages }}}}{turns}{{{{ end }}}}{{{{ end }}}}{_quoted(parts.prompt)}"
+        condition = f'{{{{ {"else " if i else ""}if eq .Role "{role}" }}}}'
+        turns += f"{condition}{_quoted(front)}{{{{ .Content }}}}{_quoted(behind)}"
+    first = ""
+    if parts.default:
+        first = f"{{{{ if not .System }}}}{_quoted(parts.default)}{{{{ end }}}}"
+    messages = f"{{{{ range .Messages }}}}{turns}{{{{ end }}}}{{{{ end }}}}"
+    return f"{_quoted(start)}{first}{messages}{_quoted(parts.prompt)}"
 
 
-def _special(
-    folder: Path,
-) -> tuple[str, str, list[str]]:  # bos, eos, and all tokens that end a text
-    read = lambda name: read_json(folder / name) if (folder / name).is_file() else {}
-    config, data = read("tokenizer_config.json"), read("tokenizer.json")
-    text = lambda token: (token.get("content") if isinstance(token, dict) else token) or ""
+def _token_text(token: str | dict | None) -> str:
+    return (token.get("content") if isinstance(token, dict) else token) or ""
+
+
+def _as_list(ids: int | list[int] | None) -> list[int]:
+    if isinstance(ids, list):
+        return ids
+    return [] if ids is None else [ids]
+
+
+def _special(folder: Path) -> tuple[str, str, list[str]]:  # bos, eos, all tokens that end a text
+    config, data = _read(folder / "tokenizer_config.json"), _read(folder / "tokenizer.json")
     names = {t["id"]: t["content"] for t in data.get("added_tokens", [])}
-    ends = read("generation_config.json").get("eos_token_id")
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    bos, eos = text(config.get("bos_token")), text(config.get("eos_token"))
-    return (
-        bos,
-        eos,
-        [*dict.fromkeys([*([eos] if eos else []), *(names[i] for i in ends if i in names)])],
-    )
+    ends = _as_list(_read(folder / "generation_config.json").get("eos_token_id"))
+    bos, eos = _token_text(config.get("bos_token")), _token_text(config.get("eos_token"))
+    stops = [eos] if eos else []
+    return bos, eos, [*dict.fromkeys([*stops, *(names[i] for i in ends if i in names)])]
+
+
+def _read(file: Path) -> dict:
+    return read_json(file) if file.is_file() else {}
 
 
 def write_modelfile(
-    gguf_file: str | Path,  # Beside which the Modelfile is written
-    folder: str
-    | Path,  # The model folder that it was made from: its template and its ends are used
+    gguf_file: str | Path,  # The Modelfile is written next to it
+    folder: str | Path,  # Its model folder, for the chat template and the stop tokens
     temperature: float = 0.7,
-    system: str | None = None,  # What the model is told before every chat
+    system: str | None = None,  # System prompt of every chat
 ) -> Path:
     "A Modelfile for `ollama create NAME -f Modelfile`, with the format of the training."
     gguf_file, folder = Path(gguf_file), Path(folder)
     template = read_template(folder)
     if template is None:
         raise ValueError(
-            f"{folder} has no chat template: a base model completes text, and Ollama needs no Modelfile for that"
+            f"{folder} has no chat template: a base model completes text, "
+            "and Ollama needs no Modelfile for that"
         )
     bos, eos, stops = _special(folder)
     lines = [
@@ -185,9 +192,9 @@ def write_modelfile(
         f'TEMPLATE """{go_template(chat_parts(template, bos, eos), bos)}"""',
     ]
     lines += [f'PARAMETER stop "{stop}"' for stop in stops]
-    lines += [f"PARAMETER temperature {temperature:g}"] + (
-        [f'SYSTEM """{system}"""'] if system else []
-    )
+    lines.append(f"PARAMETER temperature {temperature:g}")
+    if system:
+        lines.append(f'SYSTEM """{system}"""')
     return write_atomic(gguf_file.parent / "Modelfile", "\n".join(lines) + "\n")
 
 # %% ../../nbs/10_interop/04_gguf.ipynb #7ddf376f
@@ -245,7 +252,8 @@ def architecture_of(
     name = hf_architecture(config)
     if name not in ARCHITECTURES:
         raise ValueError(
-            f"{name or 'this model'} is no family that is exported to GGUF; those are {', '.join(ARCHITECTURES)}"
+            f"{name or 'this model'} is no family that is exported to GGUF; "
+            f"those are {', '.join(ARCHITECTURES)}"
         )
     if config.bias == "all":
         raise ValueError("bias = 'all': GGUF's Llama has no biases")
@@ -256,7 +264,7 @@ def architecture_of(
     return ARCHITECTURES[name]
 
 
-def _gguf() -> Any:
+def _gguf() -> ModuleType:
     try:
         import gguf
     except ImportError as error:
@@ -265,17 +273,16 @@ def _gguf() -> Any:
 
 # %% ../../nbs/10_interop/04_gguf.ipynb #778cd421
 def describe_model(
-    writer: Any,  # A `gguf.GGUFWriter`
+    writer: "GGUFWriter",
     config: ModelConfig,
     name: str,  # As people will see it
 ) -> None:
-    "Write down all that the architecture's code must know."
+    "Write the metadata of the architecture."
     writer.add_name(name)
     writer.add_block_count(config.n_layers)
     windows = [w for w in config.layer_windows or () if w]
-    writer.add_context_length(
-        min([config.max_seq_len, *windows])
-    )  # Within a window full attention computes the same
+    # Within a window full attention computes the same
+    writer.add_context_length(min([config.max_seq_len, *windows]))
     writer.add_embedding_length(config.d_model)
     writer.add_feed_forward_length(config.d_ff)
     writer.add_head_count(config.n_heads)
@@ -302,7 +309,10 @@ def describe_model(
                     add(scaling[key])
 
 # %% ../../nbs/10_interop/04_gguf.ipynb #3cf4a3bd
-_QWEN2 = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 PRE_TOKENIZERS = {  # Our name of a pattern, or its text -> llama.cpp's name
     "gpt2": "gpt-2",
@@ -328,15 +338,12 @@ def _pre_tokenizer(data: dict) -> str:
         return "smollm"
     pattern = read_pattern(part)
     if pattern not in PRE_TOKENIZERS:
+        known = ", ".join(sorted(set(PRE_TOKENIZERS.values())))
         raise ValueError(
-            f"llama.cpp has no name for the pattern {pattern!r}: it knows those of {', '.join(sorted(set(PRE_TOKENIZERS.values())))} and smollm. "
-            "Give pre= with its name if you know that it cuts alike"
+            f"llama.cpp has no name for the pattern {pattern!r}: it knows those of {known} and "
+            "smollm. Give pre= with its name if you know that it cuts alike"
         )
     return PRE_TOKENIZERS[pattern]
-
-
-def _read(file: Path) -> Any:
-    return read_json(file) if file.is_file() else {}
 
 
 def read_template(
@@ -350,19 +357,20 @@ def read_template(
 
 
 def describe_tokenizer(
-    writer: Any,  # A `gguf.GGUFWriter`
+    writer: "GGUFWriter",
     folder: str | Path,  # With tokenizer.json
     vocab_size: int,  # Rows of the model's embedding
-    pre: str | None = None,  # llama.cpp's name of the splitting pattern; found out if not given
+    pre: str | None = None,  # llama.cpp's name of the splitting pattern; detected if not given
 ) -> None:  # Raises `ValueError` where llama.cpp would make other tokens of a text
-    "Write down tokens, kinds, merges, special ids and the chat template."
+    "Write tokens, kinds, merges, special ids and the chat template."
     gguf, folder = _gguf(), Path(folder)
     data = _read(folder / "tokenizer.json")
     if not data:
         raise FileNotFoundError(f"{folder} has no tokenizer.json")
     if data["model"].get("type") != "BPE" or data["model"].get("byte_fallback"):
         raise ValueError(
-            f"{folder / 'tokenizer.json'} is {data['model'].get('type')}: byte-level BPE is what is exported"
+            f"{folder / 'tokenizer.json'} is {data['model'].get('type')}: "
+            "byte-level BPE is what is exported"
         )
     kinds = {i: (token, gguf.TokenType.NORMAL) for token, i in data["model"]["vocab"].items()}
     for token in data["added_tokens"]:
@@ -379,12 +387,10 @@ def describe_tokenizer(
         [m if isinstance(m, str) else " ".join(m) for m in data["model"]["merges"]]
     )
     ids = {**_read(folder / "config.json"), **_read(folder / "generation_config.json")}
-    end = ids.get("eos_token_id")
-    ends = end if isinstance(end, list) else [] if end is None else [end]
+    ends = _as_list(ids.get("eos_token_id"))
     if ends and ids.get("bos_token_id") is None:
-        ids["bos_token_id"] = ends[
-            0
-        ]  # Where nothing begins a text; transformers 5.15 and llama.cpp expect some id
+        # Where nothing begins a text; transformers 5.15 and llama.cpp expect some id
+        ids["bos_token_id"] = ends[0]
     for role, add in (("bos", writer.add_bos_token_id), ("pad", writer.add_pad_token_id)):
         if ids.get(f"{role}_token_id") is not None:
             add(ids[f"{role}_token_id"])
@@ -393,9 +399,8 @@ def describe_tokenizer(
     if len(ends) > 1:
         writer.add_eot_token_id(ends[1])
     first = next(iter((data.get("post_processor") or {}).get("single") or []), {})
-    writer.add_add_bos_token(
-        "SpecialToken" in first
-    )  # Whether encoding a plain text puts one in front
+    # Whether encoding a plain text puts one in front
+    writer.add_add_bos_token("SpecialToken" in first)
     if template := read_template(folder):
         writer.add_chat_template(template)
 
@@ -404,8 +409,8 @@ QUANT_TYPES = dict(f32="F32", f16="F16", bf16="BF16", q8_0="Q8_0", q4_0="Q4_0", 
 _FILE_TYPES = dict(f32=0, f16=1, q4_0=2, q4_1=3, q8_0=7, bf16=32)  # llama.h: enum llama_ftype
 
 
-def _whole(file: Path) -> Any:
-    "A safetensors file, opened; an error names it."
+def _open(file: Path) -> Any:  # What `safe_open` returns; an error names the file
+    "Open a safetensors file."
     try:
         return safe_open(file, "pt")
     except SafetensorError as error:
@@ -414,7 +419,7 @@ def _whole(file: Path) -> Any:
         ) from None
 
 
-def _stored(folder: Path) -> dict[str, Path]:  # Name of a tensor -> the file that holds it
+def _stored(folder: Path) -> dict[str, Path]:  # Name of a tensor -> its file
     index = _read(folder / "model.safetensors.index.json")
     if index:
         return {name: folder / Path(file).name for name, file in index["weight_map"].items()}
@@ -423,22 +428,18 @@ def _stored(folder: Path) -> dict[str, Path]:  # Name of a tensor -> the file th
         raise FileNotFoundError(
             f"{folder} has no model.safetensors: give a folder that save_pretrained wrote"
         )
-    with _whole(file) as tensors:
+    with _open(file) as tensors:
         return dict.fromkeys(tensors.keys(), file)
 
 
 def read_tensors(
     folder: str | Path,
     config: ModelConfig,
-) -> dict[
-    str, tuple[list[int], Callable[[], np.ndarray]]
-]:  # GGUF's name -> shape, and a function that reads it as float32
-    "What goes into the file; nothing is read until it is asked for."
-    names, swap = (
-        gguf_names(config),
-        architecture_of(config) == "llama",
-    )  # Qwen's keep their pairs half a head apart
-    heads, found = {"q_proj": config.n_heads, "k_proj": config.kv_heads}, {}
+) -> dict[str, tuple[list[int], Callable[[], np.ndarray]]]:  # Name in GGUF -> shape, reader
+    "The tensors of a GGUF file; each is read, as float32, when its function is called."
+    names = gguf_names(config)
+    swap = architecture_of(config) == "llama"  # Qwen's keep their pairs half a head apart
+    heads, readers = {"q_proj": config.n_heads, "k_proj": config.kv_heads}, {}
 
     def reader(name: str, file: Path) -> Callable[[], np.ndarray]:
         def read() -> np.ndarray:
@@ -453,29 +454,30 @@ def read_tensors(
         if name == "lm_head.weight" and config.tie_embeddings:
             continue  # The embedding again
         if name not in names:
-            raise ValueError(f"{file} holds {name}, which has no place in GGUF")
-        with _whole(file) as tensors:
-            found[names[name]] = list(tensors.get_slice(name).get_shape()), reader(name, file)
+            raise ValueError(f"{file} contains {name}, which has no place in GGUF")
+        with _open(file) as tensors:
+            readers[names[name]] = list(tensors.get_slice(name).get_shape()), reader(name, file)
     if (config.rope_scaling or {}).get("rope_type") == "llama3":  # By how much each pair is slowed
         plain, slow = (
             rope_frequencies(config.head_width, config.rope_theta, x)
             for x in (None, config.rope_scaling)
         )
-        found["rope_freqs.weight"] = [len(plain)], (plain / slow).numpy
-    return found
+        readers["rope_freqs.weight"] = [len(plain)], (plain / slow).numpy
+    return readers
 
 # %% ../../nbs/10_interop/04_gguf.ipynb #b22555a2
+def _checksum(data: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(data).view(np.uint8).reshape(-1).data)
+
+
 def export_gguf(
-    folder: str
-    | Path,  # A model folder with config.json, of the Llama, Mistral, Qwen2 or Qwen3 family
+    folder: str | Path,  # With config.json, of the Llama, Mistral, Qwen2 or Qwen3 family
     path: str | Path,  # The file to write, `….gguf`
     quant_type: str = "q8_0",  # One of `QUANT_TYPES`
     name: str | None = None,  # As people will see it; the folder's
-    pre: str | None = None,  # llama.cpp's name of the splitting pattern; found out if not given
+    pre: str | None = None,  # llama.cpp's name of the splitting pattern; detected if not given
     progress: bool = True,
-) -> dict[
-    str, Any
-]:  # path, bytes, tensors, and `wide`: matrices that could not be written in that type
+) -> dict[str, Any]:  # path, bytes, tensors, and `wide`: matrices that do not fit that type
     "Write a model folder as one GGUF file, read it back, and only then give it its name."
     gguf, folder, path = _gguf(), Path(folder), Path(path)
     if quant_type not in QUANT_TYPES:
@@ -493,8 +495,10 @@ def export_gguf(
     types = {}
     for title, (shape, _) in tensors.items():
         fits = shape[-1] % 32 == 0 or quant_type in ("f32", "f16", "bf16")
-        types[title] = kinds.F32 if len(shape) == 1 else kinds[wanted] if fits else kinds.F16
-        if len(shape) > 1 and not fits:
+        types[title] = kinds[wanted] if fits else kinds.F16
+        if len(shape) == 1:
+            types[title] = kinds.F32
+        elif not fits:
             wide.append(title)
         plain = {kinds.F32: np.float32, kinds.F16: np.float16}.get(types[title])
         form = shape if plain else gguf.quant_shape_to_byte_shape(shape, types[title])
@@ -503,7 +507,6 @@ def export_gguf(
             title, form, dtype, int(np.prod(form)) * dtype.itemsize, raw_dtype=types[title]
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    check = lambda data: zlib.crc32(np.ascontiguousarray(data).view(np.uint8).reshape(-1).data)
     with (
         writing(path),
         tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}.") as home,
@@ -518,15 +521,16 @@ def export_gguf(
                     array = read()
                     if not np.isfinite(array).all():
                         raise ValueError(
-                            f"{folder} holds NaN or Inf in {title}: its training broke down, and no quantized number says so"
+                            f"{folder} has NaN or Inf in {title}: its training broke down, "
+                            "which no quantized number would show"
                         )
                     data = gguf.quants.quantize(array, types[title])
-                    sums[title] = check(data)
+                    sums[title] = _checksum(data)
                     writer.write_tensor_data(data)
                     bar.update(len(sums))
         finally:
             writer.close()
-        again = {t.name: check(t.data) for t in gguf.GGUFReader(rough).tensors}
+        again = {t.name: _checksum(t.data) for t in gguf.GGUFReader(rough).tensors}
         if wrong := {a for a, _ in sums.items() ^ again.items()}:
             raise OSError(f"{path} was not written: read again, {min(wrong)} differs")
         rough.replace(path)

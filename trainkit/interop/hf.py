@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext
 from copy import copy
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 from unittest.mock import patch
 
 import torch
@@ -40,12 +40,12 @@ from ..quant.ggml import gguf_version
 from ..quant.quantize import QuantConfig, load_quantized, quantize_model, tensor_files
 from ..tokenizer.bpe_tokenizer import BPETokenizer
 
+_Tokenizer: TypeAlias = BPETokenizer | transformers.PreTrainedTokenizerBase
+
 # %% ../../nbs/10_interop/01_hugging_face.ipynb #3df15b06
 def read_weights(
     folder: str | Path,  # With `model.safetensors`, or with parts and their index
-) -> dict[
-    str, Tensor
-]:  # Raises `FileNotFoundError` if there is none, `ValueError` if it is damaged
+) -> dict[str, Tensor]:  # Raises `FileNotFoundError`, or `ValueError` for a damaged file
     "The tensors of a model folder, as they are stored; pickles are never opened."
     folder, weights = Path(folder), {}
     index = folder / "model.safetensors.index.json"
@@ -66,15 +66,15 @@ def read_weights(
             weights |= load_file(file)
         except SafetensorError as error:
             raise ValueError(
-                f"{file} is damaged or cut short at {file.stat().st_size:,} bytes: copy or download "
-                f"it again ({error})"
+                f"{file} is damaged or cut short at {file.stat().st_size:,} bytes: "
+                f"copy or download it again ({error})"
             ) from None
     return weights
 
 # %% ../../nbs/10_interop/01_hugging_face.ipynb #5b82aec5
 @contextmanager
 def _quiet() -> Iterator[None]:
-    "No progress bars and no chatter from transformers; one thread at a time, since both belong to the process."
+    "Without progress bars and warnings of transformers; one thread at a time, as both are global."
     log = transformers.logging
     with alone:
         level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
@@ -89,20 +89,17 @@ def _quiet() -> Iterator[None]:
 
 
 def _refuse_adapter(folder: Path) -> None:
-    "An adapter by itself is no model."
+    "Raise `ValueError` for the folder of an adapter, with what to open instead."
     try:
-        said = read_json(folder / "adapter_config.json")
+        config = read_json(folder / "adapter_config.json")
     except (OSError, ValueError):
         return
-    base = said.get("base_model_name_or_path")
-    whole = (
-        f"the model with it folded in is {folder.parent / 'model'}"
-        if (folder.parent / "model" / "config.json").is_file()
-        else f"fold it in with trainkit merge {base or 'BASE'} {folder} OUTPUT, and open that"
-    )
-    raise ValueError(
-        f"{folder} is an adapter{f' of {base}' if base else ''}, and no model: {whole}"
-    )
+    base = config.get("base_model_name_or_path")
+    remedy = f"fold it in with trainkit merge {base or 'BASE'} {folder} OUTPUT, and open that"
+    if (folder.parent / "model" / "config.json").is_file():
+        remedy = f"the model with it folded in is {folder.parent / 'model'}"
+    of_base = f" of {base}" if base else ""
+    raise ValueError(f"{folder} is an adapter{of_base}, and no model: {remedy}")
 
 
 _SIZES = (
@@ -122,24 +119,23 @@ _SIZES = (
 
 def read_model_settings(
     folder: str | Path,  # With a `config.json`
-) -> dict[str, Any]:  # Raises `ValueError` for what is no config, and for numbers that no model has
-    "What config.json says; what would take minutes to fail is refused before anything is made of it."
+) -> dict[str, Any]:  # Raises `ValueError` for a damaged config, and for sizes that no model has
+    "The content of config.json, checked for sizes that would take minutes to fail."
     file = Path(folder) / "config.json"
     data = read_json(file)
     for names, most in ((("num_hidden_layers", "n_layer"), MOST_LAYERS), (_SIZES, 2**31)):
         for name in names:
             if isinstance(count := data.get(name), int) and count > most:
                 raise ValueError(
-                    f"{file}: {name} = {count:,}: no model has more than {most:,}: copy or download it again"
+                    f"{file}: {name} = {count:,}: no model has more than {most:,}: "
+                    "copy or download it again"
                 )
     return data
 
 
 def read_config(
     folder: str | Path,  # With `config.json`, `trainkit.json`, or both
-) -> (
-    ModelConfig
-):  # Raises `ValueError` with what we do not compute, `FileNotFoundError` without a config
+) -> ModelConfig:  # Raises `ValueError` with what we do not compute, or `FileNotFoundError`
     "The shape and the choices of the model in a folder."
     theirs, ours = Path(folder) / "config.json", Path(folder) / "trainkit.json"
     if not theirs.is_file():
@@ -147,11 +143,9 @@ def read_config(
         if ours.is_file():
             with reading(ours):
                 return load_config(ModelConfig, ours)
-        inside = (
-            f" No, but {theirs.parent / 'model'} is one"
-            if (theirs.parent / "model" / "config.json").is_file()
-            else ""
-        )
+        inside = ""
+        if (theirs.parent / "model" / "config.json").is_file():
+            inside = f" No, but {theirs.parent / 'model'} is one"
         raise FileNotFoundError(
             f"{folder} has neither config.json nor trainkit.json: is it a model?{inside}"
         )
@@ -198,12 +192,15 @@ def _find(
 
 def _split(
     path: Path,
-) -> tuple[Path, dict[str, Any]]:  # The folder, and what else transformers wants to know
+) -> tuple[Path, dict[str, str]]:  # The folder, and further arguments for transformers
     return (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
 
 
 def _open_theirs(
-    path: Path, dtype: torch.dtype | None, trust: bool = False, device_map: Any = None
+    path: Path,
+    dtype: torch.dtype | None,
+    trust: bool = False,
+    device_map: str | dict | torch.device | None = None,
 ) -> transformers.PreTrainedModel:
     folder, gguf = _split(path)
     if not gguf and not (path / "config.json").is_file():
@@ -211,16 +208,12 @@ def _open_theirs(
             f"{path} has no config.json, so transformers cannot open it"
             + "; load_pretrained(…, native=True) can" * (path / "trainkit.json").is_file()
         )
-    bar = patch(
-        "transformers.modeling_gguf_pytorch_utils.tqdm", lambda items, **_: items
-    )  # One of its own, which nothing turns off
+    # One of its own, which nothing turns off
+    bar = patch("transformers.modeling_gguf_pytorch_utils.tqdm", lambda items, **_: items)
     if not gguf:
         read_model_settings(path)
-    with (
-        reading(path),
-        _quiet(),
-        bar if gguf else nullcontext(),
-    ):  # The lock of `_quiet` is for what is patched, too
+    # The lock of `_quiet` is for what is patched, too
+    with reading(path), _quiet(), bar if gguf else nullcontext():
         try:
             model, info = open_with(
                 transformers.AutoModelForCausalLM,
@@ -246,9 +239,8 @@ def _open_theirs(
         return model
     weights, config, ending = model.state_dict(), copy(model.config), model.generation_config
     if hasattr(config, "quantization_config"):
-        del (
-            config.quantization_config
-        )  # Newer versions set it, and refuse to save what by now are plain numbers
+        # Newer versions set it, and refuse to save weights that are plain numbers by now
+        del config.quantization_config
     with alone:
         model = type(model)(config).to(model.dtype)
     model.load_state_dict(weights)
@@ -256,7 +248,7 @@ def _open_theirs(
     return model
 
 
-def _open_tokenizer(path: Path, native: bool, trust: bool = False) -> Any:
+def _open_tokenizer(path: Path, native: bool, trust: bool = False) -> _Tokenizer | None:
     folder, gguf = _split(path)
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     if not gguf and not any((folder / name).is_file() for name in names):
@@ -266,7 +258,7 @@ def _open_tokenizer(path: Path, native: bool, trust: bool = False) -> Any:
             return BPETokenizer.load(folder)
         except ValueError:
             pass  # Not byte-level BPE
-    # AutoTokenizer goes by the family: in a Qwen2's folder it splits as Qwen does, not as the tokenizer says
+    # AutoTokenizer goes by the family: in a Qwen2's folder it splits as Qwen does
     ours = (folder / "trainkit.json").is_file()
     opener = transformers.PreTrainedTokenizerFast if ours else transformers.AutoTokenizer
     try:
@@ -274,12 +266,11 @@ def _open_tokenizer(path: Path, native: bool, trust: bool = False) -> Any:
             tokenizer = open_with(opener, folder, trust_remote_code=trust, **gguf)
     except (MemoryError, ImportError):
         raise
-    except (
-        Exception
-    ) as error:  # which do not say of what; those of tokenizers have no class of their own
-        why = str(error).strip().partition("\n")[0].rstrip(": ")
+    except Exception as error:  # Without a path; those of tokenizers have no class of their own
+        reason = str(error).strip().partition("\n")[0].rstrip(": ")
         raise ValueError(
-            f"{path} holds no tokenizer that can be opened ({type(error).__name__}: {why}): copy or save its tokenizer.json again"
+            f"{path} holds no tokenizer that can be opened ({type(error).__name__}: {reason}): "
+            "copy or save its tokenizer.json again"
         ) from None
     if (
         gguf
@@ -287,8 +278,9 @@ def _open_tokenizer(path: Path, native: bool, trust: bool = False) -> Any:
         and type(tokenizer.backend_tokenizer.pre_tokenizer).__name__ == "ByteLevel"
     ):
         warnings.warn(
-            f"transformers {transformers.__version__} cuts the text of {path.name} as GPT-2 does, whatever pattern the file names: "
-            "ids may differ where there are digits or line ends. 5.23 reads the pattern; so does a folder",
+            f"transformers {transformers.__version__} cuts the text of {path.name} as GPT-2 does, "
+            "whatever pattern the file names: ids may differ where there are digits or line ends. "
+            "5.23 reads the pattern; so does a folder",
             stacklevel=3,
         )
     if native and gguf:
@@ -299,13 +291,14 @@ def _open_tokenizer(path: Path, native: bool, trust: bool = False) -> Any:
     return tokenizer
 
 
-def _check_sizes(tokenizer: Any, vocab_size: int) -> None:
-    "A model may have some rows more than its tokenizer has ids, rounded up for speed; never fewer."
+def _check_sizes(tokenizer: _Tokenizer | None, vocab_size: int) -> None:
+    "Check that the model has as many rows as the tokenizer has ids, or a few more."
     size = vocab_size if tokenizer is None else len(tokenizer)
     if size != vocab_size and not (size < vocab_size < size + 1024 and vocab_size % 64 == 0):
         raise ValueError(
-            f"the tokenizer has {size} ids and the model {vocab_size}: they do not belong together; "
-            f"make the model with vocab_size={size}, or take the tokenizer that it was trained with"
+            f"the tokenizer has {size} ids and the model {vocab_size}: they do not belong "
+            f"together; make the model with vocab_size={size}, or take the tokenizer that it was "
+            "trained with"
         )
 
 
@@ -314,9 +307,8 @@ def _open_quantized(path: Path, dtype: torch.dtype | None, quant: QuantConfig) -
 
     def rename(name: str) -> str:
         theirs = stored_as(config, name)[0]
-        return (
-            theirs if theirs in files else theirs.removeprefix("transformer.")
-        )  # OpenAI's own files leave it out
+        # OpenAI's own files leave out the prefix
+        return theirs if theirs in files else theirs.removeprefix("transformer.")
 
     with reading(path):
         model = load_quantized(
@@ -337,42 +329,43 @@ def _open_generation(
 ) -> transformers.GenerationConfig:  # What ends a text, for `generate`
     read_json(file)
     with reading(file), _quiet():
-        found = open_with(transformers.GenerationConfig, file.parent)
-    ends = found.eos_token_id
-    for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
+        config = open_with(transformers.GenerationConfig, file.parent)
+    ends = config.eos_token_id
+    for end in ends if isinstance(ends, list) else [ends]:
+        if end is None and ends is None:
+            continue
         if type(end) is not int or not 0 <= end < 2**31:
             raise ValueError(
                 f"{file}: eos_token_id = {ends!r}: must be the number of a token, or a list of them"
             )
-    return found
+    return config
 
 
 def load_pretrained(
-    source: str
-    | Path,  # A folder that we or transformers saved, a .gguf file, or a name on the hub
-    native: bool = True,  # Our `Transformer` and, for byte-level BPE, our tokenizer; False for transformers'
+    source: str | Path,  # A folder that we or transformers saved, a .gguf file, or a hub name
+    # Our `Transformer` and, for byte-level BPE, our tokenizer; False for transformers'
+    native: bool = True,
     dtype: torch.dtype | None = None,  # Of the weights in memory; None keeps that of the file
-    cache_dir: str
-    | Path
-    | None = None,  # Where models of the hub are kept; None: where HF_HUB_CACHE says
-    device_map: Any = None,  # 'auto', a device, or with native=False a dict from parts to devices; None: main memory
-    use_cache: bool
-    | None = None,  # What a model of transformers keeps while it reads; None: as its config says
+    # Where models of the hub are kept; None: where HF_HUB_CACHE says
+    cache_dir: str | Path | None = None,
+    # 'auto', a device, or with native=False a dict from parts to devices; None: main memory
+    device_map: str | dict | torch.device | None = None,
+    # Whether a model of transformers keeps keys and values; None: as its config says
+    use_cache: bool | None = None,
     token: str | None = None,  # For the hub; None: that of the environment
     trust_remote_code: bool = False,  # Run the code that comes with a model, with native=False
-    quant: QuantConfig
-    | None = None,  # Few bits a weight: a folder is read a tensor at a time, all else is rounded when it is open
-) -> tuple[
-    Any, Any
-]:  # The model in eval mode, and the tokenizer or None; no pickle, and no code of theirs unless asked for
-    "Open a model and its tokenizer."
+    # Few bits a weight: a folder is read tensor by tensor, all else is rounded after opening
+    quant: QuantConfig | None = None,
+) -> tuple[Any, Any]:  # The model in eval mode, and the tokenizer or None
+    "Open a model and its tokenizer; no pickle, and no code of theirs unless asked for."
     if trust_remote_code and native:
         raise ValueError(
-            "trust_remote_code = True: our own model runs no code of others; say native=False"
+            "trust_remote_code = True: our own model runs no code of others; set native=False"
         )
     if isinstance(device_map, dict) and native:
         raise ValueError(
-            f"device_map = {device_map}: our own model lies on one device; say native=False to share it out"
+            f"device_map = {device_map}: our own model is on one device; "
+            "set native=False to spread it over several"
         )
     path = _find(source, cache_dir, token, trust_remote_code)
     if not native:
@@ -385,9 +378,8 @@ def load_pretrained(
         config = read_config(path)
         with reading(path):
             weights = from_hf_weights(config, read_weights(path))
-            model = take_weights(
-                config, {k: v.to(dtype or v.dtype) for k, v in weights.items()}, str(path)
-            )
+            weights = {name: w.to(dtype or w.dtype) for name, w in weights.items()}
+            model = take_weights(config, weights, str(path))
     if native and (path / "generation_config.json").is_file():
         model.generation_config = _open_generation(path / "generation_config.json")  # type: ignore
     net: Any = quantize_model(model, quant) if quant and (path.is_file() or not native) else model
@@ -445,16 +437,15 @@ def _write_model(model: Transformer, folder: Path) -> None:
     )
 
 
-def _allow_cache(
-    folder: Path,
-) -> None:  # Off while training; saved so, a model would write slowly for ever
+def _allow_cache(folder: Path) -> None:
+    "Turn `use_cache` on, which is off while training: without it a model generates slowly."
     for file in (folder / "config.json", folder / "generation_config.json"):
         data = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         if data.get("use_cache") is False:
             _write_json(file, data | dict(use_cache=True))
 
 
-def _write_ids(tokenizer: Any, folder: Path) -> None:
+def _write_ids(tokenizer: _Tokenizer | None, folder: Path) -> None:
     roles = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {role: i for role in roles if (i := getattr(tokenizer, role, None)) is not None}
     for file in (folder / "config.json", folder / "generation_config.json"):
@@ -462,18 +453,16 @@ def _write_ids(tokenizer: Any, folder: Path) -> None:
             continue
         data = json.loads(file.read_text(encoding="utf-8"))
         ends = data.get("eos_token_id")  # A chat model may have several, the tokenizer's among them
-        several = (
-            {"eos_token_id": ends}
-            if isinstance(ends, list) and ids.get("eos_token_id") in ends
-            else {}
-        )
-        _write_json(file, data | ids | several)
+        new = data | ids
+        if isinstance(ends, list) and ids.get("eos_token_id") in ends:
+            new["eos_token_id"] = ends
+        _write_json(file, new)
 
 # %% ../../nbs/10_interop/01_hugging_face.ipynb #94f996a1
 @torch.no_grad()
-def _verify(model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    "Open what was written, and compare."
-    again, words = load_pretrained(folder, native=not (folder / "config.json").is_file())
+def _verify(model: nn.Module, tokenizer: _Tokenizer | None, folder: Path) -> None:
+    "Open the folder again, and compare logits and ids."
+    again, opened = load_pretrained(folder, native=not (folder / "config.json").is_file())
     first, config = next(model.parameters()), cast(Any, model.config)
     length = min(16, getattr(config, "max_seq_len", 16))
     ids = (torch.arange(1, length + 1, device=first.device) * 7919 % config.vocab_size)[None]
@@ -491,31 +480,29 @@ def _verify(model: nn.Module, tokenizer: Any, folder: Path) -> None:
         return
     text = "The naïve café — 你好, 😀!\n\tdef f(x): return x**2  # 12345"
 
-    def encode(t: Any) -> list[int]:
-        return list(
-            t.encode(text)
-            if isinstance(t, BPETokenizer)
-            else t.encode(text, add_special_tokens=False)
-        )
+    def encode(t: _Tokenizer) -> list[int]:
+        if isinstance(t, BPETokenizer):
+            return list(t.encode(text))
+        return list(t.encode(text, add_special_tokens=False))
 
-    if encode(tokenizer) != encode(words):
+    if encode(tokenizer) != encode(opened):
         raise RuntimeError("nothing was saved: opened again, the tokenizer gives other ids")
     with _quiet():
         auto = open_with(transformers.AutoTokenizer, folder, trust_remote_code=False)
-    fast = [t.backend_tokenizer for t in (words, auto) if hasattr(t, "backend_tokenizer")]
+    fast = [t.backend_tokenizer for t in (opened, auto) if hasattr(t, "backend_tokenizer")]
     splits = [json.loads(t.to_str())["pre_tokenizer"] for t in fast]
     if splits[1:] and splits[0] != splits[1]:
         warnings.warn(
-            f"AutoTokenizer opens this folder as {type(auto).__name__}, which splits text otherwise "
-            "than your tokenizer: open it with PreTrainedTokenizerFast or load_pretrained, or make the "
-            "model with bias='none'",
+            f"AutoTokenizer opens this folder as {type(auto).__name__}, which splits text "
+            "otherwise than your tokenizer: open it with PreTrainedTokenizerFast or "
+            "load_pretrained, or make the model with bias='none'",
             stacklevel=4,
         )
 
 
 def save_pretrained(
     model: nn.Module,  # Our `Transformer`, or a model of transformers
-    tokenizer: Any,  # Our `BPETokenizer`, one of transformers, or None
+    tokenizer: _Tokenizer | None,  # Our `BPETokenizer`, or one of transformers
     folder: str | Path,  # Made, or replaced if it holds a model and nothing else
     verify: bool = True,  # Open what was written and compare logits and ids before it gets its name
 ) -> Path:  # The folder, whole or not at all
@@ -529,10 +516,10 @@ def save_pretrained(
             f"{folder} holds '{strange[0]}', which is no part of a model: choose another folder"
         )
     _check_sizes(tokenizer, cast(Any, model.config).vocab_size)
-    if isinstance(model, Transformer) and (why := obstacles(model.config)):
+    if isinstance(model, Transformer) and (reasons := obstacles(model.config)):
         warnings.warn(
-            f"no class of transformers computes {', '.join(why)}: {folder} gets model.safetensors and "
-            "trainkit.json, which trainkit.interop.hf.load_pretrained opens",
+            f"no class of transformers computes {', '.join(reasons)}: {folder} gets "
+            "model.safetensors and trainkit.json, which trainkit.interop.hf.load_pretrained opens",
             stacklevel=2,
         )
     with atomic_folder(folder) as temporary:

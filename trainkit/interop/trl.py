@@ -23,7 +23,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
@@ -31,7 +31,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -50,6 +50,20 @@ from ..train.optim import make_optimizer, make_schedule, show_groups
 from ..train.step import count_tokens, tf32
 from ..train.trainer import Trainer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, TrainerControl
+
+    from trainkit.align.dpo import DPOConfig
+    from trainkit.align.rl import RLConfig
+    from trainkit.recipes.config import RunConfig
+    from trainkit.recipes.preparation import RunInputs
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+
+    # Of the method: the weight of centring for 'reward'
+    Settings = DPOConfig | RLConfig | float | None
+
+_Values: TypeAlias = dict[str, Any]  # Arguments, columns of a row, numbers to log
+
 # %% ../../nbs/10_interop/05_trl.ipynb #959d8403
 ENGINES = ("trainkit", "trl", "llamafactory")
 TRL_KINDS = {
@@ -66,14 +80,13 @@ TRL_KINDS = {
 
 
 def trl_kind(
-    config: Any,  # A `RunConfig`
-) -> tuple[
-    str, Any
-]:  # Which trainer of TRL, and the settings of the method; raises `ValueError` where it has none
-    "Who runs a method in TRL."
+    config: "RunConfig",
+) -> "tuple[str, Settings]":  # A key of `TRL_TRAINER_KINDS`; raises `ValueError` without a trainer
+    "The trainer of TRL for a method, and the settings of the method."
     if config.method not in TRL_KINDS:
         raise ValueError(
-            f"method = '{config.method}': TRL has no trainer for it (its PPOTrainer was removed), only for {', '.join(TRL_KINDS)}; take engine: trainkit"
+            f"method = '{config.method}': TRL has no trainer for it (its PPOTrainer was removed), "
+            f"only for {', '.join(TRL_KINDS)}; take engine: trainkit"
         )
     kind = TRL_KINDS[config.method]
     if kind == "dpo":
@@ -82,17 +95,18 @@ def trl_kind(
 
 
 def check_trl() -> None:  # Raises `ImportError` with what to do
-    "Whether TRL, and what it stands on, is installed."
+    "Check that TRL and the libraries that it needs are installed."
     if missing := [name for name in ("trl", "peft", "datasets") if find_spec(name) is None]:
         raise ImportError(
-            f"engine: trl needs {' and '.join(missing)}: pip install 'trainkit-llm[trl]', or take engine: trainkit"
+            f"engine: trl needs {' and '.join(missing)}: pip install 'trainkit-llm[trl]', "
+            "or take engine: trainkit"
         )
 
 
 def engine_line(
-    config: Any,  # A `RunConfig`
-) -> str:  # One line; raises `ValueError` where the engine has no such method, `ImportError` where it is not installed
-    "What a plan says of the engine."
+    config: "RunConfig",
+) -> str:  # Raises `ValueError` for a method it lacks, `ImportError` where it is not installed
+    "The line of a plan about the engine."
 
     def at(name: str) -> str:
         try:
@@ -103,9 +117,13 @@ def engine_line(
     if config.engine == "trl":
         kind, _ = trl_kind(config)
         check_trl()
-        return f"trl {at('trl')}, {TRL_TRAINER_KINDS[kind][0]}, with peft {at('peft')}; evaluation, samples and files are trainkit's"
+        return (
+            f"trl {at('trl')}, {TRL_TRAINER_KINDS[kind][0]}, with peft {at('peft')}; "
+            "evaluation, samples and files are trainkit's"
+        )
     if config.engine == "llamafactory":
-        return f"LLaMA-Factory in an environment of its own, stage {' and finetuning_type '.join(stage_of(config))}"
+        stage = " and finetuning_type ".join(stage_of(config))
+        return f"LLaMA-Factory in an environment of its own, stage {stage}"
     return "trainkit"
 
 # %% ../../nbs/10_interop/05_trl.ipynb #05ea0b92
@@ -117,13 +135,14 @@ TRL_TRAINER_KINDS = {
     "grpo": ("GRPOTrainer", "GRPOConfig"),
     "rloo": ("RLOOTrainer", "RLOOConfig"),
 }
+# Ours -> that of transformers; the rest we make ourselves
 OPTIMIZERS = {
     "adamw_torch": "adamw_torch",
     "adamw_torch_fused": "adamw_torch_fused",
     "adamw_8bit": "adamw_bnb_8bit",
     "paged_adamw_8bit": "paged_adamw_8bit",
     "sgd": "sgd",
-}  # Ours -> that of transformers; the rest we make ourselves
+}
 DPO_LOSSES = (
     "sigmoid",
     "hinge",
@@ -141,21 +160,24 @@ DPO_LOSSES = (
     "sft",
     "sigmoid_norm",
 )
+# RewardTrainer's -> ours
 METRICS = {
     "accuracy": "rewards/accuracies",
     "margin": "rewards/margins",
     "mean_reward": "rewards/mean",
-}  # RewardTrainer's -> ours
+}
 
 
-def _dpo(s: Any) -> dict[str, Any]:
+def _dpo(s: "DPOConfig") -> _Values:
     if unknown := [name for name in s.loss_type if name not in DPO_LOSSES]:
         raise ValueError(
-            f"dpo.loss_type = {unknown[0]!r}: TRL's DPOTrainer has {', '.join(DPO_LOSSES)}; take engine: trainkit"
+            f"dpo.loss_type = {unknown[0]!r}: TRL's DPOTrainer has {', '.join(DPO_LOSSES)}; "
+            "take engine: trainkit"
         )
     if s.reference_free:
         raise ValueError(
-            "dpo.reference_free = True: TRL's DPOTrainer always compares with a reference; take engine: trainkit"
+            "dpo.reference_free = True: TRL's DPOTrainer always compares with a reference; "
+            "take engine: trainkit"
         )
     return dict(
         beta=s.beta,
@@ -171,7 +193,7 @@ def _dpo(s: Any) -> dict[str, Any]:
     )
 
 
-def _kto(s: Any) -> dict[str, Any]:
+def _kto(s: "DPOConfig") -> _Values:
     return dict(
         beta=s.beta,
         loss_type="kto",
@@ -182,16 +204,17 @@ def _kto(s: Any) -> dict[str, Any]:
     )
 
 
-def _rl(s: Any, kind: str) -> dict[str, Any]:
-    pays = kind == "rloo" if s.kl_in_reward is None else s.kl_in_reward
-    for name, lacks in (
-        ("kl_in_reward", s.beta and pays != (kind == "rloo")),
-        ("kl_estimator", s.beta and not pays and s.kl_estimator != "k3"),
+def _rl(s: "RLConfig", kind: str) -> _Values:
+    in_reward = kind == "rloo" if s.kl_in_reward is None else s.kl_in_reward
+    for name, unsupported in (
+        ("kl_in_reward", s.beta and in_reward != (kind == "rloo")),
+        ("kl_estimator", s.beta and not in_reward and s.kl_estimator != "k3"),
         ("entropy_coef", s.entropy_coef and kind == "rloo"),
     ):
-        if lacks:
+        if unsupported:
             raise ValueError(
-                f"rl.{name} = {getattr(s, name)!r}: TRL's {TRL_TRAINER_KINDS[kind][0]} has no such thing; take engine: trainkit"
+                f"rl.{name} = {getattr(s, name)!r}: TRL's {TRL_TRAINER_KINDS[kind][0]} has no such "
+                "thing; take engine: trainkit"
             )
     return dict(
         num_generations=s.num_generations,
@@ -210,7 +233,7 @@ def _rl(s: Any, kind: str) -> dict[str, Any]:
     )
 
 
-SETTINGS = {  # kind -> what our settings of the method are called there
+SETTINGS = {  # kind -> our settings of the method under TRL's names
     "sft": lambda s: dict(
         max_length=None,
         packing=False,
@@ -239,7 +262,7 @@ SETTINGS = {  # kind -> what our settings of the method are called there
 def refuse(
     config: TrainConfig,
 ) -> None:  # Raises `ValueError` naming the knob
-    "What our loop can do, and TRL's cannot."
+    "Refuse what our loop can do, and TRL's cannot."
     for name, off in (
         ("optimizer_in_backward", False),
         ("offload_optimizer", False),
@@ -253,19 +276,16 @@ def refuse(
 
 
 def trl_arguments(
-    kind: str,  # A key of `KINDS`
-    trainer: Any,  # A `TRLTrainer`
-    settings: Any = None,  # Of the method: a `DPOConfig`, an `RLConfig`, or the weight of centring for 'reward'
+    kind: str,  # A key of `TRL_TRAINER_KINDS`
+    trainer: "TRLTrainer",
+    settings: "Settings" = None,  # Of the method
 ) -> Any:  # TRL's config
-    "Our knobs in TRL's words, with nothing left to a default that matters."
-    trl, c, o, a = (
-        importlib.import_module("trl"),
-        trainer.config,
-        trainer.optim,
-        trainer.accelerator,
-    )
+    "Our knobs as TRL's arguments, with no default left that matters."
+    trl = importlib.import_module("trl")
+    c, o, a = trainer.config, trainer.optim, trainer.accelerator
     refuse(c)
-    values: dict[str, Any] = dict(
+    checkpointing = getattr(trainer.model.config, "gradient_checkpointing", False)
+    values: _Values = dict(
         output_dir=str(trainer.place),
         max_steps=trainer.total_steps,
         per_device_train_batch_size=trainer.batch_size,
@@ -282,7 +302,7 @@ def trl_arguments(
         bf16=a.mixed_precision == "bf16",
         fp16=a.mixed_precision == "fp16",
         use_cpu=a.device.type == "cpu",
-        gradient_checkpointing=bool(getattr(trainer.model.config, "gradient_checkpointing", False)),
+        gradient_checkpointing=bool(checkpointing),
         torch_compile=c.torch_compile,
         torch_compile_backend=c.torch_compile_backend if c.torch_compile else None,
         torch_compile_mode=c.torch_compile_mode,
@@ -304,26 +324,28 @@ def trl_arguments(
         return getattr(trl, TRL_TRAINER_KINDS[kind][1])(**values, **SETTINGS[kind](settings))
     except TypeError as error:
         raise RuntimeError(
-            f'trl {trl.__version__} has changed a name ({error}): pip install "trl==1.16.*", or take engine: trainkit'
+            f'trl {trl.__version__} has changed a name ({error}): pip install "trl==1.16.*", '
+            "or take engine: trainkit"
         ) from None
 
 # %% ../../nbs/10_interop/05_trl.ipynb #700bfef9
-def _ids(x: Any) -> list[int]:
+def _ids(x: Sequence[int] | np.ndarray) -> list[int]:
     return np.asarray(x).tolist()
 
 
-def _pair(row: Mapping) -> dict[str, Any]:
+def _pair(row: Mapping) -> _Values:
     for side in ("chosen", "rejected"):
         if any(label == -100 for label in _ids(row.get(f"{side}_labels", row[side]))):
             raise ValueError(
-                "a pair has an answer of which only some turns are learned, and TRL learns all of it: take engine: trainkit"
+                "a pair has an answer of which only some turns are learned, and TRL learns all of "
+                "it: take engine: trainkit"
             )
     return dict(
         prompt=_ids(row["prompt"]), chosen=_ids(row["chosen"]), rejected=_ids(row["rejected"])
     )
 
 
-def _judged(row: Mapping) -> dict[str, Any]:
+def _reward_row(row: Mapping) -> _Values:
     p = _pair(row)
     return dict(
         chosen="",
@@ -337,28 +359,21 @@ def _judged(row: Mapping) -> dict[str, Any]:
 def trl_rows(
     kind: str,
     rows: Sequence,  # Of our batches; for 'grpo' and 'rloo' texts or messages with further columns
-) -> list[dict[str, Any]]:  # In the same order; two of each for 'kto'
+) -> list[_Values]:  # In the same order; two of each for 'kto'
     "Rows as TRL's trainers read them."
     if kind == "sft":
-        return [
-            {
-                k: _ids(v)
-                for k, v in (row if isinstance(row, dict) else dict(input_ids=row)).items()
-                if k in ("input_ids", "labels", "position_ids")
-            }
-            for row in rows
-        ]
+        names = ("input_ids", "labels", "position_ids")
+        columns = [row if isinstance(row, dict) else dict(input_ids=row) for row in rows]
+        return [{k: _ids(v) for k, v in row.items() if k in names} for row in columns]
     if kind == "reward":
-        return [_judged(row) for row in rows]
+        return [_reward_row(row) for row in rows]
     if kind in ("grpo", "rloo"):
-        if odd := [
-            row["prompt"]
-            for row in rows
-            if not isinstance(row["prompt"], str) and not isinstance(row["prompt"][0], dict)
-        ]:
-            raise ValueError(
-                f"the prompt {str(odd[0])[:60]} is a list of ids, and TRL wants texts or messages: take engine: trainkit"
-            )
+        for prompt in (row["prompt"] for row in rows):
+            if not isinstance(prompt, str) and not isinstance(prompt[0], dict):
+                raise ValueError(
+                    f"the prompt {str(prompt)[:60]} is a list of ids, and TRL wants texts or "
+                    "messages: take engine: trainkit"
+                )
         return [dict(row) for row in rows]
     pairs = [_pair(row) for row in rows]
     if kind == "dpo":
@@ -380,9 +395,10 @@ def trl_rows(
 
 
 def as_trl_reward(
-    function: Any,  # (completions, prompts, completion_ids, further columns by name) -> numbers
-) -> Any:  # The same, for completions that may be messages
-    "A reward function of ours as TRL calls it."
+    # (completions, prompts, completion_ids, further columns by name) -> numbers
+    function: Callable[..., Sequence[float | None]],
+) -> Callable[..., list[float | None]]:  # The same, for completions that may be messages
+    "Wrap a reward function of ours for TRL."
 
     def reward(completions, **columns):
         texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
@@ -440,8 +456,8 @@ class Unpaired:
 
 # %% ../../nbs/10_interop/05_trl.ipynb #98d7d427
 @contextmanager
-def _unheard() -> Iterator[None]:
-    "A bar of transformers for each checkpoint would fill the log of the run."
+def _no_progress_bars() -> Iterator[None]:
+    "Without the progress bars of transformers, which would fill the log of the run."
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -453,52 +469,62 @@ def _unheard() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _subclass(base: Any, ours: Any) -> Any:
+class _TrainerMethods:
+    "What TRL's trainers do with our rows, order and schedule."
+
+    ours: "TRLTrainer"
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None
+
+    def get_decay_parameter_names(self, model):
+        return [name for name, p in model.named_parameters() if p.ndim >= 2]
+
+    def _prepare_dataset(self, dataset, *args, **kwargs):
+        return dataset
+
+    def _send_telemetry(self):
+        pass
+
+    def create_model_card(self, *args, **kwargs):
+        pass
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        if self.lr_scheduler is None:
+            optim = self.ours.optim
+            self.lr_scheduler = make_schedule(self.optimizer, optim, num_training_steps)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore
+        if isinstance(inputs, dict):
+            self.ours.count_batch(inputs)
+        return loss
+
+
+class _RowMethods(_TrainerMethods):
+    def _get_train_sampler(self, *args):
+        return BatchOrderSampler(self.ours.batches)
+
+
+class _PromptMethods(_TrainerMethods):
+    def _tokenize_prompts(self, prompts):
+        return [list(self.ours.prompt_ids[json.dumps(p)]) for p in prompts], None, {}
+
+
+def _subclass(base: type, ours: "TRLTrainer") -> tuple[type, type]:
+    "A trainer of TRL with our methods, and a callback for what it logs."
     from transformers import TrainerCallback
 
-    class Steps(base):
-        "TRL's trainer, with our rows, order and schedule."
+    methods = _PromptMethods if ours.kind in ("grpo", "rloo") else _RowMethods
+    steps = type(base.__name__, (methods, base), dict(ours=ours))
 
-        def get_decay_parameter_names(self, model):
-            return [name for name, p in model.named_parameters() if p.ndim >= 2]
-
-        def _prepare_dataset(self, dataset, *args, **kwargs):
-            return dataset
-
-        def _send_telemetry(self):
-            pass
-
-        def create_model_card(self, *args, **kwargs):
-            pass
-
-        def create_scheduler(self, num_training_steps, optimizer=None):
-            if self.lr_scheduler is None:
-                self.lr_scheduler = make_schedule(self.optimizer, ours.optim, num_training_steps)
-            self._created_lr_scheduler = True
-            return self.lr_scheduler
-
-        def training_step(self, model, inputs, *args, **kwargs):
-            loss = super().training_step(model, inputs, *args, **kwargs)
-            if isinstance(inputs, dict):
-                ours.seen(inputs)
-            return loss
-
-        if ours.kind not in ("grpo", "rloo"):
-
-            def _get_train_sampler(self, *args):
-                return BatchOrderSampler(ours.batches)
-        else:
-
-            def _tokenize_prompts(self, prompts):
-                return [list(ours.asked[json.dumps(p)]) for p in prompts], None, {}
-
-    class Ear(TrainerCallback):
+    class LogCallback(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):
             if logs and "loss" in logs:
-                ours.heard(dict(logs), control)
+                ours.after_step(dict(logs), control)
 
-    Steps.__name__ = base.__name__
-    return Steps, Ear
+    return steps, LogCallback
 
 
 class TRLTrainer(Trainer):
@@ -507,15 +533,16 @@ class TRLTrainer(Trainer):
     def __init__(
         self,
         *args: Any,  # This and the rest: as for `Trainer`
-        kind: str = "sft",  # A key of `KINDS`
-        settings: Any = None,  # See `trl_arguments`
-        tokenizer: Any = None,
+        kind: str = "sft",  # A key of `TRL_TRAINER_KINDS`
+        settings: "Settings" = None,  # See `trl_arguments`
+        tokenizer: "BPETokenizer | PreTrainedTokenizerBase | None" = None,
         rewards: Sequence = (),  # Functions, for 'grpo' and 'rloo'
         **kwargs: Any,
     ):
         if kind not in TRL_TRAINER_KINDS:
             raise ValueError(
-                f"engine: trl has {', '.join(TRL_TRAINER_KINDS)}, and not {kind!r}: take engine: trainkit"
+                f"engine: trl has {', '.join(TRL_TRAINER_KINDS)}, and not {kind!r}: "
+                "take engine: trainkit"
             )
         check_trl()
         super().__init__(*args, **kwargs)
@@ -525,14 +552,11 @@ class TRLTrainer(Trainer):
             )
         refuse(self.config)
         check_few_bits(self.model, self.accelerator.device)
-        if (
-            kind in ("grpo", "rloo")
-            and few_bit_layers(self.model)
-            and packs_weights(self.accelerator.device)
-        ):
+        device = self.accelerator.device
+        if kind in ("grpo", "rloo") and few_bit_layers(self.model) and packs_weights(device):
             raise ValueError(
-                f"{kind} lets the model answer between two steps, and on this processor a 4-bit layer of bitsandbytes gives no "
-                "gradient after that: take engine: trainkit"
+                f"{kind} lets the model answer between two steps, and on this processor a 4-bit "
+                "layer of bitsandbytes gives no gradient after that: take engine: trainkit"
             )
         self.batches: Any = self.train_batches
         self.kind, self.settings, self.tokenizer = kind, settings, tokenizer
@@ -540,10 +564,8 @@ class TRLTrainer(Trainer):
         self.batch_size = getattr(
             self.train_batches, "batch_size", self.config.per_device_train_batch_size
         )
-        self.wants_best, self.config = (
-            self.config.load_best_model_at_end,
-            replace(self.config, load_best_model_at_end=False),
-        )
+        self.wants_best = self.config.load_best_model_at_end
+        self.config = replace(self.config, load_best_model_at_end=False)
         self.best: dict[str, torch.Tensor] = {}
         self.theirs: Any = None
         self.shapes: list[tuple[int, ...]] = []
@@ -552,71 +574,58 @@ class TRLTrainer(Trainer):
 
     # --- before the first step
 
-    def find(self, resume: Any) -> Path | None:  # The checkpoint to go on from
-        "The last whole checkpoint, or the one that is named."
+    def find(self, resume: Any) -> Path | None:  # The checkpoint to resume from
+        "The last complete checkpoint, or the one that is named."
         if not resume:
             return None
         if resume not in (True, "auto"):
-            found = [Path(resume)]
+            folders = [Path(resume)]
         else:
-            found = sorted(
+            folders = sorted(
                 (self.folder or Path()).glob("trl/checkpoint-*"),
                 key=lambda p: int(p.name.split("-")[1]),
             )
-        whole = [p for p in found if (p / "trainkit.json").is_file()]
-        if not whole and resume != "auto":
-            raise FileNotFoundError(
-                f"{found[0] if found else self.folder} has no checkpoint of engine: trl to go on from"
-            )
-        return whole[-1] if whole else None
+        complete = [p for p in folders if (p / "trainkit.json").is_file()]
+        if not complete and resume != "auto":
+            where = folders[0] if folders else self.folder
+            raise FileNotFoundError(f"{where} has no checkpoint of engine: trl to go on from")
+        return complete[-1] if complete else None
 
     def check_resume(self, resume: Any, force: bool = False) -> None:
-        "Raise now what `train(resume)` would."
+        "Raise now the errors that `train(resume)` would."
         self.recall(self.find(resume), force)
 
     def recall(self, path: Path | None, force: bool) -> TrainState:
-        "What a checkpoint remembers; another run is refused."
+        "The state of a checkpoint; that of another run is refused."
         if path is None:
             return TrainState()
-        said, here = (
-            json.loads((path / "trainkit.json").read_text(encoding="utf-8")),
-            self.identity(),
-        )
-        if wrong := [k for k in here if said["identity"].get(k) != here[k]]:
-            text = f"{path} is of another run: {wrong[0]} was {said['identity'].get(wrong[0])!r} and is {here[wrong[0]]!r}"
+        saved = json.loads((path / "trainkit.json").read_text(encoding="utf-8"))
+        then, now = saved["identity"], self.identity()
+        for key in now:
+            if then.get(key) == now[key]:
+                continue
+            text = f"{path} is of another run: {key} was {then.get(key)!r} and is {now[key]!r}"
             if not force:
                 raise ValueError(f"{text}. Take the config that made it, or force_resume")
             self.note(text)
-        return TrainState(**said["state"])
+            break
+        return TrainState(**saved["state"])
 
-    def identity(self) -> dict[str, Any]:
-        return json.loads(
-            json.dumps(
-                dict(
-                    kind=self.kind,
-                    steps=self.total_steps,
-                    optim=to_dict(self.optim),
-                    facts=self.facts,
-                ),
-                default=str,
-            )
-        )
+    def identity(self) -> _Values:
+        optim = to_dict(self.optim)
+        facts = dict(kind=self.kind, steps=self.total_steps, optim=optim, facts=self.facts)
+        return json.loads(json.dumps(facts, default=str))
 
     def begin(self, stack: ExitStack, resume: Any, force: bool = False) -> None:
-        "Twin, TRL's trainer, and state as before the first step."
+        "Prepare the twin, TRL's trainer, and the state before the first step."
         c, path = self.config, self.find(resume)
         seed_everything(c.seed)
-        self.state, self.history, self.notes, self.pending, self.reason = (
-            self.recall(path, force),
-            [],
-            [],
-            [],
-            "",
-        )
+        self.state = self.recall(path, force)
+        self.history, self.notes, self.pending, self.reason = [], [], [], ""
         self.checkpoint, self.came_from, self.waited = (str(path) if path else None), path, 0.0
         stack.enter_context(tf32(c.tf32))
         stack.enter_context(offline())
-        stack.enter_context(_unheard())
+        stack.enter_context(_no_progress_bars())
         self.model.to(self.accelerator.device)
         self.scratch = Path(stack.enter_context(TemporaryDirectory()))
         self.place = self.folder / "trl" if self.folder else self.scratch
@@ -641,97 +650,89 @@ class TRLTrainer(Trainer):
         from datasets import Dataset
         from transformers import PrinterCallback
 
-        words = fast_tokenizer(self.tokenizer)
+        tokenizer = fast_tokenizer(cast("BPETokenizer", self.tokenizer))
         rows = trl_rows(self.kind, self.batches.rows)
         if self.kind == "reward":  # Theirs reads the score at the last token that is no padding
             last = {row[side][-1] for row in rows for side in ("chosen_ids", "rejected_ids")}
-            words.pad_token = words.convert_ids_to_tokens(
-                next(i for i in range(len(words)) if i not in last)
-            )
-        ids = {
-            name: getattr(words, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-        }
-        twin = open_twin(self.model, **ids)
-        steps, ear = _subclass(
-            getattr(importlib.import_module("trl"), TRL_TRAINER_KINDS[self.kind][0]), self
-        )
-        more: dict[str, Any] = {}
-        if self.kind == "sft":
-            more["data_collator"] = self.collate
-        if self.kind in ("dpo", "kto") and not hasattr(twin, "peft_config"):
-            more["ref_model"] = deepcopy(twin).eval().requires_grad_(False)
-        if self.kind in ("grpo", "rloo"):
-            more["reward_funcs"] = [as_trl_reward(function) for function in self.rewards]
-            self.asked = {
-                json.dumps(row["prompt"]): ids
-                for row, ids in zip(self.batches.rows, self.batches.prompt_ids, strict=True)
-            }
-            if self.settings.beta and not hasattr(
-                twin, "peft_config"
-            ):  # They open their reference by its name
-                twin.save_pretrained(self.scratch / "reference")
-                twin.config._name_or_path = twin.name_or_path = str(self.scratch / "reference")
-        if self.optim.optim not in OPTIMIZERS or self.optim.lr_factors or self.optim.weight_decays:
-            more["optimizers"] = (make_optimizer(twin, self.optim), None)
+            unused = next(i for i in range(len(tokenizer)) if i not in last)
+            tokenizer.pad_token = cast(Any, tokenizer).convert_ids_to_tokens(unused)
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        twin = open_twin(self.model, **{name: getattr(tokenizer, name) for name in names})
+        base = getattr(importlib.import_module("trl"), TRL_TRAINER_KINDS[self.kind][0])
+        steps, callback = _subclass(base, self)
+        arguments = self._arguments(twin)
         with alone, warnings.catch_warnings():  # The filters of the process
             warnings.simplefilter("ignore", FutureWarning)
-            made = steps(
+            trainer = steps(
                 model=twin,
                 args=trl_arguments(self.kind, self, self.settings),
                 train_dataset=Dataset.from_list(rows),
-                processing_class=words,
-                callbacks=[ear()],
-                **more,
+                processing_class=tokenizer,
+                callbacks=[callback()],
+                **arguments,
             )
-        made.remove_callback(PrinterCallback)
-        made.create_optimizer()
-        return made
+        trainer.remove_callback(PrinterCallback)
+        trainer.create_optimizer()
+        return trainer
+
+    def _arguments(self, twin: Any) -> _Values:
+        "The arguments of TRL's trainer that depend on the method."
+        arguments: _Values = {}
+        has_adapter = hasattr(twin, "peft_config")
+        if self.kind == "sft":
+            arguments["data_collator"] = self.collate
+        if self.kind in ("dpo", "kto") and not has_adapter:
+            arguments["ref_model"] = deepcopy(twin).eval().requires_grad_(False)
+        if self.kind in ("grpo", "rloo"):
+            arguments["reward_funcs"] = [as_trl_reward(function) for function in self.rewards]
+            prompts = zip(self.batches.rows, self.batches.prompt_ids, strict=True)
+            self.prompt_ids = {json.dumps(row["prompt"]): ids for row, ids in prompts}
+            if cast("RLConfig", self.settings).beta and not has_adapter:
+                # They open their reference by its name
+                reference = str(self.scratch / "reference")
+                twin.save_pretrained(reference)
+                twin.config._name_or_path = twin.name_or_path = reference
+        if self.optim.optim not in OPTIMIZERS or self.optim.lr_factors or self.optim.weight_decays:
+            arguments["optimizers"] = (make_optimizer(twin, self.optim), None)
+        return arguments
 
     # --- between two steps
 
     def collate(self, rows: list[dict]) -> dict[str, torch.Tensor]:
-        "Our batch, with the mask that TRL counts tokens by."
+        "Our batch, with the mask by which TRL counts tokens."
         batch = self.batches.join(rows)
-        return (
-            batch
-            if batch.keys() & {"attention_mask", "position_ids"}
-            else batch | dict(attention_mask=torch.ones_like(batch["input_ids"]))
-        )
+        if batch.keys() & {"attention_mask", "position_ids"}:
+            return batch
+        return batch | dict(attention_mask=torch.ones_like(batch["input_ids"]))
 
-    def seen(self, inputs: dict[str, Any]) -> None:
-        "Count what a batch holds."
+    def count_batch(self, inputs: dict[str, torch.Tensor]) -> None:
+        "Count the tokens of a batch."
         self.state.tokens += count_tokens(inputs)
         self.shapes += [tuple(x.shape) for k, x in inputs.items() if k.endswith("input_ids")]
 
-    def heard(self, logs: dict[str, Any], control: Any) -> None:
-        "TRL has made a step: do what is due after it."
-        c, s, passed = self.config, self.state, float(logs.pop("epoch", 0.0))
+    def after_step(self, logs: _Values, control: "TrainerControl") -> None:
+        "Do what is due after a step of TRL."
+        c, s, epochs = self.config, self.state, float(logs.pop("epoch", 0.0))
         s.step = self.theirs.state.global_step
         if self.kind in ("grpo", "rloo"):  # TRL counts epochs of prompts, and we of answers
-            passed, s.tokens = (
-                s.step * c.gradient_accumulation_steps / (self.epoch_length or 1),
-                int(logs.get("num_tokens", 0)),
-            )
-        s.epoch = int(passed + 1e-6)
-        s.batch = round((passed - s.epoch) * (self.epoch_length or 0))
-        loss, norm, self.learning_rate = (
-            logs.pop("loss"),
-            logs.pop("grad_norm", None),
-            logs.pop("learning_rate"),
-        )
+            epochs = s.step * c.gradient_accumulation_steps / (self.epoch_length or 1)
+            s.tokens = int(logs.get("num_tokens", 0))
+        s.epoch = int(epochs + 1e-6)
+        s.batch = round((epochs - s.epoch) * (self.epoch_length or 0))
+        loss, self.grad_norm = logs.pop("loss"), logs.pop("grad_norm", None)
+        self.learning_rate = logs.pop("learning_rate")
         if not math.isfinite(loss):
             raise TrainingError(
                 f"the loss is {loss}, at step {s.step} of {self.total_steps}",
                 s.step,
                 self.checkpoint,
             )
-        self.grad_norm = norm
         s.losses.append(loss)
         for name, value in logs.items():
             if not isinstance(value, (int, float)) or name == "num_tokens":
                 continue
-            had = s.metrics.setdefault(METRICS.get(name, name), [0.0, 0])
-            had[0], had[1] = had[0] + value, had[1] + 1
+            mean = s.metrics.setdefault(METRICS.get(name, name), [0.0, 0])  # Sum and count
+            mean[0], mean[1] = mean[0] + value, mean[1] + 1
         self.notify(
             "on_step",
             step=s.step,
@@ -758,7 +759,7 @@ class TRLTrainer(Trainer):
             self.reason, control.should_training_stop = reason, True
 
     def pull(self) -> None:
-        "Bring home what the twin has learned so far."
+        "Copy the weights of the twin into our model."
         if self.theirs is not None:
             copy_back(self.theirs.accelerator.unwrap_model(self.theirs.model), self.model)
 
@@ -785,13 +786,11 @@ class TRLTrainer(Trainer):
         pass  # The numbers are here already
 
     def save(self, cursor: Any = ..., strict: bool = True) -> None:
-        "Let TRL write its checkpoint, and what we know beside it, last."
+        "Let TRL write its checkpoint, then our state next to it."
         if self.folder is None or self.theirs is None:
             return
-        self.state.seconds, path = (
-            self.seconds,
-            self.folder / "trl" / f"checkpoint-{self.state.step}",
-        )
+        self.state.seconds = self.seconds
+        path = self.folder / "trl" / f"checkpoint-{self.state.step}"
         with alone, warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             self.theirs._save_checkpoint(self.theirs.model, None)
@@ -815,7 +814,7 @@ class TRLTrainer(Trainer):
         return self.reason or "finished"
 
     def finish(self, reason: str) -> Result:
-        "As always; the twin goes."
+        "Restore the best weights, and finish as the trainer does."
         if self.best:
             with torch.no_grad():
                 for name, p in self.model.named_parameters():
@@ -827,7 +826,7 @@ class TRLTrainer(Trainer):
 
 # %% ../../nbs/10_interop/05_trl.ipynb #0146b276
 def make_loop(
-    parts: Any,  # With `config`, `tokenizer` and `model`, as `prepare` gives them
+    parts: "RunInputs",  # With `config`, `tokenizer` and `model`, as `prepare` gives them
     *args: Any,  # As for `Trainer`
     engine: str = "",  # trainkit or trl; that of the config when empty
     **kwargs: Any,
@@ -839,28 +838,22 @@ def make_loop(
     if engine != "trl":
         raise ValueError(f"engine = '{engine}' runs by itself: run_llamafactory(config, folder)")
     kind, settings = trl_kind(parts.config)
-    inner = getattr(
-        parts, "causal", None
-    )  # A reward model's body carries the adapter, and the model around it what PEFT must know
-    if (
-        inner is not None
-        and hasattr(inner, "lora_configs")
-        and not hasattr(parts.model, "lora_configs")
-    ):
-        parts.model.lora_configs = inner.lora_configs
+    # A reward model's body carries the adapter, and the model around it what PEFT must know
+    inner, model = cast(Any, getattr(parts, "causal", None)), cast(Any, parts.model)
+    if hasattr(inner, "lora_configs") and not hasattr(model, "lora_configs"):
+        model.lora_configs = inner.lora_configs
     return TRLTrainer(*args, kind=kind, settings=settings, tokenizer=parts.tokenizer, **kwargs)
 
 
 def run_trl(
-    parts: Any,  # As `prepare` gives them, whatever engine their config names
+    parts: "RunInputs",  # As `prepare` gives them, whatever engine their config names
     **kwargs: Any,  # Further arguments of `Trainer`
 ) -> Result:  # The model in `parts` is trained in place
-    "Train what was prepared with TRL."
+    "Train a prepared run with TRL."
     c, knobs = parts.config, parts.config.train
     if parts.eval_batches is None:
-        knobs = replace(
-            knobs, eval_strategy="no", load_best_model_at_end=False
-        )  # Nothing is held out
+        # Nothing is held out
+        knobs = replace(knobs, eval_strategy="no", load_best_model_at_end=False)
     return make_loop(
         parts,
         parts.model,
