@@ -223,7 +223,7 @@ def test_folder_that_is_removed_while_the_run_goes_on(tmp_path):
     import shutil
 
     def remove(trainer):
-        trainer.settle()
+        trainer.flush_checkpoint()
         shutil.rmtree(tmp_path / "run")
 
     result = trainer(tmp_path / "run", [At(5, remove)]).train()

@@ -21,7 +21,7 @@ __all__ = ['USED_BY', 'DIVERGENCES', 'LOSSES', 'COUPLED', 'DPOConfig', 'Pair', '
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ from .logprobs import PairLogProbs, pair_log_probs, shares_prompts
 from .reference import Reference
 from ..config import ConfigError, Problem, check_config, knob
 from ..train.objectives import Loss, to_model_device, objective
+
+if TYPE_CHECKING:
+    from trainkit.train.trainer import Trainer
 
 # %% ../../nbs/08_align/04_preference_losses.ipynb #b7a53d0b
 USED_BY: dict[
@@ -601,7 +604,7 @@ class Converged:
         )
         return late - before <= self.threshold * abs(before)
 
-    def on_eval(self, trainer: Any, record: dict) -> None:
+    def on_eval(self, trainer: "Trainer", record: dict) -> None:
         if self.metric not in record:
             raise ValueError(f"an evaluation has no {self.metric!r}, only {', '.join(record)}")
         if self.flat([r[self.metric] for r in trainer.history if self.metric in r]):

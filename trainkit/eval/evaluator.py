@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,6 +40,9 @@ from ..model.generation import context_length, generate, text_to_ids
 from ..progress import Progress
 from ..tokenizer.chat import render
 from ..train.objectives import names_argument
+
+if TYPE_CHECKING:
+    from trainkit.train.trainer import Trainer
 
 # %% ../../nbs/09_eval/06_evaluation_report.ipynb #03fc1f27
 class RatioSum:
@@ -434,7 +437,7 @@ class AnswerMetrics:
         self.tokenizer, self.rows, self.metrics = tokenizer, list(rows)[:answers], metrics
         self.every, self.options, self.seen, self.measured = every, options, 0, False
 
-    def on_eval(self, trainer, record):
+    def on_eval(self, trainer: "Trainer", record: dict) -> None:
         if not self.measured:
             self.on_measure(trainer, record)
         self.measured = False

@@ -17,9 +17,12 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import ConfigError, Problem, check_config, knob, without_secrets
+
+if TYPE_CHECKING:
+    from trainkit.train.trainer import Trainer
 
 # %% ../../nbs/10_interop/03_hub.ipynb #153650a5
 def explain(
@@ -177,7 +180,7 @@ class HubPush:
         self.config, self.adapter, self.say = config, adapter, say
         self.repo = config.hub_model_id or re.sub(r"[^\w.-]+", "-", name)
 
-    def on_start(self, trainer, record):
+    def on_start(self, trainer: "Trainer", record: dict) -> None:
         "Make the repository."
         self.repo = open_repo(self.repo, self.config.hub_private_repo)
 
@@ -197,7 +200,7 @@ class HubPush:
                 f"Not uploaded: {error}. Later: hf upload {self.repo} {folder} {path_in_repo}".rstrip()
             )
 
-    def on_save(self, trainer, record):
+    def on_save(self, trainer: "Trainer", record: dict) -> None:
         "Upload what was saved, if this is the time."
         path, step = Path(record["path"]), record["step"]
         if record["kind"] == "final":
@@ -209,7 +212,7 @@ class HubPush:
                 getattr(trainer, "shards", None) is None
             ):  # A model that is shared out is whole at the end only
                 with tempfile.TemporaryDirectory() as place:
-                    trainer.save_model(trainer.model, Path(place) / "model")
+                    trainer.write_model(trainer.model, Path(place) / "model")
                     self.push(Path(place) / "model", f"The model around step {step}")
             if self.config.hub_strategy == "checkpoint":
                 self.push(path, f"The checkpoint of step {step}", "last-checkpoint")

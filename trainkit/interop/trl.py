@@ -256,7 +256,7 @@ def refuse(
 
 def trl_arguments(
     kind: str,  # A key of `KINDS`
-    trainer: Any,  # A `TRLTrainer`
+    trainer: "TRLTrainer",
     settings: Any = None,  # Of the method: a `DPOConfig`, an `RLConfig`, or the weight of centring for 'reward'
 ) -> Any:  # TRL's config
     "Our knobs in TRL's words, with nothing left to a default that matters."
@@ -572,9 +572,11 @@ class TRLTrainer(Trainer):
             )
         return whole[-1] if whole else None
 
-    def check_resume(self, resume: Any, force: bool = False) -> None:
+    def check_resume(self, resume: Any, force: bool = False) -> tuple[Path | None, list[str]]:
         "Raise now what `train(resume)` would."
-        self.recall(self.find(resume), force)
+        path = self.find(resume)
+        self.recall(path, force)
+        return path, []
 
     def recall(self, path: Path | None, force: bool) -> TrainState:
         "What a checkpoint remembers; another run is refused."
@@ -615,7 +617,11 @@ class TRLTrainer(Trainer):
             [],
             "",
         )
-        self.checkpoint, self.came_from, self.waited = (str(path) if path else None), path, 0.0
+        self.checkpoint, self.came_from, self.data_seconds = (
+            (str(path) if path else None),
+            path,
+            0.0,
+        )
         stack.enter_context(tf32(c.tf32))
         stack.enter_context(offline())
         stack.enter_context(_unheard())
@@ -627,7 +633,8 @@ class TRLTrainer(Trainer):
             Progress(self.total_steps, "Training with TRL", "step", enabled=c.progress)
         )
         self.bar.start_at(self.state.step)
-        self.before, self.mark = self.state.seconds, (time.monotonic(), self.state.tokens)
+        self.seconds_before = self.state.seconds
+        self.last_log = time.monotonic(), self.state.tokens
         self.notify(
             "on_start",
             total_steps=self.total_steps,
@@ -749,14 +756,14 @@ class TRLTrainer(Trainer):
         ends, last = not s.batch, s.step == self.total_steps
         if last or s.step % c.logging_steps == 0 or (s.step == 1 and c.logging_first_step):
             self.log()
-        with self.aside():
+        with self.pause_clock():
             if due(c.eval_strategy, c.eval_steps, s.step, ends):
-                self.weigh(self.evaluate())
+                self.update_best(self.evaluate())
             if c.sample_steps > 0 and (last or s.step % c.sample_steps == 0):
-                self.draw()
+                self.log_samples()
             if self.folder is not None and due(c.save_strategy, c.save_steps, s.step, ends):
                 self.save()
-        if reason := self.ended():
+        if reason := self.stop_reason():
             self.reason, control.should_training_stop = reason, True
 
     def pull(self) -> None:
@@ -768,13 +775,13 @@ class TRLTrainer(Trainer):
         self.pull()
         return super().evaluate()
 
-    def draw(self, *prompts: str) -> None:
+    def log_samples(self, *prompts: str) -> None:
         self.pull()
-        super().draw(*prompts)
+        super().log_samples(*prompts)
 
-    def weigh(self, record: dict) -> bool:
+    def update_best(self, record: dict) -> bool:
         "Keep the weights of the best evaluation."
-        super().weigh(record)
+        super().update_best(record)
         if self.wants_best and self.state.best_step == self.state.step:
             self.best = {
                 n: p.detach().cpu().clone()
@@ -783,7 +790,7 @@ class TRLTrainer(Trainer):
             }
         return False
 
-    def check(self) -> None:
+    def fetch_metrics(self) -> None:
         pass  # The numbers are here already
 
     def save(self, cursor: Any = ..., strict: bool = True) -> None:

@@ -13,7 +13,7 @@ __all__ = ['grow_rank', 'GrowRank', 'thin_svd', 'Shrunk', 'shrink_rank', 'spectr
 # %% ../../nbs/05_lora/05_rank.ipynb #imports-rank
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +112,15 @@ def grow_rank(
         )
     return model
 
+# %% ../../nbs/05_lora/05_rank.ipynb #home-loop
+class _Loop(Protocol):
+    "What a callback here asks of a trainer."
+
+    model: nn.Module
+    raw_optimizer: Any
+
+    def note(self, text: str) -> None: ...
+
 # %% ../../nbs/05_lora/05_rank.ipynb #cdfedcf1
 class GrowRank:
     "A callback that grows the rank at given steps of a run."
@@ -123,10 +132,10 @@ class GrowRank:
     ):
         self.plan, self.adapter = dict(plan), adapter
 
-    def on_step(self, trainer: Any, record: Mapping[str, Any]) -> None:
+    def on_step(self, trainer: _Loop, record: Mapping[str, Any]) -> None:
         if (r := self.plan.get(record["step"])) is None:
             return
-        grow_rank(trainer.model, r, trainer.bare, self.adapter)
+        grow_rank(trainer.model, r, trainer.raw_optimizer, self.adapter)
         trainer.note(f"rank {r} from step {record['step']} on")
 
 # %% ../../nbs/05_lora/05_rank.ipynb #7b07b521

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -46,6 +46,9 @@ from ..train.objectives import lm_loss
 from ..train.optim import STATE_BLOCK, UPDATE_CHUNK, OptimConfig, make_optimizer
 from ..train.optim import quantize_blocks, step_in_backward
 from ..train import optim as adamw8bit
+
+if TYPE_CHECKING:
+    from trainkit.train.trainer import Trainer
 
 # %% ../../nbs/07_memory/01_memory.ipynb #bd5e5f0a
 def _convert(
@@ -510,7 +513,7 @@ def meta_copy(
     return make
 
 # %% ../../nbs/07_memory/02_forecast.ipynb #43c56b98
-def _reference(trainer: Any) -> nn.Module | None:
+def _reference(trainer: "Trainer") -> nn.Module | None:
     "A frozen copy of the model that the objective or the batches ask."
     asked = (
         getattr(owner, "reference", None) for owner in (trainer.objective, trainer.train_batches)
@@ -520,7 +523,7 @@ def _reference(trainer: Any) -> nn.Module | None:
     )
 
 
-def _saves(trainer: Any) -> bool:
+def _saves(trainer: "Trainer") -> bool:
     "Whether steps are taken while a checkpoint is being written."
     c = trainer.config
     if trainer.folder is None or c.async_save is False or c.save_strategy == "no":
@@ -531,7 +534,7 @@ def _saves(trainer: Any) -> bool:
 
 
 def kernels_kept(
-    trainer: Any,  # A `Trainer`
+    trainer: "Trainer",  # A `Trainer`
     batch: Mapping[str, Any],  # Of its run
     products: set[tuple],  # The different ones of a step with it
 ) -> int:  # At most what `bound_kernels` says
@@ -549,7 +552,7 @@ def kernels_kept(
 
 
 def predict_run(
-    trainer: Any,  # A `Trainer`, before, in or after its run
+    trainer: "Trainer",  # A `Trainer`, before, in or after its run
     rows: int = 1,  # Of one forward pass
     tokens: int = 2,  # Of a row
     batch: Mapping[str, Any]
@@ -607,7 +610,7 @@ PROBE = (
 
 
 def rows_at_once(
-    trainer: Any,  # A `Trainer`
+    trainer: "Trainer",  # A `Trainer`
 ) -> int:
     "Rows of its largest batch: no more than there are."
     batches = trainer.train_batches
@@ -617,7 +620,7 @@ def rows_at_once(
 
 
 def extrapolate(
-    trainer: Any,  # A `Trainer`
+    trainer: "Trainer",  # A `Trainer`
     rows: int,  # Of its largest batch
     tokens: int | None = None,  # Of a row, where the batches do not tell
 ) -> int | None:  # Bytes; None for a batch that is predicted as it is
@@ -638,7 +641,7 @@ def extrapolate(
 
 
 def room(
-    trainer: Any,  # A `Trainer`
+    trainer: "Trainer",  # A `Trainer`
 ) -> tuple[int, int]:  # Bytes in all, bytes free for the tensors of a run
     "The memory of the device that a trainer computes on: a GPU's, or what this machine or its container has."
     if trainer.accelerator.device.type == "cuda":
@@ -650,7 +653,7 @@ def room(
 
 
 def check_size(
-    trainer: Any,  # A `Trainer`
+    trainer: "Trainer",  # A `Trainer`
     rows: int,  # Of the batch
     tokens: int,  # Of a row; 0 where nobody knows
     needs: int,  # Bytes that a step was predicted to take
@@ -706,7 +709,7 @@ class MemoryWatch:
         self.libraries, self.batch = 0, None  # Bytes that kernels keep; the largest batch that came
 
     def predict(
-        self, trainer: Any, rows: int, tokens: int, batch: Mapping[str, Any] | None = None
+        self, trainer: "Trainer", rows: int, tokens: int, batch: Mapping[str, Any] | None = None
     ) -> None:
         "Of one size of batch, once."
         if (rows, tokens) not in self.known:
@@ -724,7 +727,7 @@ class MemoryWatch:
             self.report.beside["libraries"] = self.libraries
         self.predicted = None if self.report is None else self.report.resident
 
-    def foresee(self, trainer: Any) -> None:  # Raises `MemoryError` for what cannot fit
+    def foresee(self, trainer: "Trainer") -> None:  # Raises `MemoryError` for what cannot fit
         "Predict for the largest batch that can come, as far as anybody knows it, and compare it with the memory there is."
         rows = rows_at_once(trainer)
         try:
@@ -750,7 +753,7 @@ class MemoryWatch:
         if self.predicted is not None:
             check_size(trainer, rows, tokens or 0, self.predicted, self.say)
 
-    def restart(self, trainer: Any) -> None:
+    def restart(self, trainer: "Trainer") -> None:
         "What comes next is measured; what was before is not, nor what it has left in the process."
         if trainer.accelerator.device.type == "cpu":
             if self.held:
@@ -758,14 +761,15 @@ class MemoryWatch:
             self.highest = max(self.highest, most_used() or 0)
             most_used(forget=True)
 
-    def on_start(self, trainer: Any, record: dict) -> None:
+    def on_start(self, trainer: "Trainer", record: dict) -> None:
         "Predict, and note what is there before the steps."
         self.shared = trainer.shards is not None  # Nobody predicts what several processes share
         if not self.shared:
             self.foresee(trainer)
         here, reference = Ledger(), _reference(trainer)
         here.know(
-            "other", [*_tensors(trainer.model), *tree_leaves(list(trainer.bare.state.values()))]
+            "other",
+            [*_tensors(trainer.model), *tree_leaves(list(trainer.raw_optimizer.state.values()))],
         )
         if reference is not None:
             here.know("other", _tensors(reference))
@@ -780,9 +784,9 @@ class MemoryWatch:
             self.predicted = self.report.resident  # type: ignore
         self.note(record)
 
-    def on_step(self, trainer: Any, record: dict) -> None:
+    def on_step(self, trainer: "Trainer", record: dict) -> None:
         "Look how high it went."
-        for batch in getattr(trainer, "group", None) or ():
+        for batch in trainer.step_batches:
             if math.prod(size := batch_size(batch)) > math.prod(self.largest):
                 self.largest, self.batch = size, batch
         if trainer.accelerator.device.type == "cuda":
@@ -793,13 +797,13 @@ class MemoryWatch:
             return
         self.measured = max(found, self.measured or 0)
 
-    def on_eval(self, trainer: Any, record: dict) -> None:
+    def on_eval(self, trainer: "Trainer", record: dict) -> None:
         self.restart(trainer)
 
-    def on_sample(self, trainer: Any, record: dict) -> None:
+    def on_sample(self, trainer: "Trainer", record: dict) -> None:
         self.restart(trainer)
 
-    def on_save(self, trainer: Any, record: dict) -> None:
+    def on_save(self, trainer: "Trainer", record: dict) -> None:
         self.restart(trainer)
 
     def note(self, record: dict) -> None:
@@ -807,13 +811,13 @@ class MemoryWatch:
             if (size := getattr(self, name)) is not None:
                 record[f"step_memory_{name}_gib"] = size / 2**30
 
-    def on_log(self, trainer: Any, record: dict) -> None:
+    def on_log(self, trainer: "Trainer", record: dict) -> None:
         "Add to the record; the peak of the whole process is that of before, if that was higher."
         self.note(record)
         if "memory_peak_gib" in record:
             record["memory_peak_gib"] = max(record["memory_peak_gib"], self.highest / 2**30)
 
-    def on_end(self, trainer: Any, record: dict) -> None:
+    def on_end(self, trainer: "Trainer", record: dict) -> None:
         "Predict for the largest batch that came, and say how it went."
         if not self.before:
             return  # It never began

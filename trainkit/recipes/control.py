@@ -21,11 +21,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import nearest
 from ..files import write_atomic
 from ..progress import note
+
+if TYPE_CHECKING:
+    from trainkit.train.trainer import Trainer
 
 # %% ../../nbs/11_recipes/14_remote_control.ipynb #3d72adcd
 ORDERS = ("pause", "resume", "stop", "save", "sample")
@@ -126,7 +129,7 @@ class Remote:
     ):
         self.folder, self.every, self.thread, self.said = Path(folder), every, None, ""
 
-    def obey(self, trainer: Any, order: str, text: str):
+    def obey(self, trainer: "Trainer", order: str, text: str):
         "Press the button."
 
         def kindly(do):
@@ -139,13 +142,15 @@ class Remote:
             trainer.control.ask(attempt)
 
         if order == "save":
-            kindly(lambda t: (t.save(strict=False), t.settle(strict=False)))  # Written, and told of
+            kindly(
+                lambda t: (t.save(strict=False), t.flush_checkpoint(strict=False))
+            )  # Written, and told of
         elif order == "sample":
-            kindly(lambda t: t.draw(*([text] if text else [])))
+            kindly(lambda t: t.log_samples(*([text] if text else [])))
         else:
             getattr(trainer.control, order)()
 
-    def look(self, trainer: Any):
+    def look(self, trainer: "Trainer"):
         "Obey what has come, and tell of a change."
         for order, text in received(self.folder):
             self.obey(trainer, order, text)
@@ -153,13 +158,13 @@ class Remote:
             note_state(self.folder, state)
             self.said = state
 
-    def watch(self, trainer: Any, done: threading.Event):
+    def watch(self, trainer: "Trainer", done: threading.Event):
         "What the thread does."
         while not done.wait(self.every):
             with contextlib.suppress(OSError):
                 self.look(trainer)  # A full disk must not end the run
 
-    def on_start(self, trainer, record):
+    def on_start(self, trainer: "Trainer", record: dict) -> None:
         "Begin to listen."
         self.done, self.said = threading.Event(), ""
         if (
@@ -172,7 +177,7 @@ class Remote:
         )
         self.thread.start()
 
-    def on_end(self, trainer, record):
+    def on_end(self, trainer: "Trainer", record: dict) -> None:
         "Listen no more; what comes too late is thrown away."
         if self.thread is None:
             return

@@ -25,7 +25,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from netrc import NetrcParseError, netrc
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import yaml
@@ -35,6 +35,9 @@ from ..files import alone
 from ..progress import note
 from .reports import parse_yaml, write_curves
 from .runs import RunFolder, mask_secrets, read_run
+
+if TYPE_CHECKING:
+    from trainkit.train.trainer import Trainer
 
 # %% ../../nbs/04_train/26_loggers.ipynb #2063d127
 class Tracker(NamedTuple):
@@ -260,7 +263,7 @@ class MetricsLog:
                     found[key] = Path(value).resolve().relative_to(here).as_posix()
         return found
 
-    def on_start(self, trainer, record):
+    def on_start(self, trainer: "Trainer", record: dict) -> None:
         "Begin, or go on: nothing that a resume has undone stays in the log."
         start = self.current_step = record.get("start_step") or 0
         before = [r.get("step") or 0 for r in read_run(self.folder.path).records]
@@ -271,13 +274,13 @@ class MetricsLog:
         self.folder.record("start", {k: v for k, v in record.items() if k != "config"})
         self.say(f"start at step {start} of {record.get('total_steps', '?')}")
 
-    def on_log(self, trainer, record):
+    def on_log(self, trainer: "Trainer", record: dict) -> None:
         self.write("log", record, "loss", "learning_rate", "grad_norm", "tokens_per_second")
 
-    def on_eval(self, trainer, record):
+    def on_eval(self, trainer: "Trainer", record: dict) -> None:
         self.write("eval", record, *(k for k in record if k.startswith("eval_")))
 
-    def on_sample(self, trainer, record):
+    def on_sample(self, trainer: "Trainer", record: dict) -> None:
         self.open(0)  # the first one comes before the start
         self.folder.record("sample", record)
         text = "\n".join(f"{prompt}|{answer}" for prompt, answer in record["samples"])
@@ -286,16 +289,16 @@ class MetricsLog:
             if tracker.rewinds or record["step"] > self.sent:
                 tracker.text("samples", mask_secrets(text), record["step"])
 
-    def on_save(self, trainer, record):
+    def on_save(self, trainer: "Trainer", record: dict) -> None:
         record = self.relative(record)
         self.folder.record("save", record)
         self.say(f"step {record.get('step')}  saved {record.get('kind', '')} {record['path']}")
 
-    def on_health(self, trainer, record):
+    def on_health(self, trainer: "Trainer", record: dict) -> None:
         self.folder.record("health", record)
         self.folder.log("Health: {symptom} at step {step}: {evidence}. {remedy}".format_map(record))
 
-    def on_end(self, trainer, record):
+    def on_end(self, trainer: "Trainer", record: dict) -> None:
         record = self.relative(record)
         self.folder.record("end", record)
         self.say(f"end at step {record.get('step')}: {record.get('reason')}")

@@ -31,10 +31,13 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from statistics import mean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..display import Picture, number, table
 from ..files import show_bytes
+
+if TYPE_CHECKING:
+    from trainkit.train.trainer import Trainer
 
 # %% ../../nbs/04_train/20_monitors.ipynb #cab44f22
 @cache
@@ -240,7 +243,7 @@ class SystemMonitor:
         self.read()
         self.stop()
 
-    def on_start(self, trainer, record):
+    def on_start(self, trainer: "Trainer", record: dict) -> None:
         "Begin with the run."
         self.start()
         record["monitor"] = self.sees
@@ -258,7 +261,7 @@ class SystemMonitor:
             self.peak_flops = matmul_peak(accelerator.device.type, names.get(half, "float32"))
         self.clock = time.perf_counter()
 
-    def on_step(self, trainer, record):
+    def on_step(self, trainer: "Trainer", record: dict) -> None:
         "Count what the model reads."
         for shape in record.get("shapes", ()):
             self.rows += shape[0]
@@ -268,7 +271,7 @@ class SystemMonitor:
                 self.cost[shape] = self.flops(*shape)
             self.work += self.cost[shape]
 
-    def on_log(self, trainer, record):
+    def on_log(self, trainer: "Trainer", record: dict) -> None:
         "Add to the record."
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
@@ -284,7 +287,7 @@ class SystemMonitor:
                 record["mfu"] = self.passes * self.work / seconds / self.peak_flops
         self.rows, self.work = 0, 0.0
 
-    def on_end(self, trainer, record):
+    def on_end(self, trainer: "Trainer", record: dict) -> None:
         "End with the run; the last record says how high it went."
         if self.thread is None:
             return  # it never began
@@ -660,13 +663,17 @@ class HealthCheck:
         quiet_steps: int = 100,  # A finding that was gone for so many steps is news again
     ):
         self.say, self.checks, self.quiet_steps = say or warnings.warn, checks, quiet_steps
-        self.on_start(None, {})
+        self.reset()
 
-    def on_start(self, trainer, record):
+    def reset(self) -> None:
+        "Forget what was found in an earlier run."
         self.findings, self.seen = Findings(), {}
         self.records, self.evals, self.stride, self.count, self.due, self.told = [], [], 1, 0, 0, 0
 
-    def on_log(self, trainer, record):
+    def on_start(self, trainer: "Trainer", record: dict) -> None:
+        self.reset()
+
+    def on_log(self, trainer: "Trainer", record: dict) -> None:
         "Look again, if there is enough that is new."
         self.count += 1
         if self.count % self.stride == 0:
@@ -677,15 +684,15 @@ class HealthCheck:
             self.due = self.count + max(1, self.count // 16)
             self.look(trainer, [] if self.count % self.stride == 0 else [record])
 
-    def on_eval(self, trainer, record):
+    def on_eval(self, trainer: "Trainer", record: dict) -> None:
         "Evaluations are few, and each is looked at."
         self.evals = [*self.evals[-255:], record]
         self.look(trainer)
 
-    def on_end(self, trainer, record):
+    def on_end(self, trainer: "Trainer", record: dict) -> None:
         self.look(trainer, [record])
 
-    def look(self, trainer, latest: Sequence[dict] = ()):
+    def look(self, trainer: "Trainer", latest: Sequence[dict] = ()) -> None:
         "Say what is new."
         notes, self.told = (
             getattr(trainer, "notes", [])[self.told :],

@@ -296,7 +296,7 @@ def accumulate(
         dict
     ],  # The whole window, on all processes alike; this process computes its own share of it
     accelerator: "Accelerator",
-    careful: bool = False,  # No backward pass from a loss that is no number; waits for the device
+    check_finite: bool = False,  # No backward pass from a loss that is no number; waits for the device
     seen: list
     | None = None,  # Gets (number of the batch, {term: its sum}) for each batch, still on the device
 ) -> tuple[Tensor, dict]:  # This process's share of the window's loss; {metric: (sum, count)}
@@ -344,7 +344,7 @@ def accumulate(
                 share = sum(weight * s for s, _, weight in out.terms.values()) / guess
             if not counts:
                 share = share * 0
-            if careful and not math.isfinite(share.detach()):
+            if check_finite and not math.isfinite(share.detach()):
                 return share.detach(), metrics  # type: ignore
             # DDP and accelerate divide by these two
             if hasattr(shards, "backward"):
@@ -403,9 +403,9 @@ class Step(NamedTuple):
     metrics: dict  # {name: (sum, count)}, also this process's share
     grad_norm: Tensor | None  # Before clipping; None when nobody asked
     skipped: bool  # The scaler found an overflow
-    broken: bool  # Loss or gradient was not finite, so the step was not taken; only a CPU can tell this early
+    nonfinite: bool  # Loss or gradient was not finite, so the step was not taken; only a CPU can tell this early
     seen: Sequence = ()  # (number of the batch in the window, {term: its sum}) of this process's batches
-    spoilt: Sequence = ()  # Names of parameters whose gradient is not finite, where `broken` is known
+    nonfinite_params: Sequence = ()  # Names of parameters whose gradient is not finite, where `nonfinite` is known
 
 
 def train_step(
@@ -418,19 +418,19 @@ def train_step(
     max_grad_norm: float = 0.0,  # 0 does not clip
     measure: bool = False,  # Find the gradient norm even without clipping
     in_backward: bool = False,  # Each parameter moves as soon as its gradient is known; for one batch in one process
-    careful: bool = False,  # Never move by a gradient that is no number, on a GPU too, which then waits at each step
+    check_finite: bool = False,  # Never move by a gradient that is no number, on a GPU too, which then waits at each step
     gather: Callable = accumulate,  # How the gradient of a window is added up
 ) -> Step:
     "One optimizer step from a window of batches."
-    scaler, bare, seen = accelerator.scaler, getattr(optimizer, "optimizer", optimizer), []
-    careful = careful or accelerator.device.type == "cpu"  # where looking costs nothing
+    scaler, raw_optimizer, seen = accelerator.scaler, getattr(optimizer, "optimizer", optimizer), []
+    check_finite = check_finite or accelerator.device.type == "cpu"  # where looking costs nothing
     if in_backward:
-        with step_in_backward(bare):
-            loss, metrics = gather(model, objective, batches, accelerator, careful, seen)
-        broken = careful and not math.isfinite(loss)
-        if schedule is not None and not broken:
+        with step_in_backward(raw_optimizer):
+            loss, metrics = gather(model, objective, batches, accelerator, check_finite, seen)
+        nonfinite = check_finite and not math.isfinite(loss)
+        if schedule is not None and not nonfinite:
             schedule.step()
-        return Step(loss, metrics, None, False, broken, seen)
+        return Step(loss, metrics, None, False, nonfinite, seen)
     loss, metrics = gather(model, objective, batches, accelerator, seen=seen)
     if hasattr(
         shards := getattr(model, "shards", None), "backward"
@@ -440,17 +440,17 @@ def train_step(
             schedule.step()
         return Step(loss, metrics, norm, False, False, seen)
     if scaler is not None:
-        scaler.unscale_(bare)
-    parameters = [p for group in bare.param_groups for p in group["params"]]
+        scaler.unscale_(raw_optimizer)
+    parameters = [p for group in raw_optimizer.param_groups for p in group["params"]]
     norm = clip_gradients(parameters, 0) if max_grad_norm > 0 or measure else None
-    broken, skipped, spoilt = False, False, []
-    if careful:
+    nonfinite, skipped, nonfinite_params = False, False, []
+    if check_finite:
         whole = loss if accelerator.num_processes == 1 else add_over_processes(loss, accelerator)
-        broken = not (
+        nonfinite = not (
             math.isfinite(whole) and (norm is None or scaler is not None or math.isfinite(norm))
         )
-    if broken:
-        spoilt = [
+    if nonfinite:
+        nonfinite_params = [
             name
             for name, p in model.named_parameters()
             if p.grad is not None
@@ -460,19 +460,19 @@ def train_step(
             scaler.update()
     elif norm is not None and max_grad_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
-    if scaler is not None and not broken:
+    if scaler is not None and not nonfinite:
         scale = scaler.get_scale()
-        scaler.step(bare)
+        scaler.step(raw_optimizer)
         scaler.update()
         skipped = (
             scaler.get_scale() < scale
         )  # a fused optimizer is called anyway, and skips by itself
-    elif not broken:
+    elif not nonfinite:
         optimizer.step()
-    if schedule is not None and not broken and not skipped:
+    if schedule is not None and not nonfinite and not skipped:
         schedule.step()
     optimizer.zero_grad(set_to_none=True)
-    return Step(loss, metrics, norm, skipped, broken, seen, spoilt)
+    return Step(loss, metrics, norm, skipped, nonfinite, seen, nonfinite_params)
 
 # %% ../../nbs/04_train/07_training_step.ipynb #b3913d71
 def count_tokens(

@@ -33,7 +33,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..charts import thin
 from ..config import save_config
@@ -41,6 +41,9 @@ from ..progress import Clock
 from ..recipes.control import LogTail, note_state, send, state_of
 from ..train.config import EXIT_CODES, Control
 from ..train.runs import new_folder, parse_line, read_metrics
+
+if TYPE_CHECKING:
+    from trainkit.train.trainer import Trainer
 
 # %% ../../nbs/12_widgets/02_session.ipynb #35d8145c
 HIDDEN = frozenset(
@@ -251,33 +254,33 @@ class RunState:
     def _end(self, record: Mapping[str, Any]):
         self.phase, self.reason = "finishing", str(record.get("reason") or "")
 
-    def _hear(self, event: str, trainer: Any, record: Mapping[str, Any]):
+    def _hear(self, event: str, trainer: "Trainer", record: Mapping[str, Any]):
         if event == "start" and getattr(trainer, "folder", None):
             self.folder = str(trainer.folder)
         self.take(event, record, getattr(trainer, "seconds", None))
 
-    def on_start(self, trainer, record):
+    def on_start(self, trainer: "Trainer", record: dict) -> None:
         self._hear("start", trainer, record)
 
-    def on_step(self, trainer, record):
+    def on_step(self, trainer: "Trainer", record: dict) -> None:
         self._hear("step", trainer, record)
 
-    def on_log(self, trainer, record):
+    def on_log(self, trainer: "Trainer", record: dict) -> None:
         self._hear("log", trainer, record)
 
-    def on_eval(self, trainer, record):
+    def on_eval(self, trainer: "Trainer", record: dict) -> None:
         self._hear("eval", trainer, record)
 
-    def on_sample(self, trainer, record):
+    def on_sample(self, trainer: "Trainer", record: dict) -> None:
         self._hear("sample", trainer, record)
 
-    def on_save(self, trainer, record):
+    def on_save(self, trainer: "Trainer", record: dict) -> None:
         self._hear("save", trainer, record)
 
-    def on_health(self, trainer, record):
+    def on_health(self, trainer: "Trainer", record: dict) -> None:
         self._hear("health", trainer, record)
 
-    def on_end(self, trainer, record):
+    def on_end(self, trainer: "Trainer", record: dict) -> None:
         self._hear("end", trainer, record)
 
     def snapshot(
@@ -440,7 +443,8 @@ class TrainSession:
     def save(self) -> bool:
         "Write a checkpoint now."
         return self._ask(
-            "save", lambda trainer: (trainer.save(strict=False), trainer.settle(strict=False))
+            "save",
+            lambda trainer: (trainer.save(strict=False), trainer.flush_checkpoint(strict=False)),
         )
 
     def sample(
@@ -449,7 +453,7 @@ class TrainSession:
     ) -> bool:
         "Let the model speak now."
         return self._ask(
-            "sample", lambda trainer: trainer.draw(*([prompt] if prompt else [])), prompt
+            "sample", lambda trainer: trainer.log_samples(*([prompt] if prompt else [])), prompt
         )
 
     def kill(self) -> bool:  # Only for a process
@@ -483,7 +487,7 @@ class TrainSession:
             return True
 
     def _ask(self, order: str, do: Callable[[Any], Any], text: str = "") -> bool:
-        def kindly(trainer: Any):  # A prompt that cannot be answered must not end a run
+        def kindly(trainer: "Trainer"):  # A prompt that cannot be answered must not end a run
             try:
                 do(trainer)
             except Exception as error:
