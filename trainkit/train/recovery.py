@@ -28,13 +28,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from ..display import plural
 from .checkpoint import latest_checkpoint
 from .config import TrainConfig, TrainingError
+from .objectives import Loss
 from .step import Step, accumulate
 
 if TYPE_CHECKING:
@@ -42,28 +44,27 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/04_train/16_faults.ipynb #f85a04b5
 def refuse_file(
-    path: str | Path,  # What a run shall go on from
+    path: str | Path,  # What a run shall resume from
 ) -> None:  # Raises `ValueError` for a file
-    "A checkpoint is a folder; one file, such as `checkpoint-10000.pt`, comes from elsewhere, and its weights can begin a new run."
+    "Refuse a file: a checkpoint is a folder, and `checkpoint-10000.pt` comes from elsewhere."
     if Path(path).suffix not in (".pt", ".pth", ".bin", ".ckpt") and not Path(path).is_file():
         return
     raise ValueError(
-        f"{path} is one file, and a checkpoint here is a folder, such as runs/mine/checkpoints/checkpoint-100, of safetensors and JSON: optimizer, "
-        "schedule and place in the data of another program cannot be taken over. The weights can: model.load_state_dict(torch.load(FILE, "
-        "weights_only=True)), save_pretrained(model, tokenizer, 'begun') of trainkit.interop.hf, then a new run with --model begun"
+        f"{path} is one file, and a checkpoint here is a folder, such as "
+        "runs/mine/checkpoints/checkpoint-100, of safetensors and JSON: optimizer, schedule and "
+        "place in the data of another program cannot be taken over. The weights can: "
+        "model.load_state_dict(torch.load(FILE, weights_only=True)), "
+        "save_pretrained(model, tokenizer, 'begun') of trainkit.interop.hf, then a new run with "
+        "--model begun"
     )
 
 
 def find_start(
     folder: Path | None,  # Of the run
-    resume: bool
-    | str
-    | Path
-    | None,  # True: the last checkpoint; 'auto': if there is one; or its path; None: anew
-) -> (
-    Path | None
-):  # The checkpoint to go on from; None: from the beginning, never where a resume finds only damaged ones
-    "Which checkpoint to load, if any; refuses to write over an earlier run."
+    # True: the last checkpoint; 'auto': if there is one; or its path; None: from the beginning
+    resume: bool | str | Path | None,
+) -> Path | None:  # None: begin; never where a resume finds only damaged checkpoints
+    "Find the checkpoint to resume from, if any; refuses to overwrite an earlier run."
     if resume not in (True, "auto", None, False):
         refuse_file(resume)
         return Path(resume)
@@ -79,11 +80,21 @@ def find_start(
     if last:
         raise FileExistsError(
             f"{folder} holds {last.name} of an earlier run: train(resume=True)"
-            " goes on from it, or choose another output_dir"
+            " resumes from it, or choose another output_dir"
         )
     return None
 
 # %% ../../nbs/04_train/16_faults.ipynb #dccc3144
+_NOT_FINITE = """Step {step}: {what}. Nothing was saved since; the last good checkpoint is {checkpoint}.
+The likely causes:
+  1. The learning rate ({learning_rate:.3g} at this step) is too high: try a tenth of it, or more \
+warmup_steps.
+  2. The numbers do not fit their format (mixed_precision={mixed_precision!r}): try 'bf16' or 'no'.
+     Or a gradient is too long (max_grad_norm={max_grad_norm:g}): try {shorter:g}.
+  3. Broken data or a broken start: look at the batch of this step, and for NaN in the model's \
+weights."""
+
+
 def not_finite(
     what: str,  # What is NaN or infinite, and how much it is
     step: int,
@@ -92,17 +103,16 @@ def not_finite(
     checkpoint: str | None,  # The last good one
 ) -> TrainingError:  # To raise
     "The error for a loss or gradient that is NaN or infinite."
-    shorter = config.max_grad_norm / 10 or 1  # 0 does not clip
-    return TrainingError(
-        f"""Step {step}: {what}. Nothing was saved since; the last good checkpoint is {checkpoint or "none"}.
-The likely causes:
-  1. The learning rate ({learning_rate:.3g} at this step) is too high: try a tenth of it, or more warmup_steps.
-  2. The numbers do not fit their format (mixed_precision={config.mixed_precision!r}): try 'bf16' or 'no'.
-     Or a gradient is too long (max_grad_norm={config.max_grad_norm:g}): try {shorter:g}.
-  3. Broken data or a broken start: look at the batch of this step, and for NaN in the model's weights.""",
-        step,
-        checkpoint,
+    message = _NOT_FINITE.format(
+        step=step,
+        what=what,
+        checkpoint=checkpoint or "none",
+        learning_rate=learning_rate,
+        mixed_precision=config.mixed_precision,
+        max_grad_norm=config.max_grad_norm,
+        shorter=config.max_grad_norm / 10 or 1,  # 0 does not clip
     )
+    return TrainingError(message, step, checkpoint)
 
 # %% ../../nbs/04_train/16_faults.ipynb #79074a56
 NO_ROOM = (
@@ -117,9 +127,11 @@ NO_ROOM = (
 def is_out_of_memory(
     error: BaseException,
 ) -> bool:
-    "Whether the device or the machine had no room left."
-    said = isinstance(error, RuntimeError) and any(words in str(error).lower() for words in NO_ROOM)
-    return said or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    "Whether the device or the machine had no memory left."
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in text for words in NO_ROOM)
 
 # %% ../../nbs/04_train/16_faults.ipynb #0942701f
 def count_rows(
@@ -138,31 +150,31 @@ def split_rows(
     edges = sorted({rows * i // pieces for i in range(pieces + 1)})
     if len(edges) < 3:
         return [batch]
-    listed = {
-        k
-        for k, v in batch.items()
-        if isinstance(v, (list, tuple)) or isinstance(v, Tensor) and v.ndim
-    }
-    cut = {k for k in listed if len(batch[k]) == rows}
+    cut = {name for name, value in batch.items() if _has_rows(value) and len(value) == rows}
     return [
-        {k: v[a:b] if k in cut else v for k, v in batch.items()}
+        {name: value[a:b] if name in cut else value for name, value in batch.items()}
         for a, b in zip(edges, edges[1:], strict=False)
     ]
+
+
+def _has_rows(
+    value: object,  # Of a batch
+) -> bool:
+    "Whether a value is a list, or a tensor that can be cut."
+    return isinstance(value, (list, tuple)) or isinstance(value, Tensor) and value.ndim > 0
 
 # %% ../../nbs/04_train/16_faults.ipynb #8d1283ad
 def gradient_differences(
     model: nn.Module,
 ) -> str:  # What to say of it; empty when cutting a batch changes nothing
-    "Whether a batch in pieces gives another gradient than the batch as a whole."
+    "Whether a batch in pieces has another gradient than the batch as a whole."
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules()):
         return ", which is another gradient, because batch normalization couples the rows"
 
     def drops(m: nn.Module) -> bool:
-        rates = (
-            [m.p]
-            if isinstance(m, nn.modules.dropout._DropoutNd)
-            else [v for k, v in vars(m).items() if "drop" in k]
-        )
+        rates = [value for name, value in vars(m).items() if "drop" in name]
+        if isinstance(m, nn.modules.dropout._DropoutNd):
+            rates = [m.p]
         return m.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
 
     if any(map(drops, model.modules())):
@@ -175,27 +187,24 @@ class StepTooBig(RuntimeError):
 
 
 class OOMRetry:
-    "`accumulate`, in smaller pieces when memory does not hold a batch."
+    "`accumulate` that computes a batch in smaller pieces when it does not fit in memory."
 
     def __init__(
         self,
         on_oom: str = "retry",  # Or 'raise'
-        say: Callable[[str], Any] = print,  # Told when the pieces become smaller
+        say: Callable[[str], object] = print,  # Told when the pieces become smaller
     ):
-        self.on_oom, self.say, self.pieces = (
-            on_oom,
-            say,
-            1,
-        )  # `pieces`: into how many each batch is cut
+        self.on_oom, self.say = on_oom, say
+        self.pieces = 1  # Into how many each batch is cut
 
     def __call__(
         self,
         model: nn.Module,  # This and the following: as for `accumulate`
-        objective: Callable,
+        objective: Callable[[nn.Module, dict], Loss],
         batches: list[dict],
         accelerator: "Accelerator",
         check_finite: bool = False,  # The weights move during the backward pass
-        seen: list | None = None,
+        batch_terms: list[tuple[int, dict[str, Tensor]]] | None = None,
     ) -> tuple[Tensor, dict]:  # As from `accumulate`
         before = random_state(accelerator.device)
         while True:
@@ -204,10 +213,10 @@ class OOMRetry:
                 for i, batch in enumerate(batches)
                 for piece in split_rows(batch, self.pieces)
             ]
-            found: list = []
+            pieces, terms_of_pieces = [piece for _, piece in cut], []
             try:
                 result = accumulate(
-                    model, objective, [piece for _, piece in cut], accelerator, check_finite, found
+                    model, objective, pieces, accelerator, check_finite, terms_of_pieces
                 )
             except Exception as error:
                 if self.on_oom == "raise" or not is_out_of_memory(error):
@@ -219,8 +228,8 @@ class OOMRetry:
                     model.zero_grad(set_to_none=True)
                     raise StepTooBig(reason) from error
             else:
-                if seen is not None:
-                    seen += [(cut[i][0], terms) for i, terms in found]
+                if batch_terms is not None:
+                    batch_terms += [(cut[i][0], terms) for i, terms in terms_of_pieces]
                 return result
             # out here the error is gone, and with it the tensors that its frames held
             model.zero_grad(set_to_none=True)
@@ -229,56 +238,60 @@ class OOMRetry:
             set_random_state(before)
             rows, self.pieces = max(map(count_rows, batches)), 2 * self.pieces
             self.say(
-                f"Out of memory: the step is done again, and from now on each batch in {self.pieces} pieces of "
-                f"at most {math.ceil(rows / self.pieces)} rows{gradient_differences(model)}"
+                "Out of memory: the step is done again, and from now on each batch in "
+                f"{self.pieces} pieces of at most {math.ceil(rows / self.pieces)} "
+                f"rows{gradient_differences(model)}"
             )
 
 
 def oom_message(
-    objective: Callable,
+    objective: Callable[[nn.Module, dict], Loss],
     batches: list[dict],
     pieces: int,  # That were too big
     accelerator: "Accelerator",
-    in_backward: bool,
-) -> str:  # Why there is no use in smaller pieces; empty when there may be
-    "What to tell whoever has no memory left."
+    in_backward: bool,  # Whether the weights move during the backward pass
+) -> str:  # Empty where smaller pieces may help
+    "Why a step that does not fit in memory cannot be cut into smaller pieces, and what helps."
     rows = math.ceil(max(map(count_rows, batches)) / pieces)
-    ids = [
-        v for batch in batches for k, v in batch.items() if k.endswith("input_ids") and v.ndim > 1
+    lengths = [
+        value.shape[1]
+        for batch in batches
+        for name, value in batch.items()
+        if name.endswith("input_ids") and value.ndim > 1
     ]
-    length = max((v.shape[1] for v in ids), default=0)
-    size = (
-        f"{rows} row{'s' * (rows > 1)} of up to {length:,} tokens"
-        if length
-        else f"{rows} row{'s' * (rows > 1)}"
+    size = plural(rows, "row")
+    if length := max(lengths, default=0):
+        size += f" of up to {length:,} tokens"
+    smaller = (
+        "a smaller per_device_train_batch_size with as many more gradient_accumulation_steps is "
+        "the same step"
     )
-    smaller = "a smaller per_device_train_batch_size with as many more gradient_accumulation_steps is the same step"
     less = (
-        "gradient checkpointing, a shorter max_length, mixed_precision, and for the weights LoRA or quantization take "
-        "less memory"
+        "gradient checkpointing, a shorter max_length, mixed_precision, and for the weights LoRA "
+        "or quantization take less memory"
     )
     if rows == 1:
         return f"Out of memory with {size} at once, which cannot be cut: {less}"
     if not getattr(objective, "additive", True):
         return (
-            f"Out of memory with {size}. The objective couples the rows of a batch, so it cannot be cut: a smaller "
-            f"per_device_train_batch_size is another loss, but fits; {less}"
+            f"Out of memory with {size}. The objective couples the rows of a batch, so it cannot "
+            f"be cut: a smaller per_device_train_batch_size is another loss, but fits; {less}"
         )
     if in_backward:
         return (
-            f"Out of memory with {size}, and optimizer_in_backward=True may have moved some weights already: a "
-            f"smaller per_device_train_batch_size; {less}"
+            f"Out of memory with {size}, and optimizer_in_backward=True may have moved some "
+            f"weights already: a smaller per_device_train_batch_size; {less}"
         )
     if accelerator.num_processes > 1:
         return (
-            f"Out of memory with {size} in process {accelerator.process_index}, and the others cannot step back "
-            f"with it: {smaller}; {less}"
+            f"Out of memory with {size} in process {accelerator.process_index}, and the others "
+            f"cannot step back with it: {smaller}; {less}"
         )
     return ""
 
 
 def random_state(device: torch.device) -> tuple:
-    "The generators that a step may draw from; numpy's global one costs more to read than all of them."
+    "The random generators of a step; numpy's global one costs more to read than all of them."
     return (
         random.getstate(),
         torch.get_rng_state(),
@@ -287,7 +300,7 @@ def random_state(device: torch.device) -> tuple:
 
 
 def set_random_state(state: tuple) -> None:
-    "Put them back."
+    "Restore the random generators."
     random.setstate(state[0])
     torch.set_rng_state(state[1])
     if isinstance(state[2], Tensor):
@@ -298,22 +311,19 @@ def find_nonfinite(
     step: Step,  # Whose loss or gradient is not finite
 ) -> tuple[int | None, str]:  # Number of the batch in its window, and what to say of it
     "Which batch, term or parameter of a step was not finite first."
-    for i, terms in step.seen:
+    for i, terms in step.batch_terms:
         if wrong := [name for name, value in terms.items() if not math.isfinite(value)]:
             return i, f"the term{'s' * (len(wrong) > 1)} {', '.join(map(repr, wrong))}"
-    if step.nonfinite_params:
-        more = (
-            f" and {len(step.nonfinite_params) - 3} more" if len(step.nonfinite_params) > 3 else ""
-        )
-        return None, f"the gradient of {', '.join(step.nonfinite_params[:3])}{more}"
+    if names := step.nonfinite_params:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return None, f"the gradient of {', '.join(names[:3])}{more}"
     return None, ""
 
 # %% ../../nbs/04_train/16_faults.ipynb #4ce72b72
 @contextmanager
 def defer_signals(
-    number: int | None = getattr(
-        signal, "SIGCHLD", None
-    ),  # A signal; None on Windows, which has none
+    # A signal; None on Windows, which has none
+    number: int | None = getattr(signal, "SIGCHLD", None),
 ) -> Iterator[None]:
     "Let a signal's handler run only after the block; outside the main thread nothing changes."
     handler = None if number is None else signal.getsignal(number)
