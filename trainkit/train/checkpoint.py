@@ -75,7 +75,8 @@ def set_rng_state(
         torch.cuda.set_rng_state_all(state["cuda"])
     else:
         warnings.warn(
-            f"The checkpoint holds the random state of {len(state['cuda'])} GPUs and here are {here}: "
+            f"The checkpoint holds the random state of {len(state['cuda'])} GPUs and here are "
+            f"{here}: "
             "the run goes on, but not bit for bit",
             stacklevel=3,
         )
@@ -265,7 +266,8 @@ def problem_with(
     path = Path(path)
     if path.suffix in PICKLES and path.is_file():
         return (
-            "is a pickle, which may run code when it is opened, and a checkpoint is a folder of safetensors "
+            "is a pickle, which may run code when it is opened, and a checkpoint is a folder of "
+            "safetensors "
             "and JSON. If you trust it, read its weights with torch.load(path, weights_only=True)"
         )
     if path.is_file():
@@ -362,7 +364,8 @@ def check_optimizer(
         raise ValueError(
             "The checkpoint trained other parameters, " + ("; ".join(what))
             if what
-            else f"The checkpoint had the same parameters in other groups ({len(before)} there, {len(now)} here): the "
+            else f"The checkpoint had the same parameters in other groups ({len(before)} there, "
+            f"{len(now)} here): the "
             "patterns of lr_factors and weight_decays must be the same"
         )
     for index, p in enumerate(p for group in groups for p in group["params"]):
@@ -639,7 +642,8 @@ def run_lock(
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
                 raise
             warnings.warn(
-                f"The drive of {folder} knows no locks ({error.strerror}): nothing keeps a second run out "
+                f"The drive of {folder} knows no locks ({error.strerror}): nothing keeps a second "
+                "run out "
                 "of it, so see to it yourself",
                 stacklevel=3,
             )

@@ -166,7 +166,8 @@ def check_report_to(
             near = get_close_matches(name, TRACKERS, 1)
             guess = f"; did you mean {near[0]!r}" if near else ""
             raise ValueError(
-                f"report_to={name!r} is not known{guess}? There are none, all, {', '.join(TRACKERS)}"
+                f"report_to={name!r} is not known{guess}? There are none, all, "
+                f"{', '.join(TRACKERS)}"
             )
         if not find_spec(name):
             raise ImportError(f"report_to={name!r}: {name} is not installed; pip install {name}")
@@ -182,7 +183,8 @@ class MetricsLog:
         report_to: str | Sequence[str] | None = "none",  # See `check_report_to`
         project: str = "trainkit",  # What trackers file the run under
         console: bool = False,  # Print the lines of `log.txt` too
-        draw_every: float = 30.0,  # Seconds between two drawings of `curves.svg` while the run goes on
+        # Seconds between two drawings of `curves.svg` while the run goes on
+        draw_every: float = 30.0,
     ):
         self.folder, self.project, self.console, self.draw_every = (
             folder,

@@ -178,7 +178,8 @@ class SystemMonitor:
         self,
         every: float = 1.0,  # Seconds between two samples
         peak_flops: float
-        | None = None,  # Operations a second of the device, from its data sheet; None: `matmul_peak`
+        # Operations a second of the device, from its data sheet; None: `matmul_peak`
+        | None = None,
         nvml: Any = None,  # See `open_gpu`
     ):
         self.every, self.peak_flops, self.nvml = every, peak_flops, nvml
@@ -424,10 +425,12 @@ def small_rate(records: Sequence[dict]) -> HealthFinding | None:
         "The learning rate is zero"
         if not max(rates)
         else "The learning rate is too low to change the weights",
-        f"the rates of {steps[-1]} steps add up to {path:.1e}, which is about as far as Adam can have moved "
+        f"the rates of {steps[-1]} steps add up to {path:.1e}, which is about as far as Adam can "
+        "have moved "
         f"a weight; the loss went from {mean(losses[:3]):.3f} to {mean(losses[-3:]):.3f}",
         "Usual peaks: 3e-4 and more for a small model from scratch, 2e-5 for full fine-tuning, "
-        "2e-4 for LoRA, 1e-6 for DPO. Is the schedule at its end, or max_steps too small for the warm-up?",
+        "2e-4 for LoRA, 1e-6 for DPO. Is the schedule at its end, or max_steps too small for the "
+        "warm-up?",
     )
 
 
@@ -449,8 +452,10 @@ def plateau(records: Sequence[dict]) -> HealthFinding | None:
         "plateau",
         steps[-1],
         "The loss has stopped falling",
-        f"{number(mean(half[:4]))} at step {steps[len(losses) // 2]}, {number(mean(half[-4:]))} now",
-        "If it is above what you expect: another learning rate (a third, three times), a larger model, "
+        f"{number(mean(half[:4]))} at step {steps[len(losses) // 2]}, {number(mean(half[-4:]))} "
+        "now",
+        "If it is above what you expect: another learning rate (a third, three times), a larger "
+        "model, "
         "cleaner labels. If not, let the schedule decay and stop.",
     )
 
@@ -474,8 +479,10 @@ def vanishing_gradient(records: Sequence[dict]) -> HealthFinding | None:
         steps[-1],
         "The gradient vanishes",
         f"norm {number(now)}{was}, at a loss of {mean(losses[-3:]):.3f}",
-        "No step changes the weights. Are the parameters that matter trainable, and between input and loss? Normalisation and residuals "
-        "keep a deep network open; a saturated softcap or sigmoid and fp16 close it (mixed_precision=bf16); a lower learning rate before it happened.",
+        "No step changes the weights. Are the parameters that matter trainable, and between input "
+        "and loss? Normalisation and residuals "
+        "keep a deep network open; a saturated softcap or sigmoid and fp16 close it "
+        "(mixed_precision=bf16); a lower learning rate before it happened.",
     )
 
 
@@ -517,8 +524,10 @@ def not_a_number(records: Sequence[dict]) -> HealthFinding | None:
             record["step"],
             "The loss is no number",
             bad[0] if bad else reason.splitlines()[0].rstrip("."),
-            "Weights that have seen it are lost: go back to the checkpoint before. Then mixed_precision='bf16' "
-            "instead of fp16, a lower learning rate, max_grad_norm=1, and a look at the batch of this step.",
+            "Weights that have seen it are lost: go back to the checkpoint before. Then "
+            "mixed_precision='bf16' "
+            "instead of fp16, a lower learning rate, max_grad_norm=1, and a look at the batch of "
+            "this step.",
         )
     return None
 
@@ -537,7 +546,8 @@ def skipped_steps(records: Sequence[dict]) -> HealthFinding | None:
         steps[-1],
         "Half precision overflows",
         f"{lost:.0f} of the last {taken} steps were skipped",
-        "mixed_precision='bf16' does not overflow; else a lower learning rate or a smaller max_grad_norm.",
+        "mixed_precision='bf16' does not overflow; else a lower learning rate or a smaller "
+        "max_grad_norm.",
     )
 
 # %% ../../nbs/04_train/22_health.ipynb #51a3b6f0
@@ -595,7 +605,8 @@ def creeping_memory(records: Sequence[dict]) -> HealthFinding | None:
                 "creeping_memory",
                 steps[-1],
                 f"More and more {name} is used",
-                f"{show_bytes(half[0] * 2**30)} at step {steps[len(used) // 2]}, {show_bytes(half[-1] * 2**30)} now, "
+                f"{show_bytes(half[0] * 2**30)} at step {steps[len(used) // 2]}, "
+                f"{show_bytes(half[-1] * 2**30)} now, "
                 f"{show_bytes(rate * 2**30)} in 1,000 steps",
                 "Something keeps what it should drop: a list of losses that are still tensors "
                 "(append loss.item()), a callback, a cache of the dataset.",
@@ -648,7 +659,8 @@ def check_health(
 
 # %% ../../nbs/04_train/22_health.ipynb #599f2205
 _TIGHT = (
-    "Half of per_device_train_batch_size with twice the gradient_accumulation_steps is the same step; shorter rows, gradient_checkpointing, "
+    "Half of per_device_train_batch_size with twice the gradient_accumulation_steps is the same "
+    "step; shorter rows, gradient_checkpointing, "
     "LoRA or four bits take less, and `trainkit memory plan` chooses."
 )
 

@@ -260,7 +260,8 @@ def param_groups(
     matrices: Collection[str] = (),  # Names of what is for Muon
 ) -> list[
     dict
-]:  # Groups whose `params` are `(name, parameter)`, with `lr_factor` and `use_muon` where they matter
+    # Groups whose `params` are `(name, parameter)`, with `lr_factor` and `use_muon` where they matter
+]:
     "Trainable parameters that are treated alike: matrices with decay, the rest without, and whatever is asked for."
     groups: dict[tuple, list[tuple[str, Tensor]]] = {}
     missed = {*lr_factors, *weight_decays}
@@ -343,7 +344,8 @@ def show_groups(
         some = ", ".join(names[:2]) + (f", … {names[-1]}" if len(names) > 2 else "")
         lines.append(
             f"{kind:6} {len(params):4} parameters {sum(p.numel() for p in params):14,} numbers  "
-            f"rate {group.get('initial_lr', group['lr']):<8.3g} decay {group['weight_decay']:<6.3g} {some}".rstrip()
+            f"rate {group.get('initial_lr', group['lr']):<8.3g} decay "
+            f"{group['weight_decay']:<6.3g} {some}".rstrip()
         )
     return "\n".join(lines)
 
@@ -371,7 +373,8 @@ def make_schedule(
     warmup, curve = warmup_steps(config, total_steps), SCHEDULES[config.lr_scheduler_type]
     if warmup >= total_steps > 1:
         warnings.warn(
-            f"The warm-up of {warmup} steps fills the whole run of {total_steps}, so the learning rate "
+            f"The warm-up of {warmup} steps fills the whole run of {total_steps}, so the learning "
+            "rate "
             "never reaches its peak: set warmup_steps=0.05 for a share of the run",
             stacklevel=2,
         )
@@ -397,7 +400,8 @@ def newton_schulz(
     matrix: Tensor,  # (M, N)
     steps: int = 5,  # Rounds
     dtype: torch.dtype
-    | None = None,  # To compute in; None: bfloat16, but float32 on a CPU, few of which multiply bfloat16 fast
+    # To compute in; None: bfloat16, but float32 on a CPU, few of which multiply bfloat16 fast
+    | None = None,
     coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),  # Of x, x³ and x⁵
 ) -> Tensor:  # (M, N), with the directions of `matrix` and all singular values near 1
     "The nearest orthogonal matrix, roughly, by products alone (Jordan 2024)."
@@ -424,7 +428,8 @@ class Muon(Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,  # Mix the newest gradient in once more
         ns_steps: int = 5,  # Rounds of `newton_schulz`
-        adjust_lr_fn: str = "original",  # How a step's length follows the matrix's shape, one of `ADJUST`
+        # How a step's length follows the matrix's shape, one of `ADJUST`
+        adjust_lr_fn: str = "original",
         betas: tuple[float, float] = (0.9, 0.999),  # AdamW's
         eps: float = 1e-8,  # AdamW's
         use_muon: bool = True,
@@ -529,7 +534,8 @@ HEADS = r"(^|\.)(lm_head|head|output|classifier|score)\.weight$"
 
 def hidden_matrices(
     model: nn.Module,
-    heads: str = HEADS,  # A regular expression for the names of output layers that the model does not tell
+    # A regular expression for the names of output layers that the model does not tell
+    heads: str = HEADS,
 ) -> list[str]:  # Names of parameters
     "The matrices between two streams of activations: neither embedding nor output head."
     outside = {
@@ -669,7 +675,8 @@ class AdamW8bit(Optimizer):
         weight_decay: float = 1e-2,
         min_8bit_size: int = 4096,  # Parameters with fewer elements keep float32 states
         paged: bool = False,  # States stay in main memory, and visit a GPU a piece at a time
-        lane: str = "auto",  # 'pure' torch, 'compiled' by numba, or 'auto': compiled for a million parameters and more
+        # 'pure' torch, 'compiled' by numba, or 'auto': compiled for a million parameters and more
+        lane: str = "auto",
     ):
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(

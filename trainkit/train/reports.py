@@ -132,7 +132,8 @@ def compare_runs(
     return RunComparison(tuple(names), rows, grid(*drawn))
 
 # %% ../../nbs/04_train/25_reports.ipynb #3c59abe3
-PICTURES = (  # title, {name in the legend: key}, smoothing; a picture appears if one of its keys was logged
+# title, {name in the legend: key}, smoothing; a picture appears if one of its keys was logged
+PICTURES = (
     ("Loss", {"train": "loss", "eval": "eval_loss"}, 0.02),
     ("Learning rate", {"rate": "learning_rate"}, 0.0),
     ("Gradient norm", {"norm": "grad_norm"}, 0.02),
@@ -198,7 +199,8 @@ def write_curves(
     placed = "".join(place(i, p) for i, p in enumerate(drawn))
     label = clean("; ".join(p.label for p in drawn))
     whole = Picture(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * wide - 20} {rows * high - 20}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * wide - 20} {rows * high - 20}" '
+        'role="img" '
         f'aria-label="{label}">{placed}</svg>'
     )
     return write_atomic(run.path / "curves.svg", whole.standalone())
@@ -400,7 +402,8 @@ def write_report(
         "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
         f"<title>{name}</title><style>{STYLE}</style></head><body><header><h1>{name}</h1>"
         f'<p class="when">{clean(run.name)}, started {start} UTC</p><nav>{nav}</nav></header>'
-        f"<main>{body}</main><footer>Written by trainkit from metrics.jsonl, config.yaml and environment.json "
+        f"<main>{body}</main><footer>Written by trainkit from metrics.jsonl, config.yaml and "
+        "environment.json "
         "beside this file.</footer></body></html>\n"
     )
     return write_atomic(run.path / "report.html", mask_secrets(page))

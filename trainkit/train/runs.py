@@ -198,7 +198,8 @@ class RunFolder:
             except (OSError, ValueError) as error:
                 if not self.broken:
                     warnings.warn(
-                        f"{self.path / name} cannot be written ({error}); the run goes on without it",
+                        f"{self.path / name} cannot be written ({error}); the run goes on without "
+                        "it",
                         stacklevel=2,
                     )
                 self.broken = True
@@ -206,7 +207,8 @@ class RunFolder:
     def rewind(
         self,
         step: int,  # The last one that counts
-        again: bool = False,  # Whether the run has taken its last step, and is only judged once more
+        # Whether the run has taken its last step, and is only judged once more
+        again: bool = False,
     ):
         "Take out of `metrics.jsonl` what a resume has undone, so that no step is there twice; `log.txt` keeps it."
         path = self.path / "metrics.jsonl"
@@ -299,7 +301,8 @@ def _is_count(value: Any) -> bool:
 def undone(
     record: Mapping[str, Any],
     start: int,  # Step after which the run began again
-    told_after_end: bool = False,  # Whether it came after the run had ended, and the run has ended there again
+    # Whether it came after the run had ended, and the run has ended there again
+    told_after_end: bool = False,
 ) -> bool:
     "Whether a record tells of what a resume has undone, or will do once more."
     if record["event"] == "start":

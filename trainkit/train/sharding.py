@@ -180,7 +180,8 @@ class ShardedModel:
         kind = type(optimizer)
         if not kind.__module__.startswith("torch.optim") or kind.__name__ == "Muon":
             raise ValueError(
-                f"{kind.__name__} looks at whole matrices or packs its own numbers, and {self.strategy} gives it shares: "
+                f"{kind.__name__} looks at whole matrices or packs its own numbers, and "
+                f"{self.strategy} gives it shares: "
                 "take optim='adamw_torch_fused', or strategy ddp"
             )
         self.optimizer: Any = optimizer
@@ -421,12 +422,14 @@ class ZeRO(ShardedModel):
             import deepspeed  # type: ignore # noqa: F401
         except ImportError:
             raise ImportError(
-                f'{self.strategy} needs DeepSpeed: pip install "trainkit-llm[deepspeed]" (with DS_BUILD_OPS=0 '
+                f'{self.strategy} needs DeepSpeed: pip install "trainkit-llm[deepspeed]" (with '
+                "DS_BUILD_OPS=0 "
                 "where there is no CUDA compiler), or take strategy fsdp"
             ) from None
         if self.accelerator.scaler is not None:
             raise ValueError(
-                f"{self.strategy} and mixed_precision='fp16' are not combined here: take 'bf16' or fsdp"
+                f"{self.strategy} and mixed_precision='fp16' are not combined here: take 'bf16' or "
+                "fsdp"
             )
         return self.twin
 
@@ -452,7 +455,8 @@ class ZeRO(ShardedModel):
             is not getattr(getattr(embed, "embed_tokens", None), "weight", None)
         ):
             raise ValueError(
-                "zero3 cannot follow a head of its own (tie_embeddings=False) through our loss, which uses its weight "
+                "zero3 cannot follow a head of its own (tie_embeddings=False) through our loss, "
+                "which uses its weight "
                 "without calling it: take fsdp or zero2"
             )
         self.stage = int(self.strategy[-1])
@@ -467,7 +471,8 @@ class ZeRO(ShardedModel):
 
             if not AsyncIOBuilder().is_compatible(verbose=False):
                 raise ValueError(
-                    "Offloading to 'nvme' needs DeepSpeed's async_io, which needs libaio here: apt install "
+                    "Offloading to 'nvme' needs DeepSpeed's async_io, which needs libaio here: apt "
+                    "install "
                     "libaio-dev (and ninja), or take device 'cpu'"
                 )
         self.live, *_ = deepspeed.initialize(
@@ -475,7 +480,8 @@ class ZeRO(ShardedModel):
         )  # type: ignore
         if self.live.zero_optimization_stage() != self.stage:  # type: ignore
             raise RuntimeError(
-                f"{self.strategy} was asked for, and DeepSpeed runs stage {self.live.zero_optimization_stage()}"
+                f"{self.strategy} was asked for, and DeepSpeed runs stage "
+                f"{self.live.zero_optimization_stage()}"
             )  # type: ignore
         return self.live
 
@@ -545,7 +551,8 @@ class ZeRO(ShardedModel):
         zero: Any = self.live.optimizer
         if getattr(zero, "swap_optimizer", False):
             raise ValueError(
-                "A checkpoint cannot be put back where offload_optimizer has device 'nvme': go on with 'cpu'"
+                "A checkpoint cannot be put back where offload_optimizer has device 'nvme': go on "
+                "with 'cpu'"
             )
         whole = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.ndim}
         for flat in (
@@ -583,13 +590,15 @@ def shard(
     strategy = asked_strategy()
     if accelerator.distributed_type.value in ("FSDP", "DEEPSPEED"):
         raise ValueError(
-            f"The accelerator was made for {accelerator.distributed_type.value}: make it without a plugin and say "
+            f"The accelerator was made for {accelerator.distributed_type.value}: make it without a "
+            "plugin and say "
             "TRAINKIT_STRATEGY, or let the trainer make it"
         )
     if strategy not in CUTS:
         return None
     if accelerator.num_processes == 1:
         raise ValueError(
-            f"{strategy} shares a model out over processes, and here is one: trainkit launch --processes 2"
+            f"{strategy} shares a model out over processes, and here is one: trainkit launch "
+            "--processes 2"
         )
     return CUTS[strategy](model, accelerator, strategy)

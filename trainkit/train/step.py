@@ -152,7 +152,8 @@ def make_accelerator(
     "accelerate's view of this machine."
     if isinstance(model, nn.DataParallel):
         raise ValueError(
-            "DataParallel copies the model to all GPUs at every step and counts each of them as the "
+            "DataParallel copies the model to all GPUs at every step and counts each of them as "
+            "the "
             "whole batch: give the model itself, which takes one GPU, or use them all with "
             "trainkit launch --processes N"
         )

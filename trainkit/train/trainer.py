@@ -1096,7 +1096,8 @@ def check_identity(
     if force:
         return [*said, f"Another run from here on, because you asked for it: {what}"]
     raise ValueError(
-        f"{name} belongs to another run: {what}. Put that back, or choose another folder for a new run; "
+        f"{name} belongs to another run: {what}. Put that back, or choose another folder for a new "
+        "run; "
         "with force_resume=True (--force-resume) this one goes on under the new config"
     )
 
