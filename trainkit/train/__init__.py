@@ -1,4 +1,4 @@
-"""The training loop and what it leaves behind: optimizers, objectives, checkpoints, runs, monitors."""
+"""The training loop and what it leaves behind: optimizers, checkpoints, runs, monitors, reports."""
 
 from trainkit._lazy import attach_stub
 

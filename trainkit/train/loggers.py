@@ -34,7 +34,7 @@ from ..display import clean, number
 from ..files import alone
 from ..progress import note
 from .reports import parse_yaml, write_curves
-from .runs import RunFolder, mask_secrets, read_run
+from .runs import Record, RunFolder, is_number, mask_secrets, read_run
 
 if TYPE_CHECKING:
     from trainkit.train.trainer import Trainer
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 class Tracker(NamedTuple):
     "A place where numbers go besides the run folder."
 
-    log: Callable[[dict[str, float], int], Any]  # Values by name, and the step
-    text: Callable[[str, str, int], Any]  # Name, text, and the step
-    close: Callable[[], Any]
+    log: Callable[[dict[str, float], int], object]  # Values by name, and the step
+    text: Callable[[str, str, int], object]  # Name, text, and the step
+    close: Callable[[], object]
     rewinds: bool = False  # Whether it forgets what a resume has undone
 
 
@@ -99,13 +99,13 @@ def open_wandb(folder: RunFolder, project: str, config: dict, start: int) -> Tra
 
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    known = "WANDB_API_KEY" in os.environ
+    has_key = "WANDB_API_KEY" in os.environ
     with contextlib.suppress(OSError, NetrcParseError):
-        known = known or netrc().authenticators(host) is not None
+        has_key = has_key or netrc().authenticators(host) is not None
     mode: Any = os.environ.get("WANDB_MODE") or (
-        "online" if known else "offline"
+        "online" if has_key else "offline"
     )  # never a prompt that blocks a cell
-    settings: dict[str, Any] = dict(
+    settings: Record = dict(
         console="off",
         silent=True,
         disable_git=True,
@@ -140,11 +140,11 @@ TRACKERS = {"tensorboard": open_tensorboard, "trackio": open_trackio, "wandb": o
 @contextlib.contextmanager
 def quiet(folder: RunFolder) -> Iterator[None]:
     "What a library prints goes into the log of the run."
-    said = io.StringIO()
-    with alone, contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with alone, contextlib.redirect_stdout(output):
         yield  # Two that put standard output back would do so in the wrong order
-    if said.getvalue().strip():
-        folder.log(said.getvalue().strip())
+    if output.getvalue().strip():
+        folder.log(output.getvalue().strip())
 
 
 def check_report_to(
@@ -175,7 +175,7 @@ def check_report_to(
 
 # %% ../../nbs/04_train/26_loggers.ipynb #4735663d
 class MetricsLog:
-    "A trainer's callback that writes to a run folder and to trackers; a loop of one's own calls `log`."
+    "A callback that writes to a run folder and to trackers; your own loop can call `log`."
 
     def __init__(
         self,
@@ -186,12 +186,8 @@ class MetricsLog:
         # Seconds between two drawings of `curves.svg` while the run goes on
         draw_every: float = 30.0,
     ):
-        self.folder, self.project, self.console, self.draw_every = (
-            folder,
-            project,
-            console,
-            draw_every,
-        )
+        self.folder, self.project = folder, project
+        self.console, self.draw_every = console, draw_every
         self.names, self.trackers, self.opened = check_report_to(report_to), [], False
         self.current_step, self.sent, self.drawn, self.drawing = 0, -1, time.monotonic(), 0.0
 
@@ -208,7 +204,7 @@ class MetricsLog:
 
     def log(
         self,
-        values: Mapping[str, Any],  # Numbers by name; `eval_…` goes with the evaluations
+        values: Mapping[str, object],  # Numbers by name; `eval_…` goes with the evaluations
         step: int | None = None,  # The next one when None
     ):
         "Write down numbers of one's own."
@@ -217,12 +213,11 @@ class MetricsLog:
 
     update = log
 
-    def write(self, event: str, record: Mapping[str, Any], *names: str):
-        "Numbers to the folder and the trackers, and a line of some of them to read."
+    def write(self, event: str, record: Record, *names: str):
+        "Write numbers to the folder and the trackers, and a line of some of them to the log."
         self.open(0)
         self.current_step = record.get("step", self.current_step)
         self.folder.record(event, record)
-        is_number = lambda v: isinstance(v, (int, float)) and not isinstance(v, bool)
         shown = [n for n in names or record if is_number(record.get(n)) and n != "step"]
         self.say(
             "  ".join([f"step {self.current_step}", *(f"{n} {number(record[n])}" for n in shown)])
@@ -252,9 +247,9 @@ class MetricsLog:
         if self.console:
             note(f"{time.strftime('%H:%M:%S')}  {mask_secrets(line)}")
 
-    def relative(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        "Paths inside the run folder without what leads to it: the folder may move, and a home has a name."
-        here, found = self.folder.path.resolve(), dict(record)
+    def relative(self, record: Mapping[str, object]) -> Record:
+        "Make paths inside the run folder relative: the folder may move, and a home has a name."
+        here, relative = self.folder.path.resolve(), dict(record)
         for key, value in record.items():
             if (
                 isinstance(value, Path)
@@ -262,8 +257,8 @@ class MetricsLog:
                 and ("/" in value or os.sep in value)
             ):
                 with contextlib.suppress(ValueError, OSError):
-                    found[key] = Path(value).resolve().relative_to(here).as_posix()
-        return found
+                    relative[key] = Path(value).resolve().relative_to(here).as_posix()
+        return relative
 
     def on_start(self, trainer: "Trainer", record: dict) -> None:
         "Begin, or go on: nothing that a resume has undone stays in the log."

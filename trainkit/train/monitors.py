@@ -51,23 +51,23 @@ def _process() -> Any:  # psutil's view of this process, or None
 
 def usage() -> dict[str, float]:  # GiB; only what this machine can tell
     "Memory of this process, of the whole machine and of the GPU, now and at most so far."
-    found: dict[str, float] = {}
+    record: dict[str, float] = {}
     if (process := _process()) is not None:
-        found["memory_gib"] = process.memory_info().rss / 2**30
+        record["memory_gib"] = process.memory_info().rss / 2**30
     with contextlib.suppress(ImportError):  # not on Windows
         import resource
 
         unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, kilobytes elsewhere
-        found["memory_peak_gib"] = max(
-            found.get("memory_gib", 0.0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+        record["memory_peak_gib"] = max(
+            record.get("memory_gib", 0.0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
         )  # Linux counts in portions
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["gpu_memory_gib"] = torch.cuda.memory_allocated() / 2**30
-        found["gpu_memory_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        record["gpu_memory_gib"] = torch.cuda.memory_allocated() / 2**30
+        record["gpu_memory_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     elif torch is not None and torch.backends.mps.is_available():
-        found["gpu_memory_gib"] = torch.mps.current_allocated_memory() / 2**30
-    return found
+        record["gpu_memory_gib"] = torch.mps.current_allocated_memory() / 2**30
+    return record
 
 # %% ../../nbs/04_train/20_monitors.ipynb #02f07860
 def open_gpu(
@@ -149,10 +149,10 @@ def matmul_peak(
     device: str,  # 'cpu', 'cuda', 'mps'
     dtype: str,  # 'float32', 'bfloat16', 'float16'
 ) -> float:  # Operations a second
-    "What the device can do at most: a product of two large square matrices, the best of a few times."
+    "The most that the device can do: a product of large square matrices, the best of a few times."
     import torch
 
-    size = 1024 if device == "cpu" else 8192 if device == "cuda" else 4096
+    size = {"cpu": 1024, "cuda": 8192}.get(device, 4096)
     x = torch.randn(
         size,
         size,
@@ -172,7 +172,7 @@ def matmul_peak(
 
 # %% ../../nbs/04_train/20_monitors.ipynb #b17f840a
 class SystemMonitor:
-    "A trainer's callback that adds to its log records what the machine did; also `with SystemMonitor() as monitor:`."
+    "A callback that adds what the machine did to the log records; also a context manager."
 
     def __init__(
         self,
@@ -209,26 +209,26 @@ class SystemMonitor:
 
     def sample(self):
         "One look."
-        found = self.gpu() if self.gpu else {}
+        record = self.gpu() if self.gpu else {}
         if self.process is not None:
-            found["cpu_percent"] = self.process.cpu_percent() / self.cores
+            record["cpu_percent"] = self.process.cpu_percent() / self.cores
         with self.lock:
-            self.samples.append(found)
+            self.samples.append(record)
 
     def read(self) -> dict[str, float]:
         "Means of the samples since the last reading, and the memory now."
         with self.lock:
             samples, self.samples = self.samples, self.samples[-1:]
         rows = samples[1:] or samples  # the first was read before
-        found = {
+        record = {
             k: sum(s[k] for s in rows) / len(rows)
             for k in (rows[-1] if rows else {})
             if all(k in s for s in rows)
         }
-        found |= usage()
-        for k, v in found.items():
+        record |= usage()
+        for k, v in record.items():
             self.peaks[k] = max(v, self.peaks.get(k, v))
-        return found
+        return record
 
     def stop(self):
         "Look no more."
@@ -314,7 +314,7 @@ class HealthFinding:
 def noise(
     values: Sequence[float],  # In the order of time
 ) -> float:  # Standard deviation of one of them
-    "How much a series jitters around its own trend, from the median size of its second differences."
+    "How much a series jitters around its own trend: the median size of its second differences."
     if len(values) < 3:
         return 0.0
     bends = [abs(a - 2 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)]
@@ -538,14 +538,14 @@ def skipped_steps(records: Sequence[dict]) -> HealthFinding | None:
     if len(steps) < 3 or steps[-1] < 40:
         return None
     first = next(i for i, step in enumerate(steps) if step >= steps[-1] / 2)
-    taken, lost = steps[-1] - steps[first], skipped[-1] - skipped[first]
-    if not taken or lost / taken < 0.05:
+    steps_taken, lost = steps[-1] - steps[first], skipped[-1] - skipped[first]
+    if not steps_taken or lost / steps_taken < 0.05:
         return None
     return HealthFinding(
         "skipped_steps",
         steps[-1],
         "Half precision overflows",
-        f"{lost:.0f} of the last {taken} steps were skipped",
+        f"{lost:.0f} of the last {steps_taken} steps were skipped",
         "mixed_precision='bf16' does not overflow; else a lower learning rate or a smaller "
         "max_grad_norm.",
     )
@@ -652,10 +652,10 @@ def check_health(
 ) -> Findings:  # Empty for a healthy run
     "What is wrong with a run, by its own records."
     records = [r for r in records if "step" in r]
-    found = (
+    findings = (
         (name, check(records)) for name, check in (CHECKS if checks is None else checks).items()
     )
-    return Findings(finding for _, finding in found if finding)
+    return Findings(finding for _, finding in findings if finding)
 
 # %% ../../nbs/04_train/22_health.ipynb #599f2205
 _TIGHT = (
@@ -670,7 +670,7 @@ class HealthCheck:
 
     def __init__(
         self,
-        say: Callable[[str], Any] | None = None,  # Gets a line; None: `warnings.warn`
+        say: Callable[[str], object] | None = None,  # Gets a line; None: `warnings.warn`
         checks: dict[str, Callable] | None = None,  # Others than `CHECKS`
         quiet_steps: int = 100,  # A finding that was gone for so many steps is news again
     ):

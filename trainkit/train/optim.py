@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -42,15 +42,14 @@ from ..numba_utils import compile_kernels, pick_lane
 def step_in_backward(
     optimizer: Optimizer,  # Any that treats each parameter by itself, as AdamW, Muon and SGD do
 ) -> Iterator[list[int]]:  # A list that gets the bytes of each gradient that was used up
-    "The backward pass takes the steps and frees the gradients (Lv et al. 2023); `optimizer.step` is not called."
+    "Inside, the backward pass takes the steps and frees the gradients (Lv et al. 2023)."
     used: list[int] = []
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
 
     def step_one(p: Tensor) -> None:
         everything = optimizer.param_groups
-        optimizer.param_groups = [
-            {**groups[p], "params": [p]}
-        ]  # Its rate is looked up now: a schedule moves it
+        # Its rate is looked up now: a schedule moves it
+        optimizer.param_groups = [{**groups[p], "params": [p]}]
         try:
             optimizer.step()
         finally:
@@ -236,7 +235,7 @@ class OptimConfig:
 def check_rule(
     name: str,  # The knob
     pattern: Any,  # A regular expression, one hopes
-    value: Any,  # A number from 0 up, one hopes
+    value: object,  # A number from 0 up, one hopes
 ) -> None:  # Raises `ConfigError`
     "A rule for parameters maps a regular expression to a number."
     try:
@@ -255,21 +254,19 @@ def check_rule(
 def param_groups(
     model: nn.Module,
     weight_decay: float,  # For the matrices
-    lr_factors: Mapping[str, float] = {},  # noqa: B006 # Pattern of names -> factor on the rate; the first that is found counts
+    # Pattern of names -> factor on the rate; the first that matches counts
+    lr_factors: Mapping[str, float] = {},  # noqa: B006
     weight_decays: Mapping[str, float] = {},  # noqa: B006 # Pattern of names -> weight decay
     matrices: Collection[str] = (),  # Names of what is for Muon
-) -> list[
-    dict
-    # Groups whose `params` are `(name, parameter)`, with `lr_factor` and `use_muon` where they matter
-]:
-    "Trainable parameters that are treated alike: matrices with decay, the rest without, and whatever is asked for."
+) -> list[dict]:  # Their `params` are `(name, parameter)`; with `lr_factor`, `use_muon` if needed
+    "Groups of trainable parameters: matrices with decay, the rest without, and what is asked for."
     groups: dict[tuple, list[tuple[str, Tensor]]] = {}
     missed = {*lr_factors, *weight_decays}
 
     def rule(rules: Mapping[str, float], name: str, otherwise: float) -> float:
-        found = [pattern for pattern in rules if re.search(pattern, name)]
-        missed.difference_update(found)
-        return rules[found[0]] if found else otherwise
+        matching = [pattern for pattern in rules if re.search(pattern, name)]
+        missed.difference_update(matching)
+        return rules[matching[0]] if matching else otherwise
 
     for name, p in model.named_parameters():  # A shared parameter comes once
         if not p.requires_grad:
@@ -513,7 +510,7 @@ def adamw_step(
     )
     adamw_update(
         params,
-        [p.grad for p in params],
+        cast(list[Tensor], [p.grad for p in params]),
         means,
         squares,
         [],
@@ -664,7 +661,7 @@ def _compiled() -> Any:
 
 # %% ../../nbs/04_train/03_adamw_8bit.ipynb #ce6b853b
 class AdamW8bit(Optimizer):
-    "AdamW with a byte for each running mean (Dettmers et al. 2022); states as bitsandbytes' on a CPU."
+    "AdamW with a byte for each running mean (Dettmers et al. 2022), as in bitsandbytes on a CPU."
 
     def __init__(
         self,
@@ -697,7 +694,10 @@ class AdamW8bit(Optimizer):
                 state2=torch.zeros_like(p, dtype=torch.float32),
             )
         pin = self.paged and p.device.type == "cuda"
-        new = lambda size, dtype: torch.zeros(size, dtype=dtype, device=device, pin_memory=pin)
+
+        def new(size: Any, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device, pin_memory=pin)
+
         return dict(
             step=0,
             **{f"state{i}": new(p.shape, torch.uint8) for i in (1, 2)},

@@ -85,7 +85,8 @@ def find_start(
     return None
 
 # %% ../../nbs/04_train/16_faults.ipynb #dccc3144
-_NOT_FINITE = """Step {step}: {what}. Nothing was saved since; the last good checkpoint is {checkpoint}.
+_NOT_FINITE = """\
+Step {step}: {what}. Nothing was saved since; the last good checkpoint is {checkpoint}.
 The likely causes:
   1. The learning rate ({learning_rate:.3g} at this step) is too high: try a tenth of it, or more \
 warmup_steps.

@@ -19,13 +19,15 @@ __all__ = ['STRATEGIES', 'asked_strategy', 'deepspeed_config', 'only_processes',
 # %% ../../nbs/04_train/17_sharding.ipynb #imports-sharding
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from .checkpoint import StateDict
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -37,18 +39,18 @@ _FLAGS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 
 def asked_strategy() -> str:  # '' where nobody asked
     "How a launcher wants the processes to work together: by our variable, or by accelerate's."
-    found = os.environ.get("TRAINKIT_STRATEGY", "")
+    strategy = os.environ.get("TRAINKIT_STRATEGY", "")
     fsdp, deepspeed = (os.environ.get(flag, "").lower() in ("1", "true", "yes") for flag in _FLAGS)
-    if not found and fsdp:
-        found = "fsdp"
-    if not found and deepspeed:
-        found = f"zero{deepspeed_config().get('zero_optimization', {}).get('stage', 2)}"
-    if found and found not in STRATEGIES:
-        raise ValueError(f"TRAINKIT_STRATEGY={found!r}: must be one of {', '.join(STRATEGIES)}")
-    return found
+    if not strategy and fsdp:
+        strategy = "fsdp"
+    if not strategy and deepspeed:
+        strategy = f"zero{deepspeed_config().get('zero_optimization', {}).get('stage', 2)}"
+    if strategy and strategy not in STRATEGIES:
+        raise ValueError(f"TRAINKIT_STRATEGY={strategy!r}: must be one of {', '.join(STRATEGIES)}")
+    return strategy
 
 
-def deepspeed_config() -> dict[str, Any]:  # Empty where there is no file
+def deepspeed_config() -> dict:  # Empty where there is no file
     "DeepSpeed's JSON that the launcher named."
     path = os.environ.get("TRAINKIT_DEEPSPEED_CONFIG") or os.environ.get(
         "ACCELERATE_DEEPSPEED_CONFIG_FILE"
@@ -62,18 +64,18 @@ def deepspeed_config() -> dict[str, Any]:  # Empty where there is no file
 
 @contextmanager
 def only_processes() -> Iterator[str]:  # The strategy
-    "Inside, accelerate sees processes and no strategy: it would run FSDP on CPUs as DDP, without a word."
+    "Inside, accelerate sees processes and no strategy: on CPUs it would run FSDP as DDP."
     strategy = asked_strategy()
-    kept = {flag: os.environ.pop(flag) for flag in _FLAGS if flag in os.environ}
+    flags = {flag: os.environ.pop(flag) for flag in _FLAGS if flag in os.environ}
     reset_rendezvous()
     try:
         yield strategy
     finally:
-        os.environ.update(kept)
+        os.environ.update(flags)
 
 
 def reset_rendezvous() -> None:
-    "After a restart by torchrun on CPUs the processes must not read the addresses that the dead ones left."
+    "After a restart by torchrun on CPUs, do not read the addresses that dead processes left."
     from accelerate.utils import parse_flag_from_env
 
     attempt, world = (
@@ -121,7 +123,7 @@ def twin_of(
     model: nn.Module,
 ) -> nn.Module:  # Its own structure and parameter objects, over the same memory
     "A model to be cut, while the given one stays what it was."
-    memo: dict[int, Any] = {
+    memo: dict[int, object] = {
         id(p): nn.Parameter(p.data, p.requires_grad) for p in model.parameters()
     }
     return deepcopy(model, memo | {id(b): b for b in model.buffers()})
@@ -162,10 +164,10 @@ class ShardedModel:
     def put(self, p: Tensor, value: Tensor) -> None:
         raise NotImplementedError
 
-    def moments(self, p: Tensor) -> dict[str, Any]:
+    def moments(self, p: Tensor) -> StateDict:
         raise NotImplementedError
 
-    def put_moments(self, p: Tensor, values: dict[str, Any]) -> None:
+    def put_moments(self, p: Tensor, values: StateDict) -> None:
         raise NotImplementedError
 
     def share(self) -> int:
@@ -173,7 +175,7 @@ class ShardedModel:
 
     def start(
         self,
-        optimizer: Any,  # Over the parameters of `twin`
+        optimizer: torch.optim.Optimizer,  # Over the parameters of `twin`
         max_grad_norm: float = 0.0,
     ) -> nn.Module:  # What is called
         "Bring in the optimizer."
@@ -185,7 +187,7 @@ class ShardedModel:
                 "take optim='adamw_torch_fused', or strategy ddp"
             )
         self.optimizer: Any = optimizer
-        self.groups: Any = [dict(group) for group in optimizer.param_groups]
+        self.groups: list[dict] = [dict(group) for group in optimizer.param_groups]
         self.live.shards = self  # type: ignore
         return self.live
 
@@ -197,7 +199,7 @@ class ShardedModel:
     def fill(
         self,
         here: bool = True,  # Whether this process wants the result
-        device: Any = None,  # The one it had, when None
+        device: torch.device | str | None = None,  # The one it had, when None
     ) -> nn.Module:  # The plain model
         "Gather the weights into the plain model; all processes take part."
         self.settle()
@@ -257,9 +259,10 @@ class WholeOptimizer:
     def param_groups(self) -> list[dict]:
         "Of the whole parameters, with the rates of now."
         live = self.optimizer.param_groups
-        shape = lambda p: getattr(
-            p, "ds_shape", p.shape
-        )  # DeepSpeed's parameters have none of their own
+
+        def shape(p: Any) -> torch.Size:  # DeepSpeed's parameters have none of their own
+            return getattr(p, "ds_shape", p.shape)
+
         return [
             {
                 **{k: v for k, v in now.items() if k != "params"},
@@ -271,7 +274,7 @@ class WholeOptimizer:
 
     def state_dict(
         self, here: bool = True
-    ) -> dict[str, Any]:  # With the same keys as the optimizer's own in a single process
+    ) -> StateDict:  # With the same keys as the optimizer's own in a single process
         "Gather; all processes take part."
         state, groups, number = {}, [], 0
         for group, whole in zip(self.param_groups, self.shards.groups, strict=True):
@@ -283,7 +286,7 @@ class WholeOptimizer:
             groups.append({**group, "params": list(ids)})
         return dict(state=state, param_groups=groups)
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: StateDict) -> None:
         "Give each process its share."
         for group, old in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({k: v for k, v in old.items() if k not in ("params", "param_names")})
@@ -296,7 +299,7 @@ class WholeOptimizer:
 class GatheredState:
     "What a state was; for a checkpoint, which asks `state_dict()`."
 
-    def __init__(self, state: dict, optimizer: Any = None):
+    def __init__(self, state: dict, optimizer: object = None):
         self.state, self.optimizer = state, optimizer
 
     def state_dict(self) -> dict:
@@ -306,7 +309,9 @@ class GatheredState:
 def gather(
     shards: ShardedModel,
     here: bool,  # Whether this process keeps the result
-) -> tuple[Any, Any]:  # Like a model and an optimizer, for `save_checkpoint`
+) -> tuple[
+    "GatheredState", "GatheredState"
+]:  # Like a model and an optimizer, for `save_checkpoint`
     "Whole weights and moments; all processes take part."
     return GatheredState(WholeModel(shards).state_dict(here)), GatheredState(
         WholeOptimizer(shards).state_dict(here), shards.optimizer
@@ -315,7 +320,7 @@ def gather(
 # %% ../../nbs/04_train/17_sharding.ipynb #1b91904e
 def all_rng_states(
     accelerator: "Accelerator",
-    rng_state: Any,  # Function that tells this process's
+    rng_state: Callable[[], StateDict],  # Of this process
 ) -> dict[str, list]:  # Empty in a single process
     "The random generators of all processes."
     from accelerate.utils import gather_object
@@ -362,25 +367,25 @@ class FSDP(ShardedModel):
         with torch.no_grad():
             p.copy_(self.local(value, p))
 
-    def moments(self, p: Tensor) -> dict[str, Any]:
+    def moments(self, p: Tensor) -> StateDict:
         found = self.optimizer.state.get(p, {})
         return {
             k: v.full_tensor().cpu() if hasattr(v, "full_tensor") else v for k, v in found.items()
         }
 
-    def put_moments(self, p: Tensor, values: dict[str, Any]) -> None:
-        cut = lambda v: isinstance(v, Tensor) and v.shape == p.shape
-        self.optimizer.state[p] = {
-            k: self.local(v, p) if cut(v) else deepcopy(v) for k, v in values.items()
-        }
+    def put_moments(self, p: Tensor, values: StateDict) -> None:
+        state = self.optimizer.state[p] = {}
+        for name, value in values.items():
+            cut = isinstance(value, Tensor) and value.shape == p.shape
+            state[name] = self.local(value, p) if cut else deepcopy(value)
 
     def share(self) -> int:
         return sum(p.to_local().numel() * p.element_size() for p in self.twin.parameters())
 
 # %% ../../nbs/04_train/18_zero.ipynb #1f249913
-def _places(zero: Mapping[str, Any]) -> set[str]:  # Where moments and weights go
-    given = (zero.get(name) for name in ("offload_optimizer", "offload_param"))
-    return {place.get("device", "none") for place in given if isinstance(place, Mapping)}
+def _places(zero: Mapping[str, object]) -> set[str]:  # Where moments and weights go
+    places = (zero.get(name) for name in ("offload_optimizer", "offload_param"))
+    return {place.get("device", "none") for place in places if isinstance(place, Mapping)}
 
 
 def zero_settings(
@@ -389,7 +394,7 @@ def zero_settings(
     max_grad_norm: float = 0.0,  # 0 does not clip
     bf16: bool = False,  # Compute in bfloat16, beside weights in float32
 ) -> dict[str, Any]:  # For `deepspeed.initialize`
-    "What DeepSpeed is told: the memory side of its file; batches, accumulation and precision are the trainer's."
+    "The config for DeepSpeed: the memory side of its file; all else is the trainer's."
     stage = int(strategy[-1])
     zero = {k: v for k, v in given.get("zero_optimization", {}).items() if v != "auto"}
     if zero.get("stage", stage) != stage:
@@ -433,7 +438,7 @@ class ZeRO(ShardedModel):
             )
         return self.twin
 
-    def start(self, optimizer: Any, max_grad_norm: float = 0.0) -> nn.Module:
+    def start(self, optimizer: torch.optim.Optimizer, max_grad_norm: float = 0.0) -> nn.Module:
         import logging
 
         import deepspeed  # type: ignore
@@ -533,7 +538,7 @@ class ZeRO(ShardedModel):
         else:
             safe_set_full_fp32_param(p, value.float())
 
-    def moments(self, p: Tensor) -> dict[str, Any]:
+    def moments(self, p: Tensor) -> StateDict:
         from deepspeed.utils import safe_get_full_optimizer_state  # type: ignore
 
         state = self._linked().optimizer.state
@@ -545,7 +550,7 @@ class ZeRO(ShardedModel):
             if k not in step
         }  # type: ignore
 
-    def put_moments(self, p: Tensor, values: dict[str, Any]) -> None:
+    def put_moments(self, p: Tensor, values: StateDict) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state  # type: ignore
 
         zero: Any = self.live.optimizer

@@ -632,14 +632,17 @@ def eval_loss(
             with precision(accelerator):
                 out = check_loss(objective(model, to_device(batch, accelerator.device)))
             for name, (s, n, weight) in out.terms.items():
-                before, seen, _ = terms.get(name, (0.0, 0, weight))
+                total_s, total_n, _ = terms.get(name, (0.0, 0, weight))
                 terms[name] = (
-                    before + torch.as_tensor(s).to(wide) * counts,
-                    seen + torch.as_tensor(n) * counts,
+                    total_s + torch.as_tensor(s).to(wide) * counts,
+                    total_n + torch.as_tensor(n) * counts,
                     weight,
                 )
             add_metrics(metrics, out, counts)
-    total = lambda x: add_over_processes(x, accelerator)
+
+    def total(value: Scalar) -> float:
+        return add_over_processes(value, accelerator)
+
     read = {name: (total(s), total(n), weight) for name, (s, n, weight) in terms.items()}
     if not any(n for _, n, _ in read.values()):
         raise NothingToLearn

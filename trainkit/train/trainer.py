@@ -38,7 +38,7 @@ from ..config import seed_everything, to_dict
 from ..files import atomic_folder
 from ..progress import Progress, note
 from ..system import bound_kernels, keep_freed_memory
-from .checkpoint import CheckpointWriter, HasState, Snapshot, Stateful
+from .checkpoint import CheckpointWriter, HasState, Snapshot, StateDict, Stateful
 from .checkpoint import find_checkpoints, hash_part, load_checkpoint, problem_with
 from .checkpoint import read_manifest, rng_state, rotate_checkpoints, run_lock
 from .checkpoint import set_aside, set_rng_state, take_snapshot
@@ -88,7 +88,7 @@ class _Due(NamedTuple):
     save: bool
 
 # %% ../../nbs/04_train/08_trainer.ipynb #home-shape
-def _model_config(model: nn.Module) -> dict[str, Any]:
+def _model_config(model: nn.Module) -> dict:
     "The config of a model as a dict; empty where it has none."
     config: Any = getattr(model, "config", None)
     if is_dataclass(config):
@@ -248,7 +248,7 @@ class Trainer:
         "Make optimizer and schedule, and wrap model and optimizer for their device."
         c, shards = self.config, self.shards
         trained = self.model if shards is None else shards.twin
-        self.raw_optimizer: Any = self.build_optimizer(trained, self.optim)
+        self.raw_optimizer = self.build_optimizer(trained, self.optim)
         self.schedule = make_schedule(self.raw_optimizer, self.optim, self.total_steps)
         forward = None
         if c.torch_compile:
@@ -680,7 +680,7 @@ class Trainer:
         "The batches, if they know their position in the data."
         return self.train_batches if hasattr(self.train_batches, "state_dict") else None
 
-    def identity(self) -> dict[str, Any]:  # As JSON can hold it
+    def identity(self) -> dict:  # As JSON can hold it
         "What the run is asked to do, and with what."
         model = _model_config(self.model)
         skip = ("_", "transformers_version", "dtype", "torch_dtype", "use_cache")
@@ -732,7 +732,7 @@ class Trainer:
     def restore(self, resume: bool | str | Path | None, force: bool = False) -> None:
         "Load the checkpoint to resume from, or begin, and make sure that no other is in the way."
         path, notes = self.check_resume(resume, force)
-        others: dict[str, Any] = {}
+        others: StateDict = {}
         if path is None:
             if self.cursor is not None:
                 self.cursor.load_state_dict(deepcopy(self.train_start))
@@ -750,8 +750,8 @@ class Trainer:
             seed_everything((self.config.seed + i + 1000 * self.state.step) % 2**32)
         self.retry.pieces = self.state.pieces
 
-    def _load(self, path: Path, force: bool) -> dict[str, Any]:  # What else was remembered
-        "Put model, optimizer, schedule, position and state back to where the checkpoint was written."
+    def _load(self, path: Path, force: bool) -> StateDict:  # What else was remembered
+        "Put model, optimizer, schedule, position and state back as the checkpoint has them."
         options = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self.raw_optimizer.param_groups
@@ -1013,9 +1013,9 @@ class Trainer:
 
 # %% ../../nbs/04_train/14_resume.ipynb #feff8727
 def tree_leaves(
-    tree: Any,  # Nested dicts, as JSON can hold them
+    tree: object,  # Nested dicts, as JSON can hold them
     path: str = "",
-) -> Iterator[tuple[str, Any]]:  # ('train.seed', 42)
+) -> Iterator[tuple[str, object]]:  # ('train.seed', 42)
     "Every value with the path that leads to it."
     if isinstance(tree, Mapping) and tree:
         for key, value in tree.items():
@@ -1025,9 +1025,9 @@ def tree_leaves(
 
 
 def config_differences(
-    before: Mapping[str, Any],
-    now: Mapping[str, Any],
-) -> dict[str, tuple[Any, Any]]:  # Path -> (then, now)
+    before: Mapping[str, object],
+    now: Mapping[str, object],
+) -> dict[str, tuple[object, object]]:  # Path -> (then, now)
     "The knobs that both know, and that are not the same."
     old, new = (
         dict(tree_leaves(json.loads(json.dumps(tree, default=str)))) for tree in (before, now)
@@ -1064,37 +1064,35 @@ ROUNDING = ("tf32", "torch_compile", "versions", "device", "processes")
 def change_kind(
     path: str,  # 'train.save_steps'
 ) -> str:  # 'watching', 'rounding' or 'matters'
-    "What it means that a knob has changed."
+    "What a changed knob means for a run that resumes."
     group, _, name = path.rpartition(".")
     if group in ("train", "model") and (name.startswith(WATCHING) or name in COUNTED):
         return "watching"
-    return (
-        "rounding"
-        if (group.split(".")[0] or name) in ROUNDING or name.startswith(ROUNDING)
-        else "matters"
-    )
+    rounding = (group.split(".")[0] or name) in ROUNDING or name.startswith(ROUNDING)
+    return "rounding" if rounding else "matters"
 
 # %% ../../nbs/04_train/14_resume.ipynb #86adbb23
 def check_identity(
-    before: Mapping[str, Any],  # What the checkpoint says of its run
-    now: Mapping[str, Any],
+    before: Mapping[str, object],  # What the checkpoint says of its run
+    now: Mapping[str, object],
     name: str,  # Of the checkpoint
-    force: bool = False,  # Go on anyway
-) -> list[str]:  # What there is to say
-    "Refuse to go on as another run, with all that differs."
-    found: dict[str, list[str]] = dict(watching=[], rounding=[], matters=[])
+    force: bool = False,  # Resume anyway
+) -> list[str]:  # Notes on what has changed
+    "Refuse to resume as another run, with all that differs."
+    changes: dict[str, list[str]] = dict(watching=[], rounding=[], matters=[])
     for path, (then, value) in config_differences(before, now).items():
-        found[change_kind(path)].append(f"{path} was {json.dumps(then)} and is {json.dumps(value)}")
-    said = []
-    if found["watching"]:
-        said.append("Changed since then, without harm: " + "; ".join(found["watching"]))
-    if found["rounding"]:
-        said.append("Not bit for bit from here on, because " + "; ".join(found["rounding"]))
-    if not found["matters"]:
-        return said
-    what = "; ".join(found["matters"])
+        text = f"{path} was {json.dumps(then)} and is {json.dumps(value)}"
+        changes[change_kind(path)].append(text)
+    notes = []
+    if changes["watching"]:
+        notes.append("Changed since then, without harm: " + "; ".join(changes["watching"]))
+    if changes["rounding"]:
+        notes.append("Not bit for bit from here on, because " + "; ".join(changes["rounding"]))
+    if not changes["matters"]:
+        return notes
+    what = "; ".join(changes["matters"])
     if force:
-        return [*said, f"Another run from here on, because you asked for it: {what}"]
+        return [*notes, f"Another run from here on, because you asked for it: {what}"]
     raise ValueError(
         f"{name} belongs to another run: {what}. Put that back, or choose another folder for a new "
         "run; "
@@ -1105,13 +1103,13 @@ def check_identity(
 class _ForgivingCursor:
     "Batches that begin anew where they cannot take up the saved position."
 
-    def __init__(self, cursor: Stateful, start: dict[str, Any] | None):
+    def __init__(self, cursor: Stateful, start: StateDict | None):
         self.cursor, self.start, self.problem = cursor, start, ""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return self.cursor.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         try:
             self.cursor.load_state_dict(state)
         except ValueError as error:
