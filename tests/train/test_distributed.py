@@ -88,8 +88,8 @@ def work(folder, resume, strategies):
             step(group)
             if t.state.step == 2 and t.shards is not None:
                 found |= dict(
-                    share=t.shards.share() / size,
-                    kinds=sorted({type(p).__name__ for p in t.shards.twin.parameters()}),
+                    share=t.shards.local_bytes() / size,
+                    kinds=sorted({type(p).__name__ for p in t.shards.sharded.parameters()}),
                 )
 
         t.step = then

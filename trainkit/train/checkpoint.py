@@ -79,8 +79,7 @@ def set_rng_state(
     else:
         warnings.warn(
             f"The checkpoint holds the random state of {len(state['cuda'])} GPUs and here are "
-            f"{here}: "
-            "the run goes on, but not bit for bit",
+            f"{here}: the run resumes, but not bit for bit",
             stacklevel=3,
         )
     if state["mps"] is not None and torch.backends.mps.is_available():

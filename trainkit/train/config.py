@@ -354,7 +354,9 @@ class Control:
         "What the loop is doing."
         if self.stopping:
             return "stopping"
-        return "paused" if self.paused else "running" if self.running else "idle"
+        if self.paused:
+            return "paused"
+        return "running" if self.running else "idle"
 
     def wait(self):
         "Block while paused, or until something is asked."
@@ -410,9 +412,7 @@ def stop_on_signal(
             signal.signal(number, signal.SIG_IGN)  # The kernel says it, and the shell once more
             if os.getpid() != owner:
                 return  # A forked worker has work to do until the run is saved
-            for (
-                fd
-            ) in screens:  # What is said from now on nobody reads, and to write there would fail
+            for fd in screens:  # Nobody reads them any more, and to write there would fail
                 nothing = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nothing, fd)
                 os.close(nothing)

@@ -327,17 +327,13 @@ def make_optimizer(
 def show_groups(
     optimizer: Optimizer,
 ) -> str:  # A line a group: how many parameters and numbers, peak rate, decay, and some names
-    "Who is treated how."
+    "The parameter groups of an optimizer in words."
     lines = []
     for group in optimizer.param_groups:
         names, params = group.get("param_names", []), group["params"]
-        kind = (
-            "Muon"
-            if group.get("use_muon")
-            else "AdamW"
-            if "use_muon" in group
-            else type(optimizer).__name__
-        )
+        kind = type(optimizer).__name__
+        if "use_muon" in group:
+            kind = "Muon" if group["use_muon"] else "AdamW"
         some = ", ".join(names[:2]) + (f", … {names[-1]}" if len(names) > 2 else "")
         lines.append(
             f"{kind:6} {len(params):4} parameters {sum(p.numel() for p in params):14,} numbers  "

@@ -106,8 +106,10 @@ def plain(
             value = value.item()  # a scalar of numpy or torch
         except (ValueError, RuntimeError):
             value = value.tolist()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if value != value else "\0inf" if value > 0 else "\0-inf"
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    if isinstance(value, float) and math.isinf(value):
+        return "\0inf" if value > 0 else "\0-inf"
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
@@ -201,8 +203,8 @@ class RunFolder:
             except (OSError, ValueError) as error:
                 if not self.broken:
                     warnings.warn(
-                        f"{self.path / name} cannot be written ({error}); the run goes on without "
-                        "it",
+                        f"{self.path / name} cannot be written ({error}); the run goes on "
+                        "without it",
                         stacklevel=2,
                     )
                 self.broken = True
@@ -312,7 +314,7 @@ def undone(
     # Whether it came after the run had ended, and the run has ended there again
     told_after_end: bool = False,
 ) -> bool:
-    "Whether a record tells of what a resume has undone, or will do once more."
+    "Whether a record is of a step that a resume has undone, or will do once more."
     if record["event"] == "start":
         return False
     return (
@@ -376,11 +378,8 @@ def _number(text: bytes) -> float:
         return math.nan  # null
 
 
-def _extremes(
-    data: bytes, name: bytes
-) -> list[
-    int
-]:  # Where the least and the greatest value of a name stand, and the first that is no number
+def _extremes(data: bytes, name: bytes) -> list[int]:
+    "Where the least and the greatest value of a name stand, and the first NaN."
     texts = re.findall(rb'"%b": ([^,}]+)' % name, data)
     try:
         values = [*map(float, texts)]
@@ -388,10 +387,8 @@ def _extremes(
         values = [*map(_number, texts)]
     real, indices = values, set()
     if any(map(math.isnan, values)):
-        real, indices = (
-            [v for v in values if v == v],
-            {next(i for i, v in enumerate(values) if v != v)},
-        )
+        real = [v for v in values if v == v]
+        indices = {next(i for i, v in enumerate(values) if v != v)}
     if real:
         indices |= {values.index(min(real)), values.index(max(real))}
 

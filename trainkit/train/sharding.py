@@ -130,90 +130,95 @@ def twin_of(
 
 # %% ../../nbs/04_train/17_sharding.ipynb #a81ac55c
 class ShardedModel:
-    "A model in pieces, each process with its own; the plain model is empty meanwhile."
+    "A model in pieces, one for each process; the memory of the original is given up meanwhile."
 
     def __init__(
         self,
-        plain: nn.Module,  # Its memory is given up
+        original: nn.Module,  # Its memory is given up
         accelerator: "Accelerator",
         strategy: str,  # A key of `CUTS`
     ):
-        if any(p.numel() > 1 and not any(p.stride()) for p in plain.parameters()):
+        if any(p.numel() > 1 and not any(p.stride()) for p in original.parameters()):
             raise RuntimeError(
-                "The weights of this model went when an earlier run of it failed: make it anew"
+                "The weights of this model were lost when an earlier run failed: make a new one"
             )
-        self.plain, self.accelerator, self.strategy = plain, accelerator, strategy
-        self.devices = [p.device for p in plain.parameters()]
-        self.twin: Any = twin_of(plain)
-        for p in self.twin.parameters():  # all begin with the weights of the first
+        self.original, self.accelerator, self.strategy = original, accelerator, strategy
+        self.devices = [p.device for p in original.parameters()]
+        self.sharded: Any = twin_of(original)
+        for p in self.sharded.parameters():  # all begin with the weights of the first
             moved = p.data.to(accelerator.device)
             torch.distributed.broadcast(moved, 0)
             p.data = moved
-        self.live: Any = self.cut()
-        self.empty()
+        self.wrapped: Any = self.cut()
+        self.free_weights()
 
     def cut(self) -> nn.Module:
+        "Divide the parameters among the processes."
         raise NotImplementedError
 
-    def settle(self) -> None:
-        pass  # let go of what an evaluation left whole
+    def reshard(self) -> None:
+        "Free the whole tensors that an evaluation has left."
 
-    def whole(self, p: Tensor) -> Tensor:
-        raise NotImplementedError  # all processes take part
-
-    def put(self, p: Tensor, value: Tensor) -> None:
+    def full_tensor(self, p: Tensor) -> Tensor:
+        "A whole parameter, from the shares of all processes; all take part."
         raise NotImplementedError
 
-    def moments(self, p: Tensor) -> StateDict:
+    def set_tensor(self, p: Tensor, value: Tensor) -> None:
+        "Give a parameter a new value; each process keeps its share."
         raise NotImplementedError
 
-    def put_moments(self, p: Tensor, values: StateDict) -> None:
+    def optimizer_state(self, p: Tensor) -> StateDict:
+        "What the optimizer remembers of a whole parameter; all processes take part."
         raise NotImplementedError
 
-    def share(self) -> int:
-        raise NotImplementedError  # bytes of parameters that lie here
+    def load_optimizer_state(self, p: Tensor, values: StateDict) -> None:
+        "Restore what the optimizer remembers of a parameter."
+        raise NotImplementedError
+
+    def local_bytes(self) -> int:
+        "Bytes of the parameters in this process."
+        raise NotImplementedError
 
     def start(
         self,
-        optimizer: torch.optim.Optimizer,  # Over the parameters of `twin`
+        optimizer: torch.optim.Optimizer,  # Over the parameters of `sharded`
         max_grad_norm: float = 0.0,
     ) -> nn.Module:  # What is called
-        "Bring in the optimizer."
+        "Add the optimizer, whose state is divided too."
         kind = type(optimizer)
         if not kind.__module__.startswith("torch.optim") or kind.__name__ == "Muon":
             raise ValueError(
                 f"{kind.__name__} looks at whole matrices or packs its own numbers, and "
-                f"{self.strategy} gives it shares: "
-                "take optim='adamw_torch_fused', or strategy ddp"
+                f"{self.strategy} gives it shares: use optim='adamw_torch_fused', or strategy ddp"
             )
         self.optimizer: Any = optimizer
         self.groups: list[dict] = [dict(group) for group in optimizer.param_groups]
-        self.live.shards = self  # type: ignore
-        return self.live
+        self.wrapped.shards = self  # type: ignore
+        return self.wrapped
 
     def close(self) -> None:
-        "Let go of the twin, when all processes have what they gathered."
+        "Free the sharded model, when all processes have what they gathered."
         self.accelerator.wait_for_everyone()
-        self.live = self.twin = self.optimizer = self.groups = None  # type: ignore
+        self.wrapped = self.sharded = self.optimizer = self.groups = None  # type: ignore
 
-    def fill(
+    def gather_weights(
         self,
         here: bool = True,  # Whether this process wants the result
         device: torch.device | str | None = None,  # The one it had, when None
-    ) -> nn.Module:  # The plain model
-        "Gather the weights into the plain model; all processes take part."
-        self.settle()
+    ) -> nn.Module:  # The original model
+        "Gather the weights into the original model; all processes take part."
+        self.reshard()
         for (_, p), q, home in zip(
-            self.plain.named_parameters(), self.twin.parameters(), self.devices, strict=True
+            self.original.named_parameters(), self.sharded.parameters(), self.devices, strict=True
         ):
-            value = self.whole(q)
+            value = self.full_tensor(q)
             if here:
                 p.data = value.to(device or home, copy=True)
-        return self.plain
+        return self.original
 
-    def empty(self) -> None:
-        "Give up the memory of the plain model; shapes stay for whoever counts."
-        for p in self.plain.parameters():
+    def free_weights(self) -> None:
+        "Free the memory of the original model; its parameters keep their shapes."
+        for p in self.original.parameters():
             p.data = p.data.new_empty(()).expand(p.shape)
 
 # %% ../../nbs/04_train/17_sharding.ipynb #9929ca8c
@@ -227,22 +232,22 @@ class WholeModel:
         self, here: bool = True
     ) -> dict[str, Tensor]:  # Of a model in one piece, on the CPU; empty if not `here`
         "Gather; all processes take part."
-        plain = self.shards.fill(here, "cpu")
+        original = self.shards.gather_weights(here, "cpu")
         if not here:
             return {}
-        found = {
+        weights = {
             name: t.detach().clone() if t.device.type != "cpu" else t.detach()
-            for name, t in plain.state_dict().items()
+            for name, t in original.state_dict().items()
         }
-        self.shards.empty()
-        return found
+        self.shards.free_weights()
+        return weights
 
     def load_state_dict(self, weights: dict[str, Tensor]) -> None:
         "Give each process its share."
-        twin = self.shards.twin
-        self.shards.settle()
+        twin = self.shards.sharded
+        self.shards.reshard()
         for name, p in twin.named_parameters():
-            self.shards.put(p, weights[name])
+            self.shards.set_tensor(p, weights[name])
         buffers = dict(twin.named_buffers())
         for name, value in weights.items():
             if name in buffers:
@@ -280,7 +285,7 @@ class WholeOptimizer:
         for group, whole in zip(self.param_groups, self.shards.groups, strict=True):
             ids = range(number, number := number + len(group["params"]))
             for i, p in zip(ids, whole["params"], strict=True):
-                found = self.shards.moments(p)
+                found = self.shards.optimizer_state(p)
                 if found and here:
                     state[i] = found
             groups.append({**group, "params": list(ids)})
@@ -293,7 +298,7 @@ class WholeOptimizer:
         for group, old in zip(self.shards.groups, saved["param_groups"], strict=True):
             for i, p in zip(old["params"], group["params"], strict=True):
                 if i in saved["state"]:
-                    self.shards.put_moments(p, saved["state"][i])
+                    self.shards.load_optimizer_state(p, saved["state"][i])
 
 # %% ../../nbs/04_train/17_sharding.ipynb #461a35ee
 class GatheredState:
@@ -338,49 +343,49 @@ class FSDP(ShardedModel):
         self.mesh = init_device_mesh(
             self.accelerator.device.type, (self.accelerator.num_processes,)
         )
-        for module in [*blocks_of(self.twin), self.twin]:
+        for module in [*blocks_of(self.sharded), self.sharded]:
             fully_shard(module, mesh=self.mesh)
         from torch.distributed.tensor import DTensor
 
         if plain := [
-            name for name, p in self.twin.named_parameters() if not isinstance(p, DTensor)
+            name for name, p in self.sharded.named_parameters() if not isinstance(p, DTensor)
         ]:
             raise RuntimeError(
                 f"fsdp was asked for, and {', '.join(plain[:3])} would lie whole in every process"
             )
-        return self.twin
+        return self.sharded
 
-    def settle(self) -> None:
-        self.twin.reshard()
+    def reshard(self) -> None:
+        self.sharded.reshard()
 
-    def local(self, value: Tensor, like: Any) -> Tensor:  # A DTensor
+    def distribute(self, value: Tensor, like: Any) -> Tensor:  # A DTensor
         from torch.distributed.tensor import distribute_tensor
 
         return distribute_tensor(
             value.to(like.device, like.dtype), like.device_mesh, like.placements
         )
 
-    def whole(self, p: Tensor) -> Tensor:
+    def full_tensor(self, p: Tensor) -> Tensor:
         return p.detach().full_tensor()  # type: ignore
 
-    def put(self, p: Tensor, value: Tensor) -> None:
+    def set_tensor(self, p: Tensor, value: Tensor) -> None:
         with torch.no_grad():
-            p.copy_(self.local(value, p))
+            p.copy_(self.distribute(value, p))
 
-    def moments(self, p: Tensor) -> StateDict:
+    def optimizer_state(self, p: Tensor) -> StateDict:
         found = self.optimizer.state.get(p, {})
         return {
             k: v.full_tensor().cpu() if hasattr(v, "full_tensor") else v for k, v in found.items()
         }
 
-    def put_moments(self, p: Tensor, values: StateDict) -> None:
+    def load_optimizer_state(self, p: Tensor, values: StateDict) -> None:
         state = self.optimizer.state[p] = {}
         for name, value in values.items():
             cut = isinstance(value, Tensor) and value.shape == p.shape
-            state[name] = self.local(value, p) if cut else deepcopy(value)
+            state[name] = self.distribute(value, p) if cut else deepcopy(value)
 
-    def share(self) -> int:
-        return sum(p.to_local().numel() * p.element_size() for p in self.twin.parameters())
+    def local_bytes(self) -> int:
+        return sum(p.to_local().numel() * p.element_size() for p in self.sharded.parameters())
 
 # %% ../../nbs/04_train/18_zero.ipynb #1f249913
 def _places(zero: Mapping[str, object]) -> set[str]:  # Where moments and weights go
@@ -436,7 +441,7 @@ class ZeRO(ShardedModel):
                 f"{self.strategy} and mixed_precision='fp16' are not combined here: take 'bf16' or "
                 "fsdp"
             )
-        return self.twin
+        return self.sharded
 
     def start(self, optimizer: torch.optim.Optimizer, max_grad_norm: float = 0.0) -> nn.Module:
         import logging
@@ -450,8 +455,8 @@ class ZeRO(ShardedModel):
         ):  # else it compiles one, and waits for ever where a killed run left the lock
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # type: ignore
         super().start(optimizer, max_grad_norm)
-        head, embed = getattr(self.plain, "lm_head", None), getattr(self.plain, "model", None)
-        ours = "return_logits" in type(self.plain).forward.__code__.co_varnames
+        head, embed = getattr(self.original, "lm_head", None), getattr(self.original, "model", None)
+        ours = "return_logits" in type(self.original).forward.__code__.co_varnames
         if (
             self.strategy == "zero3"
             and ours
@@ -480,28 +485,28 @@ class ZeRO(ShardedModel):
                     "install "
                     "libaio-dev (and ninja), or take device 'cpu'"
                 )
-        self.live, *_ = deepspeed.initialize(
-            model=self.twin, optimizer=optimizer, config=wanted, dist_init_required=False
+        self.wrapped, *_ = deepspeed.initialize(
+            model=self.sharded, optimizer=optimizer, config=wanted, dist_init_required=False
         )  # type: ignore
-        if self.live.zero_optimization_stage() != self.stage:  # type: ignore
+        if self.wrapped.zero_optimization_stage() != self.stage:  # type: ignore
             raise RuntimeError(
                 f"{self.strategy} was asked for, and DeepSpeed runs stage "
-                f"{self.live.zero_optimization_stage()}"
+                f"{self.wrapped.zero_optimization_stage()}"
             )  # type: ignore
-        return self.live
+        return self.wrapped
 
     def backward(self, loss: Tensor, last: bool) -> None:
         "Gradients of one batch; they are added up over the processes after the last one."
-        self.live.set_gradient_accumulation_boundary(last)  # type: ignore
-        self.live.backward(loss)  # type: ignore
+        self.wrapped.set_gradient_accumulation_boundary(last)  # type: ignore
+        self.wrapped.backward(loss)  # type: ignore
 
     def step(self) -> Tensor:  # The norm of the gradient before clipping
         "Clip and move."
-        self.live.step()  # type: ignore
-        return torch.as_tensor(self.live.get_global_grad_norm()).float()  # type: ignore
+        self.wrapped.step()  # type: ignore
+        return torch.as_tensor(self.wrapped.get_global_grad_norm()).float()  # type: ignore
 
     def _linked(self) -> Any:  # DeepSpeed's optimizer
-        zero: Any = self.live.optimizer
+        zero: Any = self.wrapped.optimizer
         if self.stage == 3:
             return zero
         for group, flat in zip(
@@ -512,19 +517,21 @@ class ZeRO(ShardedModel):
                     p._hp_mapping.set_optim_state_fragment(flat, zero.optimizer.state[flat])
         return zero
 
-    def whole(self, p: Tensor) -> Tensor:
+    def full_tensor(self, p: Tensor) -> Tensor:
         import deepspeed  # type: ignore
 
         with deepspeed.zero.GatheredParameters([p], enabled=self.stage == 3):
             return p.detach().clone()
 
-    def here(self, p: Any, value: Tensor) -> Tensor:  # What of it lies in this process, in stage 3
+    def local_part(
+        self, p: Any, value: Tensor
+    ) -> Tensor:  # What of it lies in this process, in stage 3
         n, flat = p.ds_tensor.numel(), value.flatten()
         return torch.nn.functional.pad(flat, (0, n * self.accelerator.num_processes - len(flat)))[
             n * self.accelerator.process_index :
         ][:n]
 
-    def put(self, p: Tensor, value: Tensor) -> None:
+    def set_tensor(self, p: Tensor, value: Tensor) -> None:
         import deepspeed  # type: ignore
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param  # type: ignore
 
@@ -534,11 +541,11 @@ class ZeRO(ShardedModel):
         if not p.requires_grad:
             return
         if self.stage == 3:
-            safe_set_local_fp32_param(p, self.here(p, value).float())
+            safe_set_local_fp32_param(p, self.local_part(p, value).float())
         else:
             safe_set_full_fp32_param(p, value.float())
 
-    def moments(self, p: Tensor) -> StateDict:
+    def optimizer_state(self, p: Tensor) -> StateDict:
         from deepspeed.utils import safe_get_full_optimizer_state  # type: ignore
 
         state = self._linked().optimizer.state
@@ -550,10 +557,10 @@ class ZeRO(ShardedModel):
             if k not in step
         }  # type: ignore
 
-    def put_moments(self, p: Tensor, values: StateDict) -> None:
+    def load_optimizer_state(self, p: Tensor, values: StateDict) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state  # type: ignore
 
-        zero: Any = self.live.optimizer
+        zero: Any = self.wrapped.optimizer
         if getattr(zero, "swap_optimizer", False):
             raise ValueError(
                 "A checkpoint cannot be put back where offload_optimizer has device 'nvme': go on "
@@ -571,16 +578,16 @@ class ZeRO(ShardedModel):
         self._linked()
         for k, v in whole.items():
             if self.stage == 3:
-                safe_set_local_optimizer_state(p, self.here(p, v), k)
+                safe_set_local_optimizer_state(p, self.local_part(p, v), k)
             else:
                 safe_set_full_optimizer_state(p, v.to(self.accelerator.device), k)
 
     def shape_of(self, p: Any) -> torch.Size:
         return getattr(p, "ds_shape", p.shape)
 
-    def share(self) -> int:
+    def local_bytes(self) -> int:
         return sum(
-            getattr(p, "ds_tensor", p).numel() * p.element_size() for p in self.twin.parameters()
+            getattr(p, "ds_tensor", p).numel() * p.element_size() for p in self.sharded.parameters()
         )
 
 # %% ../../nbs/04_train/18_zero.ipynb #17c5a7b2

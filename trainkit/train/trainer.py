@@ -247,7 +247,7 @@ class Trainer:
     def _prepare_optimizer(self, stack: ExitStack) -> None:
         "Make optimizer and schedule, and wrap model and optimizer for their device."
         c, shards = self.config, self.shards
-        trained = self.model if shards is None else shards.twin
+        trained = self.model if shards is None else shards.sharded
         self.raw_optimizer = self.build_optimizer(trained, self.optim)
         self.schedule = make_schedule(self.raw_optimizer, self.optim, self.total_steps)
         forward = None
@@ -428,7 +428,7 @@ class Trainer:
             best = self.folder / "checkpoints" / f"checkpoint-{s.best_step}"
             load_checkpoint(best, self._stateful_model(), rng=False)
         if self.shards is not None:
-            self.shards.fill()
+            self.shards.gather_weights()
             self.shards.close()
             self.shards = None
         self.save_model("model", "final")
@@ -639,11 +639,11 @@ class Trainer:
             yield self.model
             return
         main = self.accelerator.is_main_process
-        model = self.shards.fill(main, device)
+        model = self.shards.gather_weights(main, device)
         try:
             yield model if main else None
         finally:
-            self.shards.empty()
+            self.shards.free_weights()
 
     def snapshot(
         self,
