@@ -201,12 +201,9 @@ def take_snapshot(
 def write_snapshot(
     folder: str | Path,  # Where the checkpoints of the run are; `checkpoint-<step>` is made in it
     snapshot: Snapshot,
-    cancelled: Callable[[], bool] = lambda: (
-        False
-    ),  # Asked now and then; raises `InterruptedError` when true
-) -> (
-    Path
-):  # The checkpoint; raises `OSError` when the disk is full or read-only, with nothing half-written
+    # Asked now and then; raises `InterruptedError` when true
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Path:  # The checkpoint; `OSError` for a full or read-only disk, with nothing half-written
     "A folder of safetensors and JSON, whole or not there."
     path = Path(folder) / f"checkpoint-{snapshot.step}"
     with atomic_folder(path) as temporary:
@@ -253,9 +250,7 @@ def save_checkpoint(
     schedule: HasState | None = None,
     state: Mapping[str, object] = {},  # noqa: B006 # `step` names the folder
     **more: Any,  # As for `take_snapshot`
-) -> (
-    Path
-):  # The checkpoint; raises `OSError` when the disk is full or read-only, with nothing half-written
+) -> Path:  # The checkpoint; `OSError` for a full or read-only disk, with nothing half-written
     "Write a checkpoint: all that the next step depends on."
     return write_snapshot(folder, take_snapshot(model, optimizer, schedule, state, **more))
 
@@ -436,11 +431,9 @@ class PieceHash:
 
     def __init__(self):
         self.cores = min(4, os.cpu_count() or 1)
-        self.pool, self.waiting, self.digest = (
-            ThreadPoolExecutor(self.cores),
-            deque(),
-            hashlib.sha256(),
-        )
+        self.pool = ThreadPoolExecutor(self.cores)
+        self.waiting = deque()
+        self.digest = hashlib.sha256()
         self.views, self.room = [], HASH_CHUNK
 
     def update(
@@ -509,9 +502,8 @@ DTYPES = {
 def write_tensors(
     path: str | Path,  # The file
     tensors: Mapping[str, Tensor],  # On any device
-    cancelled: Callable[[], bool] = lambda: (
-        False
-    ),  # Asked between pieces; raises `InterruptedError` when true
+    # Asked between pieces; raises `InterruptedError` when true
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> dict[str, int | str]:  # `bytes` and `hash` (see `PieceHash`) of the file
     "Write a safetensors file and hash it in the same pass, copying only a few tensors at a time."
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
@@ -531,10 +523,9 @@ def write_tensors(
     head += b" " * (-len(head) % 8)
     digest = PieceHash()  # Other cores hash while this one writes
     with open(path, "wb") as file, ThreadPoolExecutor(1) as disk:
-        due, sync = (
-            4 * HASH_CHUNK,
-            disk.submit(bool),
-        )  # The disk shall not wait for its work until the end
+        # The disk shall not wait for its work until the end
+        due = 4 * HASH_CHUNK
+        sync = disk.submit(bool)
         parts = (raw_bytes(tensors[name]) for name in names)
         for whole in chain((memoryview(len(head).to_bytes(8, "little") + head),), parts):
             for start in range(0, len(whole), HASH_CHUNK):
@@ -795,18 +786,16 @@ class CheckpointWriter:
     def __init__(
         self,
         folder: str | Path,  # Where the checkpoints of the run are
-        save_total_limit: int | None = None,  # How many may stay; see `rotate`
-        asynchronous: bool
-        | None = None,  # Whether the run goes on meanwhile; None: if memory for two copies is free
+        save_total_limit: int | None = None,  # How many may stay; see `rotate_checkpoints`
+        # Whether the run continues meanwhile; None: if memory for two copies is free
+        asynchronous: bool | None = None,
     ):
         self.folder, self.limit, self.asynchronous = Path(folder), save_total_limit, asynchronous
-        self.thread, self.error, self.given_up, self.done, self.buffers = (
-            None,
-            None,
-            threading.Event(),
-            [],
-            {},
-        )
+        self.thread = None
+        self.error = None
+        self.given_up = threading.Event()
+        self.done = []
+        self.buffers = {}
 
     def save(
         self,

@@ -386,10 +386,8 @@ def stop_on_signal(
     control: Control,
 ) -> Iterator[None]:
     "The first Ctrl-C, SIGTERM or lost terminal stops after the step, a second one at once."
-    default, owner = (
-        {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL},
-        os.getpid(),
-    )
+    default = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    owner = os.getpid()
     hangup = getattr(signal, "SIGHUP", None)  # Not on Windows
     if hangup is not None:
         default[hangup] = signal.SIG_DFL

@@ -148,11 +148,10 @@ def quiet(folder: RunFolder) -> Iterator[None]:
 
 
 def check_report_to(
-    report_to: str
-    | Sequence[str]
-    | None,  # 'none', 'all', a name, names with commas between, or a list
+    # 'none', 'all', a name, names with commas between, or a list
+    report_to: str | Sequence[str] | None,
 ) -> list[str]:  # Names of trackers that are installed
-    "Which trackers are meant; an unknown or a missing one is an error that says what to do."
+    "Resolve the names of trackers; an unknown or a missing one is an error that says what to do."
     names = (
         [n.strip() for n in report_to.split(",")]
         if isinstance(report_to, str)
@@ -197,10 +196,8 @@ class MetricsLog:
             return
         path = self.folder.path / "config.yaml"
         config = parse_yaml(path.read_text(encoding="utf-8")) if path.exists() else {}
-        self.trackers, self.opened = (
-            [TRACKERS[n](self.folder, self.project, config, start) for n in self.names],
-            True,
-        )
+        self.trackers = [TRACKERS[n](self.folder, self.project, config, start) for n in self.names]
+        self.opened = True
 
     def log(
         self,

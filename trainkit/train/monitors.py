@@ -111,10 +111,8 @@ def open_gpu(
 # %% ../../nbs/04_train/20_monitors.ipynb #67100aa5
 def flops_of(
     model: Any,  # A `Transformer`, or a model of transformers
-) -> (
-    Callable[[int, int], float] | None
-):  # (rows, tokens in a row) -> operations of a forward pass; None: nobody knows
-    "Count the operations of a model without running it."
+) -> Callable[[int, int], float] | None:  # (rows, tokens in a row) -> operations; None: unknown
+    "Count the operations of a model's forward pass without running it."
     config = getattr(model, "config", None)
     from trainkit.model.config import ModelConfig, count_flops
 
@@ -177,9 +175,8 @@ class SystemMonitor:
     def __init__(
         self,
         every: float = 1.0,  # Seconds between two samples
-        peak_flops: float
         # Operations a second of the device, from its data sheet; None: `matmul_peak`
-        | None = None,
+        peak_flops: float | None = None,
         nvml: Any = None,  # See `open_gpu`
     ):
         self.every, self.peak_flops, self.nvml = every, peak_flops, nvml
@@ -405,10 +402,8 @@ def most_change(
     values: Sequence[float],
 ) -> float:
     "How far a series may have come from end to end: its trend, and twice the error of that."
-    change, error = (
-        abs(trend(values)) * (len(values) - 1),
-        noise(values) * math.sqrt(12 / max(1, len(values))),
-    )
+    change = abs(trend(values)) * (len(values) - 1)
+    error = noise(values) * math.sqrt(12 / max(1, len(values)))
     return change + 2 * error
 
 
@@ -533,7 +528,7 @@ def not_a_number(records: Sequence[dict]) -> HealthFinding | None:
 
 # %% ../../nbs/04_train/22_health.ipynb #0b19d2ae
 def skipped_steps(records: Sequence[dict]) -> HealthFinding | None:
-    "A scaler that goes on leaving out steps."
+    "A scaler that keeps skipping steps."
     steps, skipped = series(records, "skipped_steps")
     if len(steps) < 3 or steps[-1] < 40:
         return None
@@ -705,11 +700,9 @@ class HealthCheck:
         self.look(trainer, [record])
 
     def look(self, trainer: "Trainer", latest: Sequence[dict] = ()) -> None:
-        "Say what is new."
-        notes, self.told = (
-            getattr(trainer, "notes", [])[self.told :],
-            len(getattr(trainer, "notes", [])),
-        )  # What the loop did otherwise than asked
+        "Report what is new."
+        all_notes = getattr(trainer, "notes", [])  # What the loop did otherwise than asked
+        notes, self.told = all_notes[self.told :], len(all_notes)
         tight = [
             HealthFinding(
                 "out_of_memory",

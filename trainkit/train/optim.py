@@ -277,10 +277,8 @@ def param_groups(
                 "(model.float(), or load with dtype=torch.float32) and let mixed_precision compute "
                 "in half"
             )
-        factor, decay = (
-            rule(lr_factors, name, 1.0),
-            rule(weight_decays, name, weight_decay * (p.ndim >= 2)),
-        )
+        factor = rule(lr_factors, name, 1.0)
+        decay = rule(weight_decays, name, weight_decay * (p.ndim >= 2))
         groups.setdefault(
             (factor != 1, name not in matrices, p.ndim < 2, factor, decay), []
         ).append((name, p))
@@ -306,9 +304,7 @@ def param_groups(
 def make_optimizer(
     model: nn.Module,  # Its trainable parameters are in float32
     config: OptimConfig,
-) -> (
-    Optimizer
-):  # Raises `ValueError` when nothing is trainable, or a trainable parameter is in half precision
+) -> Optimizer:  # Raises `ValueError` when nothing is trainable, or it is in half precision
     "The optimizer that `config` names, over the trainable parameters of `model`."
     matrices = hidden_matrices(model) if config.optim == "muon" else ()
     groups = param_groups(
@@ -392,9 +388,8 @@ def make_schedule(
 def newton_schulz(
     matrix: Tensor,  # (M, N)
     steps: int = 5,  # Rounds
-    dtype: torch.dtype
     # To compute in; None: bfloat16, but float32 on a CPU, few of which multiply bfloat16 fast
-    | None = None,
+    dtype: torch.dtype | None = None,
     coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),  # Of x, x³ and x⁵
 ) -> Tensor:  # (M, N), with the directions of `matrix` and all singular values near 1
     "The nearest orthogonal matrix, roughly, by products alone (Jordan 2024)."

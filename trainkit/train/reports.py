@@ -108,10 +108,8 @@ def compare_runs(
         if not _all_equal(values := [of_run.get(key) for of_run in facts])
     ]
     rows.sort(key=lambda row: PARTS.index(row["part"]))
-    own_curves, logged = (
-        {key for _, key, _ in CURVES},
-        dict.fromkeys(k for run in opened for k in run.keys()),
-    )
+    own_curves = {key for _, key, _ in CURVES}
+    logged = dict.fromkeys(k for run in opened for k in run.keys())
     others = [
         (k[5:].replace("_", " ").capitalize(), k, 0.0)
         for k in logged

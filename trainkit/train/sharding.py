@@ -78,13 +78,10 @@ def reset_rendezvous() -> None:
     "After a restart by torchrun on CPUs, do not read the addresses that dead processes left."
     from accelerate.utils import parse_flag_from_env
 
-    attempt, world = (
-        int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        int(os.environ.get("WORLD_SIZE", "1")),
-    )
-    fresh = (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
-    )  # It holds the addresses of this attempt only
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    # It holds the addresses of this attempt only
+    fresh = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
     if (
         not attempt
         or world == 1

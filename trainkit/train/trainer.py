@@ -120,7 +120,7 @@ class Trainer:
         control: Control | None = None,
         accelerator: "Accelerator | None" = None,  # None: made for `config.mixed_precision`
         facts: Mapping[str, object]
-        | None = None,  # What else makes it this run: a hash of its data
+        | None = None,  # What else identifies the run: a hash of its data
         # None: `make_optimizer`
         build_optimizer: Callable[[nn.Module, OptimConfig], torch.optim.Optimizer] | None = None,
     ):
