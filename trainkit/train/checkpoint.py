@@ -508,9 +508,8 @@ def write_tensors(
     "Write a safetensors file and hash it in the same pass, copying only a few tensors at a time."
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
-    names = sorted(
-        tensors, key=lambda name: (-tensors[name].element_size(), name)
-    )  # So that all are aligned
+    # So that all are aligned
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     for name in names:
         tensor = tensors[name]
         if tensor.dtype not in DTYPES:
@@ -669,9 +668,8 @@ def lock_file(
     if sys.platform == "win32":
         import msvcrt
 
-        os.lseek(
-            descriptor, 2**30, os.SEEK_SET
-        )  # Far behind the text, which stays readable for the others
+        # Far behind the text, which stays readable for the others
+        os.lseek(descriptor, 2**30, os.SEEK_SET)
         msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
     else:
         import fcntl
@@ -749,10 +747,11 @@ def set_aside(
     return aside
 
 # %% ../../nbs/04_train/12_retention.ipynb #282a7671
+# What only the run itself writes
 _OURS = re.compile(
     r"\.+(model|best_model|adapter|tokenizer|config(?:\.\d+)?\.yaml|environment\.json"
     r"|metrics\.jsonl|test\.jsonl)(?:\.[a-z0-9_]{8})+(?:\.old)?"
-)  # What only the run itself writes
+)
 
 
 def sweep(

@@ -375,10 +375,11 @@ class Control:
             self.asked.clear()
 
 
+# As a shell has them: 128 and the number of the signal
 EXIT_CODES = {
     "interrupted": 130,
     "terminated": 143,
-}  # As a shell has them: 128 and the number of the signal
+}
 
 
 @contextmanager
@@ -530,8 +531,9 @@ class TrainingError(RuntimeError):
         self.step, self.checkpoint = step, checkpoint
 
     def __reduce__(self):
+        # Another process reads it whole
         return (
             type(self),
             (str(self), self.step, self.checkpoint),
             vars(self),
-        )  # Another process reads it whole
+        )

@@ -102,9 +102,8 @@ def open_wandb(folder: RunFolder, project: str, config: dict, start: int) -> Tra
     has_key = "WANDB_API_KEY" in os.environ
     with contextlib.suppress(OSError, NetrcParseError):
         has_key = has_key or netrc().authenticators(host) is not None
-    mode: Any = os.environ.get("WANDB_MODE") or (
-        "online" if has_key else "offline"
-    )  # never a prompt that blocks a cell
+    # Never a prompt that blocks a cell
+    mode: Any = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
     settings: Record = dict(
         console="off",
         silent=True,

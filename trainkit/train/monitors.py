@@ -58,9 +58,10 @@ def usage() -> dict[str, float]:  # GiB; only what this machine can tell
         import resource
 
         unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, kilobytes elsewhere
+        # Linux counts in portions
         record["memory_peak_gib"] = max(
             record.get("memory_gib", 0.0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-        )  # Linux counts in portions
+        )
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         record["gpu_memory_gib"] = torch.cuda.memory_allocated() / 2**30
@@ -99,9 +100,8 @@ def open_gpu(
 
     def look() -> dict[str, float]:
         found = {"gpu_utilization": float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)}
-        found["gpu_memory_used_gib"] = (
-            nvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30
-        )  # of all processes
+        # Of all processes
+        found["gpu_memory_used_gib"] = nvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30
         with contextlib.suppress(Exception):  # not every GPU measures it
             found["gpu_power_watts"] = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
         return found
@@ -127,9 +127,8 @@ def flops_of(
 
         def count(length: int) -> int:
             ids = torch.zeros(1, length, dtype=torch.long, device="meta")
-            mask = torch.zeros(
-                1, 1, length, length, device="meta"
-            )  # no question about its values is asked
+            # No question about its values is asked
+            mask = torch.zeros(1, 1, length, length, device="meta")
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 twin(input_ids=ids, attention_mask=mask, use_cache=False)
             return counter.get_total_flops()
@@ -315,9 +314,8 @@ def noise(
     if len(values) < 3:
         return 0.0
     bends = [abs(a - 2 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)]
-    return (
-        median(bends) / 0.6745 / math.sqrt(6)
-    )  # a normal's median size; variance of a − 2b + c is 1 + 4 + 1
+    # A normal's median size; variance of a − 2b + c is 1 + 4 + 1
+    return median(bends) / 0.6745 / math.sqrt(6)
 
 # %% ../../nbs/04_train/21_symptoms.ipynb #131eb851
 def series(
@@ -586,9 +584,8 @@ def creeping_memory(records: Sequence[dict]) -> HealthFinding | None:
             continue
         rises = [b - a for a, b in zip(half, half[1:], strict=False)]
         grown, ups = half[-1] - half[0], sum(rise > 0 for rise in rises)
-        single = (
-            max(rises) > 0.5 * grown
-        )  # A buffer that is made once, for a checkpoint or an evaluation
+        # A buffer that is made once, for a checkpoint or an evaluation
+        single = max(rises) > 0.5 * grown
         if (
             grown > max(0.05 * half[0], 0.05)
             and ups >= 0.7 * (len(half) - 1)

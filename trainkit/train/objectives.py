@@ -122,9 +122,10 @@ def to_model_device(
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
 
 
+# transformers' names
 PLAIN_HEADS = frozenset(
     "gemma gpt2 gpt_neox llama mistral olmo olmo2 phi3 qwen2 qwen3 smollm3".split()
-)  # transformers' names
+)
 
 
 def body_and_head(

@@ -368,13 +368,10 @@ def make_schedule(
             stacklevel=2,
         )
     floor = config.min_lr_ratio
-    if (
-        config.lr_scheduler_type == "polynomial" and not floor
-    ):  # transformers ends it at a rate of 1e-7
+    if config.lr_scheduler_type == "polynomial" and not floor:  # 1e-7 at the end, in transformers
         floor = min(1.0, 1e-7 / config.learning_rate) if config.learning_rate else 0.0
-    start = (
-        floor if config.lr_scheduler_type == "warmup_stable_decay" else 0.0
-    )  # where the warm-up begins, in transformers
+    # Where the warm-up begins, in transformers
+    start = floor if config.lr_scheduler_type == "warmup_stable_decay" else 0.0
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -777,9 +774,8 @@ def _update(
         b = min(a + size, len(flat))
         blocks = slice(a // STATE_BLOCK, -(-b // STATE_BLOCK))
         own = codes1[a:b], absmax1[blocks], codes2[a:b], absmax2[blocks]
-        q1, s1, q2, s2 = (
-            x.to(p.device, non_blocking=True) for x in own
-        )  # The same where they are there already
+        # The same where they are there already
+        q1, s1, q2, s2 = (x.to(p.device, non_blocking=True) for x in own)
         g, w, n = grads[a:b].float(), flat[a:b].float(), b - a
         dequantize_blocks(q1, s1, True, m[:n], fast).mul_(beta1).add_(g, alpha=1 - beta1)
         dequantize_blocks(q2, s2, False, v[:n], fast).mul_(beta2).addcmul_(g, g, value=1 - beta2)

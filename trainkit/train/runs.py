@@ -141,9 +141,8 @@ def data_hash(
             if not isinstance(item, str):
                 item = json.dumps(item, sort_keys=True, ensure_ascii=False, default=str)
             item = item.encode("utf-8", "surrogatepass")
-        digest.update(
-            len(item).to_bytes(8, "little") + item
-        )  # lengths, so that ['ab', 'c'] is not ['a', 'bc']
+        # lengths, so that ['ab', 'c'] is not ['a', 'bc']
+        digest.update(len(item).to_bytes(8, "little") + item)
     return digest.hexdigest()[:16]
 
 # %% ../../nbs/04_train/23_runs.ipynb #5dd4619f
@@ -638,9 +637,8 @@ def _cell_text(value: Any, widest: int) -> str:
 
 # %% ../../nbs/04_train/24_run_index.ipynb #14cd30c6
 INDEX = "index.jsonl"
-INDEX_FIELDS = dict(
-    run=str, log=list, started=str, status=str, final=dict
-)  # A line without them is read from its run again
+# A line without them is read from its run again
+INDEX_FIELDS = dict(run=str, log=list, started=str, status=str, final=dict)
 
 
 def read_run_index(
@@ -678,9 +676,8 @@ def write_run_index(
         else:
             file = os.open(root / INDEX, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             try:
-                os.write(
-                    file, (b"" if _ends_well(root / INDEX) else b"\n") + data
-                )  # one write: two programs do not mix
+                # One write: two programs do not mix
+                os.write(file, (b"" if _ends_well(root / INDEX) else b"\n") + data)
             finally:
                 os.close(file)
     except OSError:

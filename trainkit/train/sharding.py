@@ -447,9 +447,8 @@ class ZeRO(ShardedModel):
         from deepspeed.utils import logger  # type: ignore
 
         logger.setLevel(logging.ERROR)
-        if (
-            self.accelerator.device.type == "cpu"
-        ):  # else it compiles one, and waits for ever where a killed run left the lock
+        # Else it compiles one, and waits for ever where a killed run left the lock
+        if self.accelerator.device.type == "cpu":
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # type: ignore
         super().start(optimizer, max_grad_norm)
         head, embed = getattr(self.original, "lm_head", None), getattr(self.original, "model", None)

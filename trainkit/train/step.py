@@ -624,9 +624,8 @@ def eval_loss(
     terms, metrics, size = {}, {}, accelerator.num_processes
     wide = torch.float32 if accelerator.device.type == "mps" else torch.float64
     with evaluating(model):
-        for group in accumulation_batches(
-            batches, size
-        ):  # who has no batch left computes along, for the others may need its shares
+        # A process with no batch left computes along: the others may need its shares
+        for group in accumulation_batches(batches, size):
             counts = accelerator.process_index < len(group)
             batch = group[accelerator.process_index if counts else 0]
             with precision(accelerator):

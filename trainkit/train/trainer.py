@@ -1052,12 +1052,13 @@ WATCHING = (
     "report_to",
     "gradient_checkpointing",
 )
+# In other numbers
 COUNTED = (
     "max_steps",
     "num_train_epochs",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
-)  # in other numbers
+)
 ROUNDING = ("tf32", "torch_compile", "versions", "device", "processes")
 
 
