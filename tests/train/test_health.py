@@ -247,7 +247,7 @@ def test_a_loss_that_breaks_is_said_and_kept(tmp_path):
     (kept,) = (r for r in records if r["event"] == "health")
     assert kept["name"] == "not_a_number" and kept["step"] == 10 and kept["remedy"]
     assert [f.name for f in check_health(records)] == ["not_a_number"]
-    assert "Health: The loss is no number" in (folder.path / "log.txt").read_text()
+    assert "Health: The loss is NaN" in (folder.path / "log.txt").read_text()
 
 
 def test_a_long_run_is_not_looked_at_over_and_over():

@@ -180,7 +180,7 @@ def test_a_run_whose_every_checkpoint_is_damaged_does_not_begin_again(tmp_path, 
     ):
         trainer(tmp_path / "run").train(how)
     with pytest.raises(
-        ValueError, match="checkpoint-12 is damaged: .* Name another checkpoint, or begin anew"
+        ValueError, match="checkpoint-12 is damaged: .* Name another checkpoint, or start a new run"
     ):
         trainer(tmp_path / "run").train(home / "checkpoint-12")
     assert sorted(home.rglob("*")) == before

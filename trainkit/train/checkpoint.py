@@ -264,8 +264,8 @@ def problem_with(
     if path.suffix in PICKLES and path.is_file():
         return (
             "is a pickle, which may run code when it is opened, and a checkpoint is a folder of "
-            "safetensors and JSON. If you trust it, read its weights with "
-            "torch.load(path, weights_only=True)"
+            "safetensors and JSON. If you trust it, read its weights with torch.load(path, "
+            "weights_only=True)"
         )
     if path.is_file():
         return "is a file, and a checkpoint is a folder"
@@ -372,8 +372,7 @@ def check_optimizer(
             "The checkpoint trained other parameters, " + ("; ".join(what))
             if what
             else f"The checkpoint had the same parameters in other groups ({len(before)} there, "
-            f"{len(now)} here): the "
-            "patterns of lr_factors and weight_decays must be the same"
+            f"{len(now)} here): the patterns of lr_factors and weight_decays must be the same"
         )
     for index, p in enumerate(p for group in groups for p in group["params"]):
         for key, value in saved["state"].get(index, {}).items():
@@ -645,8 +644,7 @@ def run_lock(
                 raise
             warnings.warn(
                 f"The drive of {folder} knows no locks ({error.strerror}): nothing keeps a second "
-                "run out "
-                "of it, so see to it yourself",
+                "run out of it, so see to it yourself",
                 stacklevel=3,
             )
         _held.add(path)
@@ -695,7 +693,7 @@ def latest_checkpoint(
     folder: str | Path,  # Where the checkpoints of the run are
     resume: bool = False,  # Raise `ValueError` where there are some, and none is whole
 ) -> Path | None:  # The newest whole one, or None
-    "The checkpoint to go on from; damaged and foreign ones are named in a warning and passed over."
+    "Find the checkpoint to resume from; damaged and foreign ones are skipped with a warning."
     newest, wrong = None, {}
     for path in reversed(find_checkpoints(folder)):
         if not (problem := problem_with(path)):
@@ -705,8 +703,8 @@ def latest_checkpoint(
     if resume and wrong and newest is None:
         each = "; ".join(f"{path.name} {problem}" for path, problem in wrong.items())
         raise ValueError(
-            f"{folder} holds no checkpoint to go on from: {each}. Put a whole copy of one back, or "
-            "begin anew: without resume, under another name"
+            f"{folder} holds no checkpoint to resume from: {each}. Put a whole copy of one back, "
+            "or start a new run: without resume, under another name"
         )
     for path, problem in wrong.items():
         warnings.warn(f"Passed over {path}: it {problem}", stacklevel=2)

@@ -81,8 +81,8 @@ class TrainConfig:
     )
     on_nan: str = knob(
         "raise",
-        "A loss or gradient that is no number: 'raise', or 'skip' the step, which makes a GPU "
-        "wait at each",
+        "A loss or gradient that is NaN or infinite: 'raise', or 'skip' the step, which makes a "
+        "GPU wait at each",
         choices=("raise", "skip"),
     )
     torch_compile: bool = knob(

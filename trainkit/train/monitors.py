@@ -419,8 +419,8 @@ def small_rate(records: Sequence[dict]) -> HealthFinding | None:
         if not max(rates)
         else "The learning rate is too low to change the weights",
         f"the rates of {steps[-1]} steps add up to {path:.1e}, which is about as far as Adam can "
-        "have moved "
-        f"a weight; the loss went from {mean(losses[:3]):.3f} to {mean(losses[-3:]):.3f}",
+        f"have moved a weight; the loss went from {mean(losses[:3]):.3f} to "
+        f"{mean(losses[-3:]):.3f}",
         "Usual peaks: 3e-4 and more for a small model from scratch, 2e-5 for full fine-tuning, "
         "2e-4 for LoRA, 1e-6 for DPO. Is the schedule at its end, or max_steps too small for the "
         "warm-up?",
@@ -448,8 +448,7 @@ def plateau(records: Sequence[dict]) -> HealthFinding | None:
         f"{number(mean(half[:4]))} at step {steps[len(losses) // 2]}, {number(mean(half[-4:]))} "
         "now",
         "If it is above what you expect: another learning rate (a third, three times), a larger "
-        "model, "
-        "cleaner labels. If not, let the schedule decay and stop.",
+        "model, cleaner labels. If not, let the schedule decay and stop.",
     )
 
 # %% ../../nbs/04_train/21_symptoms.ipynb #22b75890
@@ -473,9 +472,9 @@ def vanishing_gradient(records: Sequence[dict]) -> HealthFinding | None:
         "The gradient vanishes",
         f"norm {number(now)}{was}, at a loss of {mean(losses[-3:]):.3f}",
         "No step changes the weights. Are the parameters that matter trainable, and between input "
-        "and loss? Normalisation and residuals "
-        "keep a deep network open; a saturated softcap or sigmoid and fp16 close it "
-        "(mixed_precision=bf16); a lower learning rate before it happened.",
+        "and loss? Normalisation and residuals keep a deep network open; a saturated softcap or "
+        "sigmoid and fp16 close it (mixed_precision=bf16); a lower learning rate before it "
+        "happened.",
     )
 
 
@@ -515,12 +514,11 @@ def not_a_number(records: Sequence[dict]) -> HealthFinding | None:
         return HealthFinding(
             "not_a_number",
             record["step"],
-            "The loss is no number",
+            "The loss is NaN",
             bad[0] if bad else reason.splitlines()[0].rstrip("."),
             "Weights that have seen it are lost: go back to the checkpoint before. Then "
-            "mixed_precision='bf16' "
-            "instead of fp16, a lower learning rate, max_grad_norm=1, and a look at the batch of "
-            "this step.",
+            "mixed_precision='bf16' instead of fp16, a lower learning rate, max_grad_norm=1, and a "
+            "look at the batch of this step.",
         )
     return None
 
@@ -598,8 +596,7 @@ def creeping_memory(records: Sequence[dict]) -> HealthFinding | None:
                 steps[-1],
                 f"More and more {name} is used",
                 f"{show_bytes(half[0] * 2**30)} at step {steps[len(used) // 2]}, "
-                f"{show_bytes(half[-1] * 2**30)} now, "
-                f"{show_bytes(rate * 2**30)} in 1,000 steps",
+                f"{show_bytes(half[-1] * 2**30)} now, {show_bytes(rate * 2**30)} in 1,000 steps",
                 "Something keeps what it should drop: a list of losses that are still tensors "
                 "(append loss.item()), a callback, a cache of the dataset.",
             )
@@ -652,8 +649,8 @@ def check_health(
 # %% ../../nbs/04_train/22_health.ipynb #599f2205
 _TIGHT = (
     "Half of per_device_train_batch_size with twice the gradient_accumulation_steps is the same "
-    "step; shorter rows, gradient_checkpointing, "
-    "LoRA or four bits take less, and `trainkit memory plan` chooses."
+    "step; shorter rows, gradient_checkpointing, LoRA or four bits take less, and `trainkit memory "
+    "plan` chooses."
 )
 
 

@@ -363,8 +363,7 @@ def make_schedule(
     if warmup >= total_steps > 1:
         warnings.warn(
             f"The warm-up of {warmup} steps fills the whole run of {total_steps}, so the learning "
-            "rate "
-            "never reaches its peak: set warmup_steps=0.05 for a share of the run",
+            "rate never reaches its peak: set warmup_steps=0.05 for a share of the run",
             stacklevel=2,
         )
     floor = config.min_lr_ratio

@@ -53,9 +53,8 @@ def refuse_file(
         f"{path} is one file, and a checkpoint here is a folder, such as "
         "runs/mine/checkpoints/checkpoint-100, of safetensors and JSON: optimizer, schedule and "
         "place in the data of another program cannot be taken over. The weights can: "
-        "model.load_state_dict(torch.load(FILE, weights_only=True)), "
-        "save_pretrained(model, tokenizer, 'begun') of trainkit.interop.hf, then a new run with "
-        "--model begun"
+        "model.load_state_dict(torch.load(FILE, weights_only=True)), save_pretrained(model, "
+        "tokenizer, 'begun') of trainkit.interop.hf, then a new run with --model begun"
     )
 
 
@@ -73,14 +72,14 @@ def find_start(
     if resume:
         if last is None and resume is True:
             raise FileNotFoundError(
-                f"no checkpoint in {home or 'output_dir, which is empty'}: "
-                "train() starts from the beginning"
+                f"no checkpoint in {home or 'output_dir, which is empty'}: train() starts from the "
+                "beginning"
             )
         return last
     if last:
         raise FileExistsError(
-            f"{folder} holds {last.name} of an earlier run: train(resume=True)"
-            " resumes from it, or choose another output_dir"
+            f"{folder} holds {last.name} of an earlier run: train(resume=True) resumes from it, or "
+            "choose another output_dir"
         )
     return None
 

@@ -259,8 +259,8 @@ def samples_html(
             elif i == len(samples) - 1 and i:
                 when = "after, "
             inner += "".join(
-                f"<figure><figcaption>{when}step {step:,}</figcaption>"
-                f"<pre><b>{clean(p)}</b>{clean(text)}</pre></figure>"
+                f"<figure><figcaption>{when}step "
+                f"{step:,}</figcaption><pre><b>{clean(p)}</b>{clean(text)}</pre></figure>"
                 for p, text in pairs
                 if p == prompt
             )

@@ -462,8 +462,7 @@ class ZeRO(ShardedModel):
         ):
             raise ValueError(
                 "zero3 cannot follow a head of its own (tie_embeddings=False) through our loss, "
-                "which uses its weight "
-                "without calling it: take fsdp or zero2"
+                "which uses its weight without calling it: take fsdp or zero2"
             )
         self.stage = int(self.strategy[-1])
         wanted = zero_settings(
@@ -478,8 +477,7 @@ class ZeRO(ShardedModel):
             if not AsyncIOBuilder().is_compatible(verbose=False):
                 raise ValueError(
                     "Offloading to 'nvme' needs DeepSpeed's async_io, which needs libaio here: apt "
-                    "install "
-                    "libaio-dev (and ninja), or take device 'cpu'"
+                    "install libaio-dev (and ninja), or take device 'cpu'"
                 )
         self.wrapped, *_ = deepspeed.initialize(
             model=self.sharded, optimizer=optimizer, config=wanted, dist_init_required=False
@@ -599,8 +597,7 @@ def shard(
     if accelerator.distributed_type.value in ("FSDP", "DEEPSPEED"):
         raise ValueError(
             f"The accelerator was made for {accelerator.distributed_type.value}: make it without a "
-            "plugin and say "
-            "TRAINKIT_STRATEGY, or let the trainer make it"
+            "plugin and say TRAINKIT_STRATEGY, or let the trainer make it"
         )
     if strategy not in CUTS:
         return None

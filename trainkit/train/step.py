@@ -153,8 +153,7 @@ def make_accelerator(
     if isinstance(model, nn.DataParallel):
         raise ValueError(
             "DataParallel copies the model to all GPUs at every step and counts each of them as "
-            "the "
-            "whole batch: give the model itself, which takes one GPU, or use them all with "
+            "the whole batch: give the model itself, which takes one GPU, or use them all with "
             "trainkit launch --processes N"
         )
     if pick_device().type == "cpu":

@@ -723,8 +723,8 @@ class Trainer:
             if not path.exists():
                 raise FileNotFoundError(f"{path} {problem}")
             raise ValueError(
-                f"{path} {problem}. Name another checkpoint, or begin anew: without resume, under "
-                "another name"
+                f"{path} {problem}. Name another checkpoint, or start a new run: without resume, "
+                "under another name"
             )
         before = read_manifest(path)["about"].get("identity", {})
         return path, check_identity(before, self.identity(), path.name, force)
@@ -771,7 +771,7 @@ class Trainer:
         names = {field.name for field in fields(TrainState)}
         self.state = TrainState(**{name: saved[name] for name in saved if name in names})
         if isinstance(position, _ForgivingCursor) and position.problem:
-            self.note(f"The data begin anew: {position.problem}")
+            self.note(f"The data start over: {position.problem}")
             self.state.batch = 0
         if force:  # The options of this run, not those of the checkpoint
             groups = self.raw_optimizer.param_groups
@@ -798,7 +798,7 @@ class Trainer:
         if not force:
             raise ValueError(
                 f"{what}. Put them back, or choose another folder for a new run; "
-                "with force_resume=True (--force-resume) this one resumes with them"
+                "with force_resume=True (--force-resume) this run resumes with them"
             )
         self.note(what)
 
@@ -1096,13 +1096,12 @@ def check_identity(
         return [*notes, f"Another run from here on, because you asked for it: {what}"]
     raise ValueError(
         f"{name} belongs to another run: {what}. Put that back, or choose another folder for a new "
-        "run; "
-        "with force_resume=True (--force-resume) this one goes on under the new config"
+        "run; with force_resume=True (--force-resume) this run resumes under the new config"
     )
 
 # %% ../../nbs/04_train/14_resume.ipynb #home-forgiving
 class _ForgivingCursor:
-    "Batches that begin anew where they cannot take up the saved position."
+    "Batches that start over where they cannot take up the saved position."
 
     def __init__(self, cursor: Stateful, start: StateDict | None):
         self.cursor, self.start, self.problem = cursor, start, ""
