@@ -242,7 +242,7 @@ def test_a_loss_that_breaks_is_said_and_kept(tmp_path):
     t = trainer(20, callbacks=[MetricsLog(folder), HealthCheck(lines.append)], objective=bad)
     with pytest.raises(TrainingError):
         t.train()
-    assert len(lines) == 1 and "no number" in lines[0] and "checkpoint" in lines[0]
+    assert len(lines) == 1 and "is NaN" in lines[0] and "checkpoint" in lines[0]
     records = read_run(folder.path).records
     (kept,) = (r for r in records if r["event"] == "health")
     assert kept["name"] == "not_a_number" and kept["step"] == 10 and kept["remedy"]
