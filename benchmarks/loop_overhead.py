@@ -78,7 +78,7 @@ def bare(steps):
                 optimizer.step()
                 optimizer.zero_grad()
                 middle = time.process_time()
-                trainer.take(iter([[batch]]))
+                trainer.next_step(iter([[batch]]))
                 times["bare"].append(middle - began)
                 times["Trainer"].append(time.process_time() - middle)
         ms = [1000 * statistics.median(t) for t in times.values()]

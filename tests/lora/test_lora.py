@@ -144,7 +144,7 @@ def test_only_the_adapter_learns(make):
     assert gap(logits(model), out) < 1e-6
     trainer = train(model)
     assert trainer.history[-1]["loss"] < trainer.history[0]["loss"] - 0.1
-    held = {id(p) for g in trainer.bare.param_groups for p in g["params"]}
+    held = {id(p) for g in trainer.raw_optimizer.param_groups for p in g["params"]}
     assert held == {id(p) for n, p in model.named_parameters() if ".lora_" in n}
     after = {
         k.replace(".base_layer", ""): v for k, v in model.state_dict().items() if ".lora_" not in k
@@ -428,7 +428,7 @@ def test_lora_plus_in_a_run():
     )
     rates = {
         ("B" if ".lora_B." in n else "A"): g["lr"]
-        for g in trainer.bare.param_groups
+        for g in trainer.raw_optimizer.param_groups
         for n in g["param_names"]
     }
     assert rates == pytest.approx(dict(A=1e-3, B=8e-3))
@@ -443,7 +443,7 @@ def test_rank_grows_in_a_run_with_any_optimizer():
         )
         assert {len(m.lora_A["default"].weight) for m in adapted(model).values()} == {16}
         assert trainer.history[-1]["loss"] < trainer.history[0]["loss"]
-        state = trainer.bare.state
+        state = trainer.raw_optimizer.state
         assert all(
             v.shape == p.shape
             for p, s in state.items()

@@ -499,7 +499,7 @@ def test_whatever_is_damaged_is_named(file, whole, tmp_path):
             )
             if file.startswith("R/checkpoints"):
                 names = (
-                    "R/checkpoints holds no checkpoint to go on from: checkpoint-2 is damaged",
+                    "R/checkpoints holds no checkpoint to resume from: checkpoint-2 is damaged",
                 )
             if (
                 done.returncode != 1

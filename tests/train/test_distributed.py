@@ -97,7 +97,7 @@ def work(folder, resume, strategies):
         results |= dict(
             history=result.history,
             processes=t.accelerator.num_processes,
-            wrapped=type(t.wrapped).__name__,
+            wrapped=type(t.wrapped_model).__name__,
             tokens=result.tokens,
         )
         if t.accelerator.is_main_process:

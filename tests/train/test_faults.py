@@ -410,7 +410,7 @@ def test_an_optimizer_that_lives_elsewhere(tmp_path):
             callbacks=[StopAt(steps)],
         )
         part.train("auto")
-    assert same(here.model, part.model) and type(part.bare) is OffloadedOptimizer
+    assert same(here.model, part.model) and type(part.raw_optimizer) is OffloadedOptimizer
     with pytest.raises(ValueError, match="offload_optimizer=True needs build_optimizer"):
         Trainer(make("ours"), lm_loss, batches(), config=config)
 

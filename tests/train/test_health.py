@@ -243,12 +243,12 @@ def test_a_loss_that_breaks_is_said_and_kept(tmp_path):
     t = trainer(20, callbacks=[MetricsLog(folder), HealthCheck(lines.append)], objective=bad)
     with pytest.raises(TrainingError):
         t.train()
-    assert len(lines) == 1 and "no number" in lines[0] and "checkpoint" in lines[0]
+    assert len(lines) == 1 and "is NaN" in lines[0] and "checkpoint" in lines[0]
     records = read_run(folder.path).records
     (event,) = (r for r in records if r["event"] == "health")
     assert event["name"] == "not_a_number" and event["step"] == 10 and event["remedy"]
     assert [f.name for f in check_health(records)] == ["not_a_number"]
-    assert "Health: The loss is no number" in (folder.path / "log.txt").read_text()
+    assert "Health: The loss is NaN" in (folder.path / "log.txt").read_text()
 
 
 def test_a_long_run_is_not_looked_at_over_and_over():

@@ -186,7 +186,7 @@ def test_a_run_whose_every_checkpoint_is_damaged_does_not_begin_again(tmp_path, 
     ):
         trainer(tmp_path / "run").train(how)
     with pytest.raises(
-        ValueError, match="checkpoint-12 is damaged: .* Name another checkpoint, or begin anew"
+        ValueError, match="checkpoint-12 is damaged: .* Name another checkpoint, or start a new run"
     ):
         trainer(tmp_path / "run").train(home / "checkpoint-12")
     assert sorted(home.rglob("*")) == before
@@ -229,7 +229,7 @@ def test_folder_that_is_removed_while_the_run_goes_on(tmp_path):
     import shutil
 
     def remove(trainer):
-        trainer.settle()
+        trainer.flush_checkpoint()
         shutil.rmtree(tmp_path / "run")
 
     result = trainer(tmp_path / "run", [At(5, remove)]).train()

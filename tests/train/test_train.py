@@ -862,11 +862,11 @@ OPTIONS = {
         {},
         dict(adam_beta1=0.8, adam_beta2=0.97, adam_epsilon=1e-6, weight_decay=0.2),
         lambda t, r, h: (
-            all((g["betas"], g["eps"]) == ((0.8, 0.97), 1e-6) for g in t.bare.param_groups)
-            and {g["weight_decay"] for g in t.bare.param_groups} == {0.2, 0.0}
+            all((g["betas"], g["eps"]) == ((0.8, 0.97), 1e-6) for g in t.raw_optimizer.param_groups)
+            and {g["weight_decay"] for g in t.raw_optimizer.param_groups} == {0.2, 0.0}
         ),
     ),
-    "optim adamw": ({}, dict(optim="adamw"), lambda t, r, h: not t.bare.defaults["fused"]),
+    "optim adamw": ({}, dict(optim="adamw"), lambda t, r, h: not t.raw_optimizer.defaults["fused"]),
     "warm-up in steps": (
         dict(logging_steps=1, max_steps=10),
         dict(warmup_steps=4),

@@ -38,10 +38,10 @@ def count(config, resume, callbacks, control):
     "A run of nothing, which listens to its buttons."
     (story,) = callbacks
     trainer = SimpleNamespace(folder=None, seconds=0.0)
-    trainer.draw = lambda *prompts: story.on_sample(
+    trainer.log_samples = lambda *prompts: story.on_sample(
         trainer, dict(step=trainer.step, samples=[("<b>p</b>", f"{prompts}")])
     )
-    trainer.settle = lambda strict: None
+    trainer.flush_checkpoint = lambda strict: None
     trainer.save = lambda strict: story.on_save(
         trainer, dict(step=trainer.step, kind="checkpoint", path="x")
     )

@@ -228,7 +228,7 @@ class HubPush:
             # A sharded model is whole at the end only
             if getattr(trainer, "shards", None) is None:
                 with tempfile.TemporaryDirectory() as place:
-                    trainer.save_model(trainer.model, Path(place) / "model")
+                    trainer.write_model(trainer.model, Path(place) / "model")
                     self.push(Path(place) / "model", f"The model around step {step}")
             if self.config.hub_strategy == "checkpoint":
                 self.push(path, f"The checkpoint of step {step}", "last-checkpoint")

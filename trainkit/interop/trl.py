@@ -634,7 +634,8 @@ class TRLTrainer(Trainer):
             Progress(self.total_steps, "Training with TRL", "step", enabled=c.progress)
         )
         self.bar.start_at(self.state.step)
-        self.before, self.mark = self.state.seconds, (time.monotonic(), self.state.tokens)
+        self.seconds_before = self.state.seconds
+        self.last_log = time.monotonic(), self.state.tokens
         self.notify(
             "on_start",
             total_steps=self.total_steps,
@@ -748,14 +749,14 @@ class TRLTrainer(Trainer):
         ends, last = not s.batch, s.step == self.total_steps
         if last or s.step % c.logging_steps == 0 or (s.step == 1 and c.logging_first_step):
             self.log()
-        with self.aside():
+        with self.pause_clock():
             if due(c.eval_strategy, c.eval_steps, s.step, ends):
-                self.weigh(self.evaluate())
+                self.update_best(self.evaluate())
             if c.sample_steps > 0 and (last or s.step % c.sample_steps == 0):
-                self.draw()
+                self.log_samples()
             if self.folder is not None and due(c.save_strategy, c.save_steps, s.step, ends):
                 self.save()
-        if reason := self.ended():
+        if reason := self.stop_reason():
             self.reason, control.should_training_stop = reason, True
 
     def pull(self) -> None:
@@ -767,13 +768,13 @@ class TRLTrainer(Trainer):
         self.pull()
         return super().evaluate()
 
-    def draw(self, *prompts: str) -> None:
+    def log_samples(self, *prompts: str) -> None:
         self.pull()
-        super().draw(*prompts)
+        super().log_samples(*prompts)
 
-    def weigh(self, record: dict) -> bool:
+    def update_best(self, record: dict) -> bool:
         "Keep the weights of the best evaluation."
-        super().weigh(record)
+        super().update_best(record)
         if self.wants_best and self.state.best_step == self.state.step:
             self.best = {
                 n: p.detach().cpu().clone()
@@ -782,7 +783,7 @@ class TRLTrainer(Trainer):
             }
         return False
 
-    def check(self) -> None:
+    def fetch_metrics(self) -> None:
         pass  # The numbers are here already
 
     def save(self, cursor: Any = ..., strict: bool = True) -> None:

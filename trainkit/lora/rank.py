@@ -106,6 +106,15 @@ def grow_rank(
         _replace(layer, layer.B_name, adapter, B, optimizer, (every, first))
     return model
 
+# %% ../../nbs/05_lora/05_rank.ipynb #home-loop
+class _Loop(Protocol):
+    "What a callback here asks of a trainer."
+
+    model: nn.Module
+    raw_optimizer: Any
+
+    def note(self, text: str) -> None: ...
+
 # %% ../../nbs/05_lora/05_rank.ipynb #cdfedcf1
 class GrowRank:
     "A callback that grows the rank at given steps of a run."
@@ -117,10 +126,10 @@ class GrowRank:
     ):
         self.plan, self.adapter = dict(plan), adapter
 
-    def on_step(self, trainer: Any, record: Mapping[str, Any]) -> None:
+    def on_step(self, trainer: _Loop, record: Mapping[str, Any]) -> None:
         if (r := self.plan.get(record["step"])) is None:
             return
-        grow_rank(trainer.model, r, trainer.bare, self.adapter)
+        grow_rank(trainer.model, r, trainer.raw_optimizer, self.adapter)
         trainer.note(f"rank {r} from step {record['step']} on")
 
 # %% ../../nbs/05_lora/05_rank.ipynb #7b07b521

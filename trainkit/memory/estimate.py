@@ -847,7 +847,8 @@ class MemoryWatch:
             self.foresee(trainer)
         here, reference = Ledger(), _reference(trainer)
         here.know(
-            "other", [*_tensors(trainer.model), *tree_leaves(list(trainer.bare.state.values()))]
+            "other",
+            [*_tensors(trainer.model), *tree_leaves(list(trainer.raw_optimizer.state.values()))],
         )
         if reference is not None:
             here.know("other", _tensors(reference))
@@ -864,7 +865,7 @@ class MemoryWatch:
 
     def on_step(self, trainer: "Trainer", record: dict) -> None:
         "Look how high it went."
-        for batch in getattr(trainer, "group", None) or ():
+        for batch in trainer.step_batches:
             if math.prod(size := batch_size(batch)) > math.prod(self.largest):
                 self.largest, self.batch = size, batch
         if trainer.accelerator.device.type == "cuda":

@@ -134,9 +134,9 @@ class Remote:
             try:
                 if order == "save":
                     trainer.save(strict=False)
-                    trainer.settle(strict=False)  # Written, and reported
+                    trainer.flush_checkpoint(strict=False)  # Written, and reported
                 else:
-                    trainer.draw(*([text] if text else []))
+                    trainer.log_samples(*([text] if text else []))
             except Exception as error:
                 note(f"{order}: {type(error).__name__}: {error}")
 

@@ -24,7 +24,7 @@ __all__ = ['JUDGES', 'TextEvaluator', 'answering', 'AnswerEvaluator', 'preferenc
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
@@ -52,6 +52,9 @@ from ..tokenizer.chat import render
 from ..train.reports import run_sections, write_report
 from ..train.runs import Run, RunFolder, read_run
 from ..train.step import evaluating
+
+if TYPE_CHECKING:
+    from trainkit.train.trainer import Trainer
 
 # %% ../../nbs/11_recipes/08_evaluation.ipynb #14dd5428
 class TextEvaluator:
@@ -548,7 +551,7 @@ class Bits:
     ):
         self.n_bytes = n_bytes
 
-    def on_eval(self, trainer, record):
+    def on_eval(self, trainer: "Trainer", record: dict) -> None:
         record["eval_bits_per_byte"] = bits_per_byte(
             record["eval_loss"], record["eval_tokens"], self.n_bytes
         )

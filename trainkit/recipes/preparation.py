@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -57,6 +57,9 @@ from .saving import load_reward_model, score_answers
 from ..tokenizer.bpe_tokenizer import BPETokenizer
 from ..tokenizer.chat import render, set_template
 from ..train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from trainkit.train.trainer import Trainer
 
 # %% ../../nbs/11_recipes/06_preparation.ipynb #b7bc6c0e
 EOS = "<|endoftext|>"
@@ -629,13 +632,13 @@ def _asked(rows: Sequence[Mapping], tokenizer: Any, model: Any, most: int) -> li
 class _Margins:
     "Adds the margin to records of rewards that are means over two sorts of rows."
 
-    def on_log(self, trainer: Any, record: dict, start: str = "") -> None:
+    def on_log(self, trainer: "Trainer", record: dict, start: str = "") -> None:
         if all(f"{start}rewards/{side}" in record for side in ("chosen", "rejected")):
             record[f"{start}rewards/margins"] = (
                 record[f"{start}rewards/chosen"] - record[f"{start}rewards/rejected"]
             )
 
-    def on_eval(self, trainer: Any, record: dict) -> None:
+    def on_eval(self, trainer: "Trainer", record: dict) -> None:
         self.on_log(trainer, record, "eval_")
 
 

@@ -484,7 +484,7 @@ def run(
                 or drawn[-1][0] != trainer.state.step
                 or config.train.load_best_model_at_end
             ):
-                trainer.draw()
+                trainer.log_samples()
             samples = read_run(folder.path).samples[-1][1]
             say(
                 "",
@@ -597,10 +597,10 @@ class _Clock:
     def __init__(self):
         self.at, self.losses = [time.monotonic()], []
 
-    def on_step(self, trainer: Any, record: dict) -> None:
+    def on_step(self, trainer: "Trainer", record: dict) -> None:
         self.at.append(time.monotonic())
 
-    def on_log(self, trainer: Any, record: dict) -> None:
+    def on_log(self, trainer: "Trainer", record: dict) -> None:
         self.losses.append(record["loss"])
 
 

@@ -23,7 +23,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from netrc import NetrcParseError, netrc
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import yaml
@@ -32,15 +32,18 @@ from ..display import clean, number
 from ..files import alone
 from ..progress import note
 from .reports import parse_yaml, write_curves
-from .runs import RunFolder, mask_secrets, read_run
+from .runs import Record, RunFolder, is_number, mask_secrets, read_run
+
+if TYPE_CHECKING:
+    from trainkit.train.trainer import Trainer
 
 # %% ../../nbs/04_train/26_loggers.ipynb #2063d127
 class Tracker(NamedTuple):
     "A place where numbers go besides the run folder."
 
-    log: Callable[[dict[str, float], int], Any]  # Values by name, and the step
-    text: Callable[[str, str, int], Any]  # Name, text, and the step
-    close: Callable[[], Any]
+    log: Callable[[dict[str, float], int], object]  # Values by name, and the step
+    text: Callable[[str, str, int], object]  # Name, text, and the step
+    close: Callable[[], object]
     rewinds: bool = False  # Whether it forgets what a resume has undone
 
 
@@ -94,13 +97,12 @@ def open_wandb(folder: RunFolder, project: str, config: dict, start: int) -> Tra
 
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    known = "WANDB_API_KEY" in os.environ
+    has_key = "WANDB_API_KEY" in os.environ
     with contextlib.suppress(OSError, NetrcParseError):
-        known = known or netrc().authenticators(host) is not None
-    mode: Any = os.environ.get("WANDB_MODE") or (
-        "online" if known else "offline"
-    )  # never a prompt that blocks a cell
-    settings: dict[str, Any] = dict(
+        has_key = has_key or netrc().authenticators(host) is not None
+    # Never a prompt that blocks a cell
+    mode: Any = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+    settings: Record = dict(
         console="off",
         silent=True,
         disable_git=True,
@@ -135,19 +137,18 @@ TRACKERS = {"tensorboard": open_tensorboard, "trackio": open_trackio, "wandb": o
 @contextlib.contextmanager
 def quiet(folder: RunFolder) -> Iterator[None]:
     "What a library prints goes into the log of the run."
-    said = io.StringIO()
-    with alone, contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with alone, contextlib.redirect_stdout(output):
         yield  # Two that put standard output back would do so in the wrong order
-    if said.getvalue().strip():
-        folder.log(said.getvalue().strip())
+    if output.getvalue().strip():
+        folder.log(output.getvalue().strip())
 
 
 def check_report_to(
-    report_to: str
-    | Sequence[str]
-    | None,  # 'none', 'all', a name, names with commas between, or a list
+    # 'none', 'all', a name, names with commas between, or a list
+    report_to: str | Sequence[str] | None,
 ) -> list[str]:  # Names of trackers that are installed
-    "Which trackers are meant; an unknown or a missing one is an error that says what to do."
+    "Resolve the names of trackers; an unknown or a missing one is an error that says what to do."
     names = (
         [n.strip() for n in report_to.split(",")]
         if isinstance(report_to, str)
@@ -161,7 +162,8 @@ def check_report_to(
             near = get_close_matches(name, TRACKERS, 1)
             guess = f"; did you mean {near[0]!r}" if near else ""
             raise ValueError(
-                f"report_to={name!r} is not known{guess}? There are none, all, {', '.join(TRACKERS)}"
+                f"report_to={name!r} is not known{guess}? There are none, all, "
+                f"{', '.join(TRACKERS)}"
             )
         if not find_spec(name):
             raise ImportError(f"report_to={name!r}: {name} is not installed; pip install {name}")
@@ -169,7 +171,7 @@ def check_report_to(
 
 # %% ../../nbs/04_train/26_loggers.ipynb #4735663d
 class MetricsLog:
-    "A trainer's callback that writes to a run folder and to trackers; a loop of one's own calls `log`."
+    "A callback that writes to a run folder and to trackers; your own loop can call `log`."
 
     def __init__(
         self,
@@ -177,14 +179,11 @@ class MetricsLog:
         report_to: str | Sequence[str] | None = "none",  # See `check_report_to`
         project: str = "trainkit",  # What trackers file the run under
         console: bool = False,  # Print the lines of `log.txt` too
-        draw_every: float = 30.0,  # Seconds between two drawings of `curves.svg` while the run goes on
+        # Seconds between two drawings of `curves.svg` while the run goes on
+        draw_every: float = 30.0,
     ):
-        self.folder, self.project, self.console, self.draw_every = (
-            folder,
-            project,
-            console,
-            draw_every,
-        )
+        self.folder, self.project = folder, project
+        self.console, self.draw_every = console, draw_every
         self.names, self.trackers, self.opened = check_report_to(report_to), [], False
         self.current_step, self.sent, self.drawn, self.drawing = 0, -1, time.monotonic(), 0.0
 
@@ -194,14 +193,12 @@ class MetricsLog:
             return
         path = self.folder.path / "config.yaml"
         config = parse_yaml(path.read_text(encoding="utf-8")) if path.exists() else {}
-        self.trackers, self.opened = (
-            [TRACKERS[n](self.folder, self.project, config, start) for n in self.names],
-            True,
-        )
+        self.trackers = [TRACKERS[n](self.folder, self.project, config, start) for n in self.names]
+        self.opened = True
 
     def log(
         self,
-        values: Mapping[str, Any],  # Numbers by name; `eval_…` goes with the evaluations
+        values: Mapping[str, object],  # Numbers by name; `eval_…` goes with the evaluations
         step: int | None = None,  # The next one when None
     ):
         "Write down numbers of one's own."
@@ -210,12 +207,11 @@ class MetricsLog:
 
     update = log
 
-    def write(self, event: str, record: Mapping[str, Any], *names: str):
-        "Numbers to the folder and the trackers, and a line of some of them to read."
+    def write(self, event: str, record: Record, *names: str):
+        "Write numbers to the folder and the trackers, and a line of some of them to the log."
         self.open(0)
         self.current_step = record.get("step", self.current_step)
         self.folder.record(event, record)
-        is_number = lambda v: isinstance(v, (int, float)) and not isinstance(v, bool)
         shown = [n for n in names or record if is_number(record.get(n)) and n != "step"]
         self.say(
             "  ".join([f"step {self.current_step}", *(f"{n} {number(record[n])}" for n in shown)])
@@ -245,9 +241,9 @@ class MetricsLog:
         if self.console:
             note(f"{time.strftime('%H:%M:%S')}  {mask_secrets(line)}")
 
-    def relative(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        "Paths inside the run folder without what leads to it: the folder may move, and a home has a name."
-        here, found = self.folder.path.resolve(), dict(record)
+    def relative(self, record: Mapping[str, object]) -> Record:
+        "Make paths inside the run folder relative: the folder may move, and a home has a name."
+        here, relative = self.folder.path.resolve(), dict(record)
         for key, value in record.items():
             if (
                 isinstance(value, Path)
@@ -255,10 +251,10 @@ class MetricsLog:
                 and ("/" in value or os.sep in value)
             ):
                 with contextlib.suppress(ValueError, OSError):
-                    found[key] = Path(value).resolve().relative_to(here).as_posix()
-        return found
+                    relative[key] = Path(value).resolve().relative_to(here).as_posix()
+        return relative
 
-    def on_start(self, trainer, record):
+    def on_start(self, trainer: "Trainer", record: dict) -> None:
         "Begin, or go on: nothing that a resume has undone stays in the log."
         start = self.current_step = record.get("start_step") or 0
         before = [r.get("step") or 0 for r in read_run(self.folder.path).records]
@@ -269,13 +265,13 @@ class MetricsLog:
         self.folder.record("start", {k: v for k, v in record.items() if k != "config"})
         self.say(f"start at step {start} of {record.get('total_steps', '?')}")
 
-    def on_log(self, trainer, record):
+    def on_log(self, trainer: "Trainer", record: dict) -> None:
         self.write("log", record, "loss", "learning_rate", "grad_norm", "tokens_per_second")
 
-    def on_eval(self, trainer, record):
+    def on_eval(self, trainer: "Trainer", record: dict) -> None:
         self.write("eval", record, *(k for k in record if k.startswith("eval_")))
 
-    def on_sample(self, trainer, record):
+    def on_sample(self, trainer: "Trainer", record: dict) -> None:
         self.open(0)  # the first one comes before the start
         self.folder.record("sample", record)
         text = "\n".join(f"{prompt}|{answer}" for prompt, answer in record["samples"])
@@ -284,16 +280,16 @@ class MetricsLog:
             if tracker.rewinds or record["step"] > self.sent:
                 tracker.text("samples", mask_secrets(text), record["step"])
 
-    def on_save(self, trainer, record):
+    def on_save(self, trainer: "Trainer", record: dict) -> None:
         record = self.relative(record)
         self.folder.record("save", record)
         self.say(f"step {record.get('step')}  saved {record.get('kind', '')} {record['path']}")
 
-    def on_health(self, trainer, record):
+    def on_health(self, trainer: "Trainer", record: dict) -> None:
         self.folder.record("health", record)
         self.folder.log("Health: {symptom} at step {step}: {evidence}. {remedy}".format_map(record))
 
-    def on_end(self, trainer, record):
+    def on_end(self, trainer: "Trainer", record: dict) -> None:
         record = self.relative(record)
         try:
             self.folder.record("end", record)

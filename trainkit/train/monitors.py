@@ -29,10 +29,13 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from statistics import mean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..display import Picture, number, table
 from ..files import show_bytes
+
+if TYPE_CHECKING:
+    from trainkit.train.trainer import Trainer
 
 # %% ../../nbs/04_train/20_monitors.ipynb #cab44f22
 @cache
@@ -46,23 +49,24 @@ def _process() -> Any:  # psutil's view of this process, or None
 
 def usage() -> dict[str, float]:  # GiB; only what this machine can tell
     "Memory of this process, of the whole machine and of the GPU, now and at most so far."
-    found: dict[str, float] = {}
+    record: dict[str, float] = {}
     if (process := _process()) is not None:
-        found["memory_gib"] = process.memory_info().rss / 2**30
+        record["memory_gib"] = process.memory_info().rss / 2**30
     with contextlib.suppress(ImportError):  # not on Windows
         import resource
 
         unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, kilobytes elsewhere
-        found["memory_peak_gib"] = max(
-            found.get("memory_gib", 0.0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-        )  # Linux counts in portions
+        # Linux counts in portions
+        record["memory_peak_gib"] = max(
+            record.get("memory_gib", 0.0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+        )
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["gpu_memory_gib"] = torch.cuda.memory_allocated() / 2**30
-        found["gpu_memory_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        record["gpu_memory_gib"] = torch.cuda.memory_allocated() / 2**30
+        record["gpu_memory_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     elif torch is not None and torch.backends.mps.is_available():
-        found["gpu_memory_gib"] = torch.mps.current_allocated_memory() / 2**30
-    return found
+        record["gpu_memory_gib"] = torch.mps.current_allocated_memory() / 2**30
+    return record
 
 # %% ../../nbs/04_train/20_monitors.ipynb #02f07860
 def open_gpu(
@@ -94,9 +98,8 @@ def open_gpu(
 
     def look() -> dict[str, float]:
         found = {"gpu_utilization": float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)}
-        found["gpu_memory_used_gib"] = (
-            nvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30
-        )  # of all processes
+        # Of all processes
+        found["gpu_memory_used_gib"] = nvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30
         with contextlib.suppress(Exception):  # not every GPU measures it
             found["gpu_power_watts"] = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
         return found
@@ -106,10 +109,8 @@ def open_gpu(
 # %% ../../nbs/04_train/20_monitors.ipynb #67100aa5
 def flops_of(
     model: Any,  # A `Transformer`, or a model of transformers
-) -> (
-    Callable[[int, int], float] | None
-):  # (rows, tokens in a row) -> operations of a forward pass; None: nobody knows
-    "Count the operations of a model without running it."
+) -> Callable[[int, int], float] | None:  # (rows, tokens in a row) -> operations; None: unknown
+    "Count the operations of a model's forward pass without running it."
     config = getattr(model, "config", None)
     from trainkit.model.config import ModelConfig, count_flops
 
@@ -124,9 +125,8 @@ def flops_of(
 
         def count(length: int) -> int:
             ids = torch.zeros(1, length, dtype=torch.long, device="meta")
-            mask = torch.zeros(
-                1, 1, length, length, device="meta"
-            )  # no question about its values is asked
+            # No question about its values is asked
+            mask = torch.zeros(1, 1, length, length, device="meta")
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 twin(input_ids=ids, attention_mask=mask, use_cache=False)
             return counter.get_total_flops()
@@ -144,10 +144,10 @@ def matmul_peak(
     device: str,  # 'cpu', 'cuda', 'mps'
     dtype: str,  # 'float32', 'bfloat16', 'float16'
 ) -> float:  # Operations a second
-    "What the device can do at most: a product of two large square matrices, the best of a few times."
+    "The most that the device can do: a product of large square matrices, the best of a few times."
     import torch
 
-    size = 1024 if device == "cpu" else 8192 if device == "cuda" else 4096
+    size = {"cpu": 1024, "cuda": 8192}.get(device, 4096)
     x = torch.randn(
         size,
         size,
@@ -167,13 +167,13 @@ def matmul_peak(
 
 # %% ../../nbs/04_train/20_monitors.ipynb #b17f840a
 class SystemMonitor:
-    "A trainer's callback that adds to its log records what the machine did; also `with SystemMonitor() as monitor:`."
+    "A callback that adds what the machine did to the log records; also a context manager."
 
     def __init__(
         self,
         every: float = 1.0,  # Seconds between two samples
-        peak_flops: float
-        | None = None,  # Operations a second of the device, from its data sheet; None: `matmul_peak`
+        # Operations a second of the device, from its data sheet; None: `matmul_peak`
+        peak_flops: float | None = None,
         nvml: Any = None,  # See `open_gpu`
     ):
         self.every, self.peak_flops, self.nvml = every, peak_flops, nvml
@@ -203,26 +203,26 @@ class SystemMonitor:
 
     def sample(self):
         "One look."
-        found = self.gpu() if self.gpu else {}
+        record = self.gpu() if self.gpu else {}
         if self.process is not None:
-            found["cpu_percent"] = self.process.cpu_percent() / self.cores
+            record["cpu_percent"] = self.process.cpu_percent() / self.cores
         with self.lock:
-            self.samples.append(found)
+            self.samples.append(record)
 
     def read(self) -> dict[str, float]:
         "Means of the samples since the last reading, and the memory now."
         with self.lock:
             samples, self.samples = self.samples, self.samples[-1:]
         rows = samples[1:] or samples  # the first was read before
-        found = {
+        record = {
             k: sum(s[k] for s in rows) / len(rows)
             for k in (rows[-1] if rows else {})
             if all(k in s for s in rows)
         }
-        found |= usage()
-        for k, v in found.items():
+        record |= usage()
+        for k, v in record.items():
             self.peaks[k] = max(v, self.peaks.get(k, v))
-        return found
+        return record
 
     def stop(self):
         "Look no more."
@@ -238,7 +238,7 @@ class SystemMonitor:
         self.read()
         self.stop()
 
-    def on_start(self, trainer, record):
+    def on_start(self, trainer: "Trainer", record: dict) -> None:
         "Begin with the run."
         self.start()
         record["monitor"] = self.sees
@@ -256,7 +256,7 @@ class SystemMonitor:
             self.peak_flops = matmul_peak(accelerator.device.type, names.get(half, "float32"))
         self.clock = time.perf_counter()
 
-    def on_step(self, trainer, record):
+    def on_step(self, trainer: "Trainer", record: dict) -> None:
         "Count what the model reads."
         for shape in record.get("shapes", ()):
             self.rows += shape[0]
@@ -266,7 +266,7 @@ class SystemMonitor:
                 self.cost[shape] = self.flops(*shape)
             self.work += self.cost[shape]
 
-    def on_log(self, trainer, record):
+    def on_log(self, trainer: "Trainer", record: dict) -> None:
         "Add to the record."
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
@@ -282,7 +282,7 @@ class SystemMonitor:
                 record["mfu"] = self.passes * self.work / seconds / self.peak_flops
         self.rows, self.work = 0, 0.0
 
-    def on_end(self, trainer, record):
+    def on_end(self, trainer: "Trainer", record: dict) -> None:
         "End with the run; the last record says how high it went."
         if self.thread is None:
             return  # it never began
@@ -310,13 +310,12 @@ class HealthFinding:
 def noise(
     values: Sequence[float],  # In the order of time
 ) -> float:  # Standard deviation of one of them
-    "How much a series jitters around its own trend, from the median size of its second differences."
+    "How much a series jitters around its own trend: the median size of its second differences."
     if len(values) < 3:
         return 0.0
     bends = [abs(a - 2 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)]
-    return (
-        median(bends) / 0.6745 / math.sqrt(6)
-    )  # a normal's median size; variance of a − 2b + c is 1 + 4 + 1
+    # A normal's median size; variance of a − 2b + c is 1 + 4 + 1
+    return median(bends) / 0.6745 / math.sqrt(6)
 
 # %% ../../nbs/04_train/21_symptoms.ipynb #131eb851
 def series(
@@ -401,10 +400,8 @@ def most_change(
     values: Sequence[float],
 ) -> float:
     "How far a series may have come from end to end: its trend, and twice the error of that."
-    change, error = (
-        abs(trend(values)) * (len(values) - 1),
-        noise(values) * math.sqrt(12 / max(1, len(values))),
-    )
+    change = abs(trend(values)) * (len(values) - 1)
+    error = noise(values) * math.sqrt(12 / max(1, len(values)))
     return change + 2 * error
 
 
@@ -421,10 +418,12 @@ def small_rate(records: Sequence[dict]) -> HealthFinding | None:
         "The learning rate is zero"
         if not max(rates)
         else "The learning rate is too low to change the weights",
-        f"the rates of {steps[-1]} steps add up to {path:.1e}, which is about as far as Adam can have moved "
-        f"a weight; the loss went from {mean(losses[:3]):.3f} to {mean(losses[-3:]):.3f}",
+        f"the rates of {steps[-1]} steps add up to {path:.1e}, which is about as far as Adam can "
+        f"have moved a weight; the loss went from {mean(losses[:3]):.3f} to "
+        f"{mean(losses[-3:]):.3f}",
         "Usual peaks: 3e-4 and more for a small model from scratch, 2e-5 for full fine-tuning, "
-        "2e-4 for LoRA, 1e-6 for DPO. Is the schedule at its end, or max_steps too small for the warm-up?",
+        "2e-4 for LoRA, 1e-6 for DPO. Is the schedule at its end, or max_steps too small for the "
+        "warm-up?",
     )
 
 
@@ -446,9 +445,10 @@ def plateau(records: Sequence[dict]) -> HealthFinding | None:
         "plateau",
         steps[-1],
         "The loss has stopped falling",
-        f"{number(mean(half[:4]))} at step {steps[len(losses) // 2]}, {number(mean(half[-4:]))} now",
-        "If it is above what you expect: another learning rate (a third, three times), a larger model, "
-        "cleaner labels. If not, let the schedule decay and stop.",
+        f"{number(mean(half[:4]))} at step {steps[len(losses) // 2]}, {number(mean(half[-4:]))} "
+        "now",
+        "If it is above what you expect: another learning rate (a third, three times), a larger "
+        "model, cleaner labels. If not, let the schedule decay and stop.",
     )
 
 # %% ../../nbs/04_train/21_symptoms.ipynb #22b75890
@@ -471,8 +471,10 @@ def vanishing_gradient(records: Sequence[dict]) -> HealthFinding | None:
         steps[-1],
         "The gradient vanishes",
         f"norm {number(now)}{was}, at a loss of {mean(losses[-3:]):.3f}",
-        "No step changes the weights. Are the parameters that matter trainable, and between input and loss? Normalisation and residuals "
-        "keep a deep network open; a saturated softcap or sigmoid and fp16 close it (mixed_precision=bf16); a lower learning rate before it happened.",
+        "No step changes the weights. Are the parameters that matter trainable, and between input "
+        "and loss? Normalisation and residuals keep a deep network open; a saturated softcap or "
+        "sigmoid and fp16 close it (mixed_precision=bf16); a lower learning rate before it "
+        "happened.",
     )
 
 
@@ -512,29 +514,31 @@ def not_a_number(records: Sequence[dict]) -> HealthFinding | None:
         return HealthFinding(
             "not_a_number",
             record["step"],
-            "The loss is no number",
+            "The loss is NaN",
             bad[0] if bad else reason.splitlines()[0].rstrip("."),
-            "Weights that have seen it are lost: go back to the checkpoint before. Then mixed_precision='bf16' "
-            "instead of fp16, a lower learning rate, max_grad_norm=1, and a look at the batch of this step.",
+            "Weights that have seen it are lost: go back to the checkpoint before. Then "
+            "mixed_precision='bf16' instead of fp16, a lower learning rate, max_grad_norm=1, and a "
+            "look at the batch of this step.",
         )
     return None
 
 # %% ../../nbs/04_train/22_health.ipynb #0b19d2ae
 def skipped_steps(records: Sequence[dict]) -> HealthFinding | None:
-    "A scaler that goes on leaving out steps."
+    "A scaler that keeps skipping steps."
     steps, skipped = series(records, "skipped_steps")
     if len(steps) < 3 or steps[-1] < 40:
         return None
     first = next(i for i, step in enumerate(steps) if step >= steps[-1] / 2)
-    taken, lost = steps[-1] - steps[first], skipped[-1] - skipped[first]
-    if not taken or lost / taken < 0.05:
+    steps_taken, lost = steps[-1] - steps[first], skipped[-1] - skipped[first]
+    if not steps_taken or lost / steps_taken < 0.05:
         return None
     return HealthFinding(
         "skipped_steps",
         steps[-1],
         "Half precision overflows",
-        f"{lost:.0f} of the last {taken} steps were skipped",
-        "mixed_precision='bf16' does not overflow; else a lower learning rate or a smaller max_grad_norm.",
+        f"{lost:.0f} of the last {steps_taken} steps were skipped",
+        "mixed_precision='bf16' does not overflow; else a lower learning rate or a smaller "
+        "max_grad_norm.",
     )
 
 # %% ../../nbs/04_train/22_health.ipynb #51a3b6f0
@@ -578,9 +582,8 @@ def creeping_memory(records: Sequence[dict]) -> HealthFinding | None:
             continue
         rises = [b - a for a, b in zip(half, half[1:], strict=False)]
         grown, ups = half[-1] - half[0], sum(rise > 0 for rise in rises)
-        single = (
-            max(rises) > 0.5 * grown
-        )  # A buffer that is made once, for a checkpoint or an evaluation
+        # A buffer that is made once, for a checkpoint or an evaluation
+        single = max(rises) > 0.5 * grown
         if (
             grown > max(0.05 * half[0], 0.05)
             and ups >= 0.7 * (len(half) - 1)
@@ -592,8 +595,8 @@ def creeping_memory(records: Sequence[dict]) -> HealthFinding | None:
                 "creeping_memory",
                 steps[-1],
                 f"More and more {name} is used",
-                f"{show_bytes(half[0] * 2**30)} at step {steps[len(used) // 2]}, {show_bytes(half[-1] * 2**30)} now, "
-                f"{show_bytes(rate * 2**30)} in 1,000 steps",
+                f"{show_bytes(half[0] * 2**30)} at step {steps[len(used) // 2]}, "
+                f"{show_bytes(half[-1] * 2**30)} now, {show_bytes(rate * 2**30)} in 1,000 steps",
                 "Something keeps what it should drop: a list of losses that are still tensors "
                 "(append loss.item()), a callback, a cache of the dataset.",
             )
@@ -638,15 +641,16 @@ def check_health(
 ) -> Findings:  # Empty for a healthy run
     "What is wrong with a run, by its own records."
     records = [r for r in records if "step" in r]
-    found = (
+    findings = (
         (name, check(records)) for name, check in (CHECKS if checks is None else checks).items()
     )
-    return Findings(finding for _, finding in found if finding)
+    return Findings(finding for _, finding in findings if finding)
 
 # %% ../../nbs/04_train/22_health.ipynb #599f2205
 _TIGHT = (
-    "Half of per_device_train_batch_size with twice the gradient_accumulation_steps is the same step; shorter rows, gradient_checkpointing, "
-    "LoRA or four bits take less, and `trainkit memory plan` chooses."
+    "Half of per_device_train_batch_size with twice the gradient_accumulation_steps is the same "
+    "step; shorter rows, gradient_checkpointing, LoRA or four bits take less, and `trainkit memory "
+    "plan` chooses."
 )
 
 
@@ -655,18 +659,22 @@ class HealthCheck:
 
     def __init__(
         self,
-        say: Callable[[str], Any] | None = None,  # Gets a line; None: `warnings.warn`
+        say: Callable[[str], object] | None = None,  # Gets a line; None: `warnings.warn`
         checks: dict[str, Callable] | None = None,  # Others than `CHECKS`
         quiet_steps: int = 100,  # A finding that was gone for so many steps is news again
     ):
         self.say, self.checks, self.quiet_steps = say or warnings.warn, checks, quiet_steps
-        self.on_start(None, {})
+        self.reset()
 
-    def on_start(self, trainer, record):
+    def reset(self) -> None:
+        "Forget what was found in an earlier run."
         self.findings, self.seen = Findings(), {}
         self.records, self.evals, self.stride, self.count, self.due, self.told = [], [], 1, 0, 0, 0
 
-    def on_log(self, trainer, record):
+    def on_start(self, trainer: "Trainer", record: dict) -> None:
+        self.reset()
+
+    def on_log(self, trainer: "Trainer", record: dict) -> None:
         "Look again, if there is enough that is new."
         self.count += 1
         if self.count % self.stride == 0:
@@ -677,20 +685,18 @@ class HealthCheck:
             self.due = self.count + max(1, self.count // 16)
             self.look(trainer, [] if self.count % self.stride == 0 else [record])
 
-    def on_eval(self, trainer, record):
+    def on_eval(self, trainer: "Trainer", record: dict) -> None:
         "Evaluations are few, and each is looked at."
         self.evals = [*self.evals[-255:], record]
         self.look(trainer)
 
-    def on_end(self, trainer, record):
+    def on_end(self, trainer: "Trainer", record: dict) -> None:
         self.look(trainer, [record])
 
-    def look(self, trainer, latest: Sequence[dict] = ()):
-        "Say what is new."
-        notes, self.told = (
-            getattr(trainer, "notes", [])[self.told :],
-            len(getattr(trainer, "notes", [])),
-        )  # What the loop did otherwise than asked
+    def look(self, trainer: "Trainer", latest: Sequence[dict] = ()) -> None:
+        "Report what is new."
+        all_notes = getattr(trainer, "notes", [])  # What the loop did otherwise than asked
+        notes, self.told = all_notes[self.told :], len(all_notes)
         tight = [
             HealthFinding(
                 "out_of_memory",

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -40,15 +40,14 @@ from ..numba_utils import compile_kernels, pick_backend
 def step_in_backward(
     optimizer: Optimizer,  # Any that treats each parameter by itself, as AdamW, Muon and SGD do
 ) -> Iterator[list[int]]:  # A list that gets the bytes of each gradient that was used up
-    "The backward pass takes the steps and frees the gradients (Lv et al. 2023); `optimizer.step` is not called."
+    "Inside, the backward pass takes the steps and frees the gradients (Lv et al. 2023)."
     used: list[int] = []
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
 
     def step_one(p: Tensor) -> None:
         everything = optimizer.param_groups
-        optimizer.param_groups = [
-            {**groups[p], "params": [p]}
-        ]  # Its rate is looked up now: a schedule moves it
+        # Its rate is looked up now: a schedule moves it
+        optimizer.param_groups = [{**groups[p], "params": [p]}]
         try:
             optimizer.step()
         finally:
@@ -234,7 +233,7 @@ class OptimConfig:
 def check_rule(
     name: str,  # The knob
     pattern: Any,  # A regular expression, one hopes
-    value: Any,  # A number from 0 up, one hopes
+    value: object,  # A number from 0 up, one hopes
 ) -> None:  # Raises `ConfigError`
     "A rule for parameters maps a regular expression to a number."
     try:
@@ -253,20 +252,19 @@ def check_rule(
 def param_groups(
     model: nn.Module,
     weight_decay: float,  # For the matrices
-    lr_factors: Mapping[str, float] = {},  # noqa: B006 # Pattern of names -> factor on the rate; the first that is found counts
+    # Pattern of names -> factor on the rate; the first that matches counts
+    lr_factors: Mapping[str, float] = {},  # noqa: B006
     weight_decays: Mapping[str, float] = {},  # noqa: B006 # Pattern of names -> weight decay
     matrices: Collection[str] = (),  # Names of what is for Muon
-) -> list[
-    dict
-]:  # Groups whose `params` are `(name, parameter)`, with `lr_factor` and `use_muon` where they matter
-    "Trainable parameters that are treated alike: matrices with decay, the rest without, and whatever is asked for."
+) -> list[dict]:  # Their `params` are `(name, parameter)`; with `lr_factor`, `use_muon` if needed
+    "Groups of trainable parameters: matrices with decay, the rest without, and what is asked for."
     groups: dict[tuple, list[tuple[str, Tensor]]] = {}
     missed = {*lr_factors, *weight_decays}
 
     def rule(rules: Mapping[str, float], name: str, otherwise: float) -> float:
-        found = [pattern for pattern in rules if re.search(pattern, name)]
-        missed.difference_update(found)
-        return rules[found[0]] if found else otherwise
+        matching = [pattern for pattern in rules if re.search(pattern, name)]
+        missed.difference_update(matching)
+        return rules[matching[0]] if matching else otherwise
 
     for name, p in model.named_parameters():  # A shared parameter comes once
         if not p.requires_grad:
@@ -277,10 +275,8 @@ def param_groups(
                 "(model.float(), or load with dtype=torch.float32) and let mixed_precision compute "
                 "in half"
             )
-        factor, decay = (
-            rule(lr_factors, name, 1.0),
-            rule(weight_decays, name, weight_decay * (p.ndim >= 2)),
-        )
+        factor = rule(lr_factors, name, 1.0)
+        decay = rule(weight_decays, name, weight_decay * (p.ndim >= 2))
         groups.setdefault(
             (factor != 1, name not in matrices, p.ndim < 2, factor, decay), []
         ).append((name, p))
@@ -306,9 +302,7 @@ def param_groups(
 def make_optimizer(
     model: nn.Module,  # Its trainable parameters are in float32
     config: OptimConfig,
-) -> (
-    Optimizer
-):  # Raises `ValueError` when nothing is trainable, or a trainable parameter is in half precision
+) -> Optimizer:  # Raises `ValueError` when nothing is trainable, or it is in half precision
     "The optimizer that `config` names, over the trainable parameters of `model`."
     matrices = hidden_matrices(model) if config.optim == "muon" else ()
     groups = param_groups(
@@ -327,21 +321,18 @@ def make_optimizer(
 def show_groups(
     optimizer: Optimizer,
 ) -> str:  # A line a group: how many parameters and numbers, peak rate, decay, and some names
-    "Who is treated how."
+    "The parameter groups of an optimizer in words."
     lines = []
     for group in optimizer.param_groups:
         names, params = group.get("param_names", []), group["params"]
-        kind = (
-            "Muon"
-            if group.get("use_muon")
-            else "AdamW"
-            if "use_muon" in group
-            else type(optimizer).__name__
-        )
+        kind = type(optimizer).__name__
+        if "use_muon" in group:
+            kind = "Muon" if group["use_muon"] else "AdamW"
         some = ", ".join(names[:2]) + (f", … {names[-1]}" if len(names) > 2 else "")
         lines.append(
             f"{kind:6} {len(params):4} parameters {sum(p.numel() for p in params):14,} numbers  "
-            f"rate {group.get('initial_lr', group['lr']):<8.3g} decay {group['weight_decay']:<6.3g} {some}".rstrip()
+            f"rate {group.get('initial_lr', group['lr']):<8.3g} decay "
+            f"{group['weight_decay']:<6.3g} {some}".rstrip()
         )
     return "\n".join(lines)
 
@@ -369,18 +360,15 @@ def make_schedule(
     warmup, curve = warmup_steps(config, total_steps), SCHEDULES[config.lr_scheduler_type]
     if warmup >= total_steps > 1:
         warnings.warn(
-            f"The warm-up of {warmup} steps fills the whole run of {total_steps}, so the learning rate "
-            "never reaches its peak: set warmup_steps=0.05 for a share of the run",
+            f"The warm-up of {warmup} steps fills the whole run of {total_steps}, so the learning "
+            "rate never reaches its peak: set warmup_steps=0.05 for a share of the run",
             stacklevel=2,
         )
     floor = config.min_lr_ratio
-    if (
-        config.lr_scheduler_type == "polynomial" and not floor
-    ):  # transformers ends it at a rate of 1e-7
+    if config.lr_scheduler_type == "polynomial" and not floor:  # 1e-7 at the end, in transformers
         floor = min(1.0, 1e-7 / config.learning_rate) if config.learning_rate else 0.0
-    start = (
-        floor if config.lr_scheduler_type == "warmup_stable_decay" else 0.0
-    )  # where the warm-up begins, in transformers
+    # Where the warm-up begins, in transformers
+    start = floor if config.lr_scheduler_type == "warmup_stable_decay" else 0.0
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -394,8 +382,8 @@ def make_schedule(
 def newton_schulz(
     matrix: Tensor,  # (M, N)
     steps: int = 5,  # Rounds
-    dtype: torch.dtype
-    | None = None,  # To compute in; None: bfloat16, but float32 on a CPU, few of which multiply bfloat16 fast
+    # To compute in; None: bfloat16, but float32 on a CPU, few of which multiply bfloat16 fast
+    dtype: torch.dtype | None = None,
     coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),  # Of x, x³ and x⁵
 ) -> Tensor:  # (M, N), with the directions of `matrix` and all singular values near 1
     "The nearest orthogonal matrix, roughly, by products alone (Jordan 2024)."
@@ -422,7 +410,8 @@ class Muon(Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,  # Mix the newest gradient in once more
         ns_steps: int = 5,  # Rounds of `newton_schulz`
-        adjust_lr_fn: str = "original",  # How a step's length follows the matrix's shape, one of `ADJUST`
+        # How a step's length follows the matrix's shape, one of `ADJUST`
+        adjust_lr_fn: str = "original",
         betas: tuple[float, float] = (0.9, 0.999),  # AdamW's
         eps: float = 1e-8,  # AdamW's
         use_muon: bool = True,
@@ -506,7 +495,7 @@ def adamw_step(
     )
     adamw_update(
         params,
-        [p.grad for p in params],
+        cast(list[Tensor], [p.grad for p in params]),
         means,
         squares,
         [],
@@ -527,7 +516,8 @@ HEADS = r"(^|\.)(lm_head|head|output|classifier|score)\.weight$"
 
 def hidden_matrices(
     model: nn.Module,
-    heads: str = HEADS,  # A regular expression for the names of output layers that the model does not tell
+    # A regular expression for the names of output layers that the model does not tell
+    heads: str = HEADS,
 ) -> list[str]:  # Names of parameters
     "The matrices between two streams of activations: neither embedding nor output head."
     outside = {
@@ -656,7 +646,7 @@ def _kernels() -> Any:
 
 # %% ../../nbs/04_train/03_adamw_8bit.ipynb #ce6b853b
 class AdamW8bit(Optimizer):
-    "AdamW with a byte for each running mean (Dettmers et al. 2022); states as bitsandbytes' on a CPU."
+    "AdamW with a byte for each running mean (Dettmers et al. 2022), as in bitsandbytes on a CPU."
 
     def __init__(
         self,
@@ -667,7 +657,8 @@ class AdamW8bit(Optimizer):
         weight_decay: float = 1e-2,
         min_8bit_size: int = 4096,  # Parameters with fewer elements keep float32 states
         paged: bool = False,  # States stay in main memory, and visit a GPU a piece at a time
-        backend: str = "auto",  # 'python' (torch), 'numba', or 'auto': numba from a million parameters on
+        # python (torch), numba, or auto: numba from a million parameters on
+        backend: str = "auto",
     ):
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(
@@ -688,7 +679,10 @@ class AdamW8bit(Optimizer):
                 state2=torch.zeros_like(p, dtype=torch.float32),
             )
         pin = self.paged and p.device.type == "cuda"
-        new = lambda size, dtype: torch.zeros(size, dtype=dtype, device=device, pin_memory=pin)
+
+        def new(size: Any, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device, pin_memory=pin)
+
         return dict(
             step=0,
             **{f"state{i}": new(p.shape, torch.uint8) for i in (1, 2)},
@@ -777,9 +771,8 @@ def _update(
         b = min(a + size, len(flat))
         blocks = slice(a // STATE_BLOCK, -(-b // STATE_BLOCK))
         own = codes1[a:b], absmax1[blocks], codes2[a:b], absmax2[blocks]
-        q1, s1, q2, s2 = (
-            x.to(p.device, non_blocking=True) for x in own
-        )  # The same where they are there already
+        # The same where they are there already
+        q1, s1, q2, s2 = (x.to(p.device, non_blocking=True) for x in own)
         g, w, n = grads[a:b].float(), flat[a:b].float(), b - a
         dequantize_blocks(q1, s1, True, m[:n], fast).mul_(beta1).add_(g, alpha=1 - beta1)
         dequantize_blocks(q2, s2, False, v[:n], fast).mul_(beta2).addcmul_(g, g, value=1 - beta2)

@@ -19,7 +19,7 @@ __all__ = ['PARTS', 'CURVES', 'PICTURES', 'STYLE', 'run_facts', 'RunComparison',
 # %% ../../nbs/04_train/25_reports.ipynb #imports-reports
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -30,7 +30,7 @@ import yaml
 from ..charts import curves
 from ..display import Picture, clean, grid, number, table
 from ..files import write_atomic
-from .runs import Run, RunFolder, mask_secrets, read_run, text_table
+from .runs import Record, Run, RunFolder, mask_secrets, read_run, text_table
 
 # %% ../../nbs/04_train/25_reports.ipynb #c761f116
 PARTS = ("config", "data", "git", "versions", "machine", "result")
@@ -38,15 +38,15 @@ PARTS = ("config", "data", "git", "versions", "machine", "result")
 
 def run_facts(
     run: Run,
-) -> dict[tuple[str, str], Any]:  # (part, name) -> value
+) -> dict[tuple[str, str], object]:  # (part, name) -> value
     "What went into a run, and what came out."
-    found = {("config", k): v for k, v in flatten_dict(parse_yaml(run.config)).items()}
+    facts = {("config", k): v for k, v in flatten_dict(parse_yaml(run.config)).items()}
     for k, v in flatten_dict(run.environment).items():
         first = k.split(".")[0]
         part = {"data_hash": "data", "git": "git", "versions": "versions"}.get(first, "machine")
         if first != "time":
-            found[part, k.removeprefix(f"{first}.")] = v
-    return found | {
+            facts[part, k.removeprefix(f"{first}.")] = v
+    return facts | {
         ("result", k): v for k, v in run.final().items() if not isinstance(v, (Mapping, list))
     }
 
@@ -56,7 +56,7 @@ class RunComparison:
     "How runs differ; a notebook shows the table and the curves, `print` a table of text."
 
     names: tuple[str, ...]
-    differences: list[dict[str, Any]]  # One row each: part, name, and the value in each run
+    differences: list[Record]  # One row each: part, name, and the value in each run
     pictures: Picture
 
     def part(
@@ -100,23 +100,20 @@ def compare_runs(
     if len({*names}) < len(names):
         names = [f"{run.path.parent.name}/{run.name} ({i})" for i, run in enumerate(opened, 1)]
     facts = [run_facts(run) for run in opened]
-    same = lambda values: all(
-        v == values[0] or v != v and values[0] != values[0] for v in values
-    )  # NaN is NaN
     rows = [
         {"part": key[0], "name": key[1], **dict(zip(names, values, strict=True))}
-        for key in dict.fromkeys(k for found in facts for k in found)
-        if not same(values := [found.get(key) for found in facts])
+        for key in dict.fromkeys(key for of_run in facts for key in of_run)
+        if not _all_equal(values := [of_run.get(key) for of_run in facts])
     ]
     rows.sort(key=lambda row: PARTS.index(row["part"]))
-    known, logged = (
-        {key for _, key, _ in CURVES},
-        dict.fromkeys(k for run in opened for k in run.keys()),
-    )
+    own_curves = {key for _, key, _ in CURVES}
+    logged = dict.fromkeys(k for run in opened for k in run.keys())
     others = [
         (k[5:].replace("_", " ").capitalize(), k, 0.0)
         for k in logged
-        if k.startswith("eval_") and k not in known and k not in ("eval_tokens", "eval_seconds")
+        if k.startswith("eval_")
+        and k not in own_curves
+        and k not in ("eval_tokens", "eval_seconds")
     ]
     drawn = [
         curves(
@@ -129,8 +126,15 @@ def compare_runs(
     ]
     return RunComparison(tuple(names), rows, grid(*drawn))
 
+
+def _all_equal(values: Sequence[object]) -> bool:
+    "Whether all values are the same; here NaN equals NaN."
+    first = values[0]
+    return all(value == first or value != value and first != first for value in values)
+
 # %% ../../nbs/04_train/25_reports.ipynb #3c59abe3
-PICTURES = (  # title, {name in the legend: key}, smoothing; a picture appears if one of its keys was logged
+# title, {name in the legend: key}, smoothing; a picture appears if one of its keys was logged
+PICTURES = (
     ("Loss", {"train": "loss", "eval": "eval_loss"}, 0.02),
     ("Learning rate", {"rate": "learning_rate"}, 0.0),
     ("Gradient norm", {"norm": "grad_norm"}, 0.02),
@@ -150,16 +154,16 @@ def _shown(run: Run, key: str) -> tuple[list[int], list[float]]:
 def draw_run(
     run: Run,  # From `read_run`
 ) -> list[Picture]:
-    "Loss, learning rate, gradient norm, speed, memory, and every other metric of the evaluation; from the first record on."
+    "Loss, learning rate, gradient norm, speed, memory, and every other metric of the evaluation."
     keys = run.keys()
-    known = {k for _, names, _ in PICTURES for k in names.values()} | {
+    drawn_keys = {k for _, names, _ in PICTURES for k in names.values()} | {
         "eval_tokens",
         "eval_seconds",
     }
     others = [
         (k[5:].replace("_", " ").capitalize(), {"eval": k}, 0.0)
         for k in keys
-        if k.startswith("eval_") and k not in known
+        if k.startswith("eval_") and k not in drawn_keys
     ]
     drawn = [
         curves(
@@ -187,46 +191,44 @@ def write_curves(
     run = read_run(folder.path if isinstance(folder, RunFolder) else folder)
     drawn, wide, high = draw_run(run), 500, 280
     rows = -(-len(drawn) // 2)
-    place = lambda i, p: re.sub(
-        '<svg([^>]*?) style="[^"]*"',
-        rf'<svg\1 x="{i % 2 * wide}" y="{i // 2 * high}" width="480" height="260"',
-        p,
-        count=1,
-    )
+
+    def place(i: int, picture: Picture) -> str:
+        corner = f'x="{i % 2 * wide}" y="{i // 2 * high}"'
+        size = rf'<svg\1 {corner} width="480" height="260"'
+        return re.sub('<svg([^>]*?) style="[^"]*"', size, picture, count=1)
+
     placed = "".join(place(i, p) for i, p in enumerate(drawn))
     label = clean("; ".join(p.label for p in drawn))
     whole = Picture(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * wide - 20} {rows * high - 20}" role="img" '
-        f'aria-label="{label}">{placed}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * wide - 20} {rows * high - 20}" '
+        f'role="img" aria-label="{label}">{placed}</svg>'
     )
     return write_atomic(run.path / "curves.svg", whole.standalone())
 
 # %% ../../nbs/04_train/25_reports.ipynb #8fd98987
 def parse_yaml(
     text: str,  # Content of a config.yaml
-) -> dict[str, Any]:  # Empty when it is no mapping
+) -> Record:  # Empty when it is no mapping
     "A config as nested dictionaries, whoever wrote it."
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where it is
     try:
         depth = 0
-        for event in yaml.parse(
-            text, Loader=loader
-        ):  # Not nested itself; loading what is nested too deep would end the process
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
-                event, yaml.CollectionEndEvent
-            )
+        # `parse` does not recurse; to load what is nested too deep would end the process
+        for event in yaml.parse(text, Loader=loader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > 200:
                 return {}
-        found = yaml.load(text, Loader=loader)  # noqa: S506
+        config = yaml.load(text, Loader=loader)  # noqa: S506
     except (yaml.YAMLError, RecursionError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def flatten_dict(
     value,  # Nested dictionaries
     path: str = "",  # Names so far
-) -> dict[str, Any]:  # 'train.learning_rate' -> value
+) -> Record:  # 'train.learning_rate' -> value
     "Nested dictionaries as one, with dots in the names."
     if not isinstance(value, Mapping) or not value:
         return {path: value} if path else {}
@@ -249,16 +251,14 @@ def samples_html(
         inner = ""
         for i in chosen:
             step, pairs = samples[i]
-            when = (
-                "before, "
-                if i == 0 and step == 0
-                else "after, "
-                if i == len(samples) - 1 and i
-                else ""
-            )
+            when = ""
+            if i == 0 and step == 0:
+                when = "before, "
+            elif i == len(samples) - 1 and i:
+                when = "after, "
             inner += "".join(
-                f"<figure><figcaption>{when}step {step:,}</figcaption>"
-                f"<pre><b>{clean(p)}</b>{clean(text)}</pre></figure>"
+                f"<figure><figcaption>{when}step "
+                f"{step:,}</figcaption><pre><b>{clean(p)}</b>{clean(text)}</pre></figure>"
                 for p, text in pairs
                 if p == prompt
             )
@@ -312,11 +312,14 @@ def run_sections(
         for r in run.records
         if r["event"] == "health"
     ]
-    rows = lambda values, show=number: [
-        {"name": k, "value": show(v) if isinstance(v, float) else str(v)}
-        for k, v in values.items()
-        if v not in (None, {}) and v == v
-    ]
+
+    def rows(values: Mapping[str, object], show: Callable[[float], str] = number) -> list[dict]:
+        return [
+            {"name": name, "value": show(value) if isinstance(value, float) else str(value)}
+            for name, value in values.items()
+            if value not in (None, {}) and value == value
+        ]
+
     machine = flatten_dict({k: v for k, v in run.environment.items() if k != "versions"})
     versions = run.environment.get("versions") or {}
     config = parse_yaml(run.config)
@@ -350,7 +353,8 @@ def run_sections(
 # %% ../../nbs/04_train/25_reports.ipynb #ed080084
 STYLE = """
 :root{color-scheme:light dark;--page:#fff;--ink:#1f2328;--dim:#59636e;--line:#d1d9e0;--card:#f6f8fa}
-@media(prefers-color-scheme:dark){:root{--page:#111;--ink:#e6edf3;--dim:#9da7b1;--line:#3d444d;--card:#1a1e23}}
+@media(prefers-color-scheme:dark){
+:root{--page:#111;--ink:#e6edf3;--dim:#9da7b1;--line:#3d444d;--card:#1a1e23}}
 *{box-sizing:border-box}
 body{margin:0 auto;padding:32px 20px 64px;max-width:1000px;background:var(--page);color:var(--ink)}
 body{font:16px/1.6 system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif}
@@ -359,8 +363,10 @@ h2{font-size:1.25rem;margin:44px 0 14px;padding-top:18px;border-top:1px solid va
 p.when,nav,footer{color:var(--dim);font-size:.9rem}p.when{margin:0 0 14px}
 nav{display:flex;flex-wrap:wrap;gap:2px 16px}nav a{color:inherit}footer{margin-top:52px}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(118px,1fr));gap:10px;margin:0}
-.tiles div{background:var(--card);border-radius:8px;padding:10px 12px}.tiles dt{color:var(--dim);font-size:.8rem}
-.tiles dd{margin:0;font-size:1.1rem;font-weight:600;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
+.tiles div{background:var(--card);border-radius:8px;padding:10px 12px}
+.tiles dt{color:var(--dim);font-size:.8rem}
+.tiles dd{margin:0;font-size:1.1rem;font-weight:600}
+.tiles dd{font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
 .samples{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,210px),1fr));gap:12px}
 .samples{margin-bottom:20px}
 figure{margin:0;background:var(--card);border-radius:8px;padding:10px 14px}
@@ -398,7 +404,8 @@ def write_report(
         "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
         f"<title>{name}</title><style>{STYLE}</style></head><body><header><h1>{name}</h1>"
         f'<p class="when">{clean(run.name)}, started {start} UTC</p><nav>{nav}</nav></header>'
-        f"<main>{body}</main><footer>Written by trainkit from metrics.jsonl, config.yaml and environment.json "
+        f"<main>{body}</main><footer>Written by trainkit from metrics.jsonl, config.yaml and "
+        "environment.json "
         "beside this file.</footer></body></html>\n"
     )
     return write_atomic(run.path / "report.html", mask_secrets(page))

@@ -17,13 +17,15 @@ __all__ = ['STRATEGIES', 'asked_strategy', 'deepspeed_config', 'only_processes',
 # %% ../../nbs/04_train/17_sharding.ipynb #imports-sharding
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from .checkpoint import StateDict
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -35,18 +37,18 @@ _FLAGS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 
 def asked_strategy() -> str:  # '' where nobody asked
     "How a launcher wants the processes to work together: by our variable, or by accelerate's."
-    found = os.environ.get("TRAINKIT_STRATEGY", "")
+    strategy = os.environ.get("TRAINKIT_STRATEGY", "")
     fsdp, deepspeed = (os.environ.get(flag, "").lower() in ("1", "true", "yes") for flag in _FLAGS)
-    if not found and fsdp:
-        found = "fsdp"
-    if not found and deepspeed:
-        found = f"zero{deepspeed_config().get('zero_optimization', {}).get('stage', 2)}"
-    if found and found not in STRATEGIES:
-        raise ValueError(f"TRAINKIT_STRATEGY={found!r}: must be one of {', '.join(STRATEGIES)}")
-    return found
+    if not strategy and fsdp:
+        strategy = "fsdp"
+    if not strategy and deepspeed:
+        strategy = f"zero{deepspeed_config().get('zero_optimization', {}).get('stage', 2)}"
+    if strategy and strategy not in STRATEGIES:
+        raise ValueError(f"TRAINKIT_STRATEGY={strategy!r}: must be one of {', '.join(STRATEGIES)}")
+    return strategy
 
 
-def deepspeed_config() -> dict[str, Any]:  # Empty where there is no file
+def deepspeed_config() -> dict:  # Empty where there is no file
     "DeepSpeed's JSON that the launcher named."
     path = os.environ.get("TRAINKIT_DEEPSPEED_CONFIG") or os.environ.get(
         "ACCELERATE_DEEPSPEED_CONFIG_FILE"
@@ -60,27 +62,24 @@ def deepspeed_config() -> dict[str, Any]:  # Empty where there is no file
 
 @contextmanager
 def only_processes() -> Iterator[str]:  # The strategy
-    "Inside, accelerate sees processes and no strategy: it would run FSDP on CPUs as DDP, without a word."
+    "Inside, accelerate sees processes and no strategy: on CPUs it would run FSDP as DDP."
     strategy = asked_strategy()
-    kept = {flag: os.environ.pop(flag) for flag in _FLAGS if flag in os.environ}
+    flags = {flag: os.environ.pop(flag) for flag in _FLAGS if flag in os.environ}
     reset_rendezvous()
     try:
         yield strategy
     finally:
-        os.environ.update(kept)
+        os.environ.update(flags)
 
 
 def reset_rendezvous() -> None:
-    "After a restart by torchrun on CPUs the processes must not read the addresses that the dead ones left."
+    "After a restart by torchrun on CPUs, do not read the addresses that dead processes left."
     from accelerate.utils import parse_flag_from_env
 
-    attempt, world = (
-        int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        int(os.environ.get("WORLD_SIZE", "1")),
-    )
-    fresh = (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
-    )  # It holds the addresses of this attempt only
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    # It holds the addresses of this attempt only
+    fresh = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
     if (
         not attempt
         or world == 1
@@ -119,96 +118,102 @@ def twin_of(
     model: nn.Module,
 ) -> nn.Module:  # Its own structure and parameter objects, over the same memory
     "A model to be cut, while the given one stays what it was."
-    memo: dict[int, Any] = {
+    memo: dict[int, object] = {
         id(p): nn.Parameter(p.data, p.requires_grad) for p in model.parameters()
     }
     return deepcopy(model, memo | {id(b): b for b in model.buffers()})
 
 # %% ../../nbs/04_train/17_sharding.ipynb #a81ac55c
 class ShardedModel:
-    "A model in pieces, each process with its own; the plain model is empty meanwhile."
+    "A model in pieces, one for each process; the memory of the original is given up meanwhile."
 
     def __init__(
         self,
-        plain: nn.Module,  # Its memory is given up
+        original: nn.Module,  # Its memory is given up
         accelerator: "Accelerator",
         strategy: str,  # A key of `CUTS`
     ):
-        if any(p.numel() > 1 and not any(p.stride()) for p in plain.parameters()):
+        if any(p.numel() > 1 and not any(p.stride()) for p in original.parameters()):
             raise RuntimeError(
-                "The weights of this model went when an earlier run of it failed: make it anew"
+                "The weights of this model were lost when an earlier run failed: make a new one"
             )
-        self.plain, self.accelerator, self.strategy = plain, accelerator, strategy
-        self.devices = [p.device for p in plain.parameters()]
-        self.twin: Any = twin_of(plain)
-        for p in self.twin.parameters():  # all begin with the weights of the first
+        self.original, self.accelerator, self.strategy = original, accelerator, strategy
+        self.devices = [p.device for p in original.parameters()]
+        self.sharded: Any = twin_of(original)
+        for p in self.sharded.parameters():  # all begin with the weights of the first
             moved = p.data.to(accelerator.device)
             torch.distributed.broadcast(moved, 0)
             p.data = moved
-        self.live: Any = self.cut()
-        self.empty()
+        self.wrapped: Any = self.cut()
+        self.free_weights()
 
     def cut(self) -> nn.Module:
+        "Divide the parameters among the processes."
         raise NotImplementedError
 
-    def settle(self) -> None:
-        pass  # let go of what an evaluation left whole
+    def reshard(self) -> None:
+        "Free the whole tensors that an evaluation has left."
 
-    def whole(self, p: Tensor) -> Tensor:
-        raise NotImplementedError  # all processes take part
-
-    def put(self, p: Tensor, value: Tensor) -> None:
+    def full_tensor(self, p: Tensor) -> Tensor:
+        "A whole parameter, from the shares of all processes; all take part."
         raise NotImplementedError
 
-    def moments(self, p: Tensor) -> dict[str, Any]:
+    def set_tensor(self, p: Tensor, value: Tensor) -> None:
+        "Give a parameter a new value; each process keeps its share."
         raise NotImplementedError
 
-    def put_moments(self, p: Tensor, values: dict[str, Any]) -> None:
+    def optimizer_state(self, p: Tensor) -> StateDict:
+        "What the optimizer remembers of a whole parameter; all processes take part."
         raise NotImplementedError
 
-    def share(self) -> int:
-        raise NotImplementedError  # bytes of parameters that lie here
+    def load_optimizer_state(self, p: Tensor, values: StateDict) -> None:
+        "Restore what the optimizer remembers of a parameter."
+        raise NotImplementedError
+
+    def local_bytes(self) -> int:
+        "Bytes of the parameters in this process."
+        raise NotImplementedError
 
     def start(
         self,
-        optimizer: Any,  # Over the parameters of `meta_copy`
+        optimizer: torch.optim.Optimizer,  # Over the parameters of `sharded`
         max_grad_norm: float = 0.0,
     ) -> nn.Module:  # What is called
-        "Bring in the optimizer."
+        "Add the optimizer, whose state is divided too."
         kind = type(optimizer)
         if not kind.__module__.startswith("torch.optim") or kind.__name__ == "Muon":
             raise ValueError(
-                f"{kind.__name__} looks at whole matrices or packs its own numbers, and {self.strategy} gives it shares: "
-                "take optim='adamw_torch_fused', or strategy ddp"
+                f"{kind.__name__} looks at whole matrices or packs its own numbers, and "
+                f"{self.strategy} gives it shares: use optim='adamw_torch_fused', or strategy ddp"
             )
         self.optimizer: Any = optimizer
-        self.groups: Any = [dict(group) for group in optimizer.param_groups]
-        self.live.shards = self  # type: ignore
-        return self.live
+        self.groups: list[dict] = [dict(group) for group in optimizer.param_groups]
+        self.wrapped.shards = self  # type: ignore
+        return self.wrapped
 
     def close(self) -> None:
-        "Let go of the twin, when all processes have what they gathered."
+        "Free the sharded model, when all processes have what they gathered."
         self.accelerator.wait_for_everyone()
-        self.live = self.twin = self.optimizer = self.groups = None  # type: ignore
+        self.wrapped = self.sharded = self.optimizer = self.groups = None  # type: ignore
 
-    def fill(
+    def gather_weights(
         self,
         here: bool = True,  # Whether this process wants the result
-        device: Any = None,  # The one it had, when None
-    ) -> nn.Module:  # The plain model
-        "Gather the weights into the plain model; all processes take part."
-        self.settle()
+        device: torch.device | str | None = None,  # The one it had, when None
+    ) -> nn.Module:  # The original model
+        "Gather the weights into the original model; all processes take part."
+        self.reshard()
         for (_, p), q, home in zip(
-            self.plain.named_parameters(), self.twin.parameters(), self.devices, strict=True
+            self.original.named_parameters(), self.sharded.parameters(), self.devices, strict=True
         ):
-            value = self.whole(q)
+            value = self.full_tensor(q)
             if here:
                 p.data = value.to(device or home, copy=True)
-        return self.plain
+        return self.original
 
-    def empty(self) -> None:
-        "Give up the memory of the plain model; shapes stay for whoever counts."
-        for p in self.plain.parameters():
+    def free_weights(self) -> None:
+        "Free the memory of the original model; its parameters keep their shapes."
+        for p in self.original.parameters():
             p.data = p.data.new_empty(()).expand(p.shape)
 
 # %% ../../nbs/04_train/17_sharding.ipynb #9929ca8c
@@ -222,22 +227,22 @@ class WholeModel:
         self, here: bool = True
     ) -> dict[str, Tensor]:  # Of a model in one piece, on the CPU; empty if not `here`
         "Gather; all processes take part."
-        plain = self.shards.fill(here, "cpu")
+        original = self.shards.gather_weights(here, "cpu")
         if not here:
             return {}
-        found = {
+        weights = {
             name: t.detach().clone() if t.device.type != "cpu" else t.detach()
-            for name, t in plain.state_dict().items()
+            for name, t in original.state_dict().items()
         }
-        self.shards.empty()
-        return found
+        self.shards.free_weights()
+        return weights
 
     def load_state_dict(self, weights: dict[str, Tensor]) -> None:
         "Give each process its share."
-        twin = self.shards.twin
-        self.shards.settle()
+        twin = self.shards.sharded
+        self.shards.reshard()
         for name, p in twin.named_parameters():
-            self.shards.put(p, weights[name])
+            self.shards.set_tensor(p, weights[name])
         buffers = dict(twin.named_buffers())
         for name, value in weights.items():
             if name in buffers:
@@ -254,9 +259,10 @@ class WholeOptimizer:
     def param_groups(self) -> list[dict]:
         "Of the whole parameters, with the rates of now."
         live = self.optimizer.param_groups
-        shape = lambda p: getattr(
-            p, "ds_shape", p.shape
-        )  # DeepSpeed's parameters have none of their own
+
+        def shape(p: Any) -> torch.Size:  # DeepSpeed's parameters have none of their own
+            return getattr(p, "ds_shape", p.shape)
+
         return [
             {
                 **{k: v for k, v in now.items() if k != "params"},
@@ -268,32 +274,32 @@ class WholeOptimizer:
 
     def state_dict(
         self, here: bool = True
-    ) -> dict[str, Any]:  # With the same keys as the optimizer's own in a single process
+    ) -> StateDict:  # With the same keys as the optimizer's own in a single process
         "Gather; all processes take part."
         state, groups, number = {}, [], 0
         for group, whole in zip(self.param_groups, self.shards.groups, strict=True):
             ids = range(number, number := number + len(group["params"]))
             for i, p in zip(ids, whole["params"], strict=True):
-                found = self.shards.moments(p)
+                found = self.shards.optimizer_state(p)
                 if found and here:
                     state[i] = found
             groups.append({**group, "params": list(ids)})
         return dict(state=state, param_groups=groups)
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: StateDict) -> None:
         "Give each process its share."
         for group, old in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({k: v for k, v in old.items() if k not in ("params", "param_names")})
         for group, old in zip(self.shards.groups, saved["param_groups"], strict=True):
             for i, p in zip(old["params"], group["params"], strict=True):
                 if i in saved["state"]:
-                    self.shards.put_moments(p, saved["state"][i])
+                    self.shards.load_optimizer_state(p, saved["state"][i])
 
 # %% ../../nbs/04_train/17_sharding.ipynb #461a35ee
 class GatheredState:
     "What a state was; for a checkpoint, which asks `state_dict()`."
 
-    def __init__(self, state: dict, optimizer: Any = None):
+    def __init__(self, state: dict, optimizer: object = None):
         self.state, self.optimizer = state, optimizer
 
     def state_dict(self) -> dict:
@@ -303,7 +309,9 @@ class GatheredState:
 def gather(
     shards: ShardedModel,
     here: bool,  # Whether this process keeps the result
-) -> tuple[Any, Any]:  # Like a model and an optimizer, for `save_checkpoint`
+) -> tuple[
+    "GatheredState", "GatheredState"
+]:  # Like a model and an optimizer, for `save_checkpoint`
     "Whole weights and moments; all processes take part."
     return GatheredState(WholeModel(shards).state_dict(here)), GatheredState(
         WholeOptimizer(shards).state_dict(here), shards.optimizer
@@ -312,7 +320,7 @@ def gather(
 # %% ../../nbs/04_train/17_sharding.ipynb #1b91904e
 def all_rng_states(
     accelerator: "Accelerator",
-    rng_state: Any,  # Function that tells this process's
+    rng_state: Callable[[], StateDict],  # Of this process
 ) -> dict[str, list]:  # Empty in a single process
     "The random generators of all processes."
     from accelerate.utils import gather_object
@@ -330,54 +338,54 @@ class FSDP(ShardedModel):
         self.mesh = init_device_mesh(
             self.accelerator.device.type, (self.accelerator.num_processes,)
         )
-        for module in [*blocks_of(self.twin), self.twin]:
+        for module in [*blocks_of(self.sharded), self.sharded]:
             fully_shard(module, mesh=self.mesh)
         from torch.distributed.tensor import DTensor
 
         if plain := [
-            name for name, p in self.twin.named_parameters() if not isinstance(p, DTensor)
+            name for name, p in self.sharded.named_parameters() if not isinstance(p, DTensor)
         ]:
             raise RuntimeError(
                 f"fsdp was asked for, and {', '.join(plain[:3])} would lie whole in every process"
             )
-        return self.twin
+        return self.sharded
 
-    def settle(self) -> None:
-        self.twin.reshard()
+    def reshard(self) -> None:
+        self.sharded.reshard()
 
-    def local(self, value: Tensor, like: Any) -> Tensor:  # A DTensor
+    def distribute(self, value: Tensor, like: Any) -> Tensor:  # A DTensor
         from torch.distributed.tensor import distribute_tensor
 
         return distribute_tensor(
             value.to(like.device, like.dtype), like.device_mesh, like.placements
         )
 
-    def whole(self, p: Tensor) -> Tensor:
+    def full_tensor(self, p: Tensor) -> Tensor:
         return p.detach().full_tensor()  # type: ignore
 
-    def put(self, p: Tensor, value: Tensor) -> None:
+    def set_tensor(self, p: Tensor, value: Tensor) -> None:
         with torch.no_grad():
-            p.copy_(self.local(value, p))
+            p.copy_(self.distribute(value, p))
 
-    def moments(self, p: Tensor) -> dict[str, Any]:
+    def optimizer_state(self, p: Tensor) -> StateDict:
         found = self.optimizer.state.get(p, {})
         return {
             k: v.full_tensor().cpu() if hasattr(v, "full_tensor") else v for k, v in found.items()
         }
 
-    def put_moments(self, p: Tensor, values: dict[str, Any]) -> None:
-        cut = lambda v: isinstance(v, Tensor) and v.shape == p.shape
-        self.optimizer.state[p] = {
-            k: self.local(v, p) if cut(v) else deepcopy(v) for k, v in values.items()
-        }
+    def load_optimizer_state(self, p: Tensor, values: StateDict) -> None:
+        state = self.optimizer.state[p] = {}
+        for name, value in values.items():
+            cut = isinstance(value, Tensor) and value.shape == p.shape
+            state[name] = self.distribute(value, p) if cut else deepcopy(value)
 
-    def share(self) -> int:
-        return sum(p.to_local().numel() * p.element_size() for p in self.twin.parameters())
+    def local_bytes(self) -> int:
+        return sum(p.to_local().numel() * p.element_size() for p in self.sharded.parameters())
 
 # %% ../../nbs/04_train/18_zero.ipynb #1f249913
-def _places(zero: Mapping[str, Any]) -> set[str]:  # Where moments and weights go
-    given = (zero.get(name) for name in ("offload_optimizer", "offload_param"))
-    return {place.get("device", "none") for place in given if isinstance(place, Mapping)}
+def _places(zero: Mapping[str, object]) -> set[str]:  # Where moments and weights go
+    places = (zero.get(name) for name in ("offload_optimizer", "offload_param"))
+    return {place.get("device", "none") for place in places if isinstance(place, Mapping)}
 
 
 def zero_settings(
@@ -386,7 +394,7 @@ def zero_settings(
     max_grad_norm: float = 0.0,  # 0 does not clip
     bf16: bool = False,  # Compute in bfloat16, beside weights in float32
 ) -> dict[str, Any]:  # For `deepspeed.initialize`
-    "What DeepSpeed is told: the memory side of its file; batches, accumulation and precision are the trainer's."
+    "The config for DeepSpeed: the memory side of its file; all else is the trainer's."
     stage = int(strategy[-1])
     zero = {k: v for k, v in given.get("zero_optimization", {}).items() if v != "auto"}
     if zero.get("stage", stage) != stage:
@@ -419,29 +427,30 @@ class ZeRO(ShardedModel):
             import deepspeed  # type: ignore # noqa: F401
         except ImportError:
             raise ImportError(
-                f'{self.strategy} needs DeepSpeed: pip install "trainkit-llm[deepspeed]" (with DS_BUILD_OPS=0 '
+                f'{self.strategy} needs DeepSpeed: pip install "trainkit-llm[deepspeed]" (with '
+                "DS_BUILD_OPS=0 "
                 "where there is no CUDA compiler), or take strategy fsdp"
             ) from None
         if self.accelerator.scaler is not None:
             raise ValueError(
-                f"{self.strategy} and mixed_precision='fp16' are not combined here: take 'bf16' or fsdp"
+                f"{self.strategy} and mixed_precision='fp16' are not combined here: take 'bf16' or "
+                "fsdp"
             )
-        return self.twin
+        return self.sharded
 
-    def start(self, optimizer: Any, max_grad_norm: float = 0.0) -> nn.Module:
+    def start(self, optimizer: torch.optim.Optimizer, max_grad_norm: float = 0.0) -> nn.Module:
         import logging
 
         import deepspeed  # type: ignore
         from deepspeed.utils import logger  # type: ignore
 
         logger.setLevel(logging.ERROR)
-        if (
-            self.accelerator.device.type == "cpu"
-        ):  # else it compiles one, and waits for ever where a killed run left the lock
+        # Else it compiles one, and waits for ever where a killed run left the lock
+        if self.accelerator.device.type == "cpu":
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # type: ignore
         super().start(optimizer, max_grad_norm)
-        head, embed = getattr(self.plain, "lm_head", None), getattr(self.plain, "model", None)
-        ours = "return_logits" in type(self.plain).forward.__code__.co_varnames
+        head, embed = getattr(self.original, "lm_head", None), getattr(self.original, "model", None)
+        ours = "return_logits" in type(self.original).forward.__code__.co_varnames
         if (
             self.strategy == "zero3"
             and ours
@@ -450,8 +459,8 @@ class ZeRO(ShardedModel):
             is not getattr(getattr(embed, "embed_tokens", None), "weight", None)
         ):
             raise ValueError(
-                "zero3 cannot follow a head of its own (tie_embeddings=False) through our loss, which uses its weight "
-                "without calling it: take fsdp or zero2"
+                "zero3 cannot follow a head of its own (tie_embeddings=False) through our loss, "
+                "which uses its weight without calling it: take fsdp or zero2"
             )
         self.stage = int(self.strategy[-1])
         wanted = zero_settings(
@@ -465,30 +474,31 @@ class ZeRO(ShardedModel):
 
             if not AsyncIOBuilder().is_compatible(verbose=False):
                 raise ValueError(
-                    "Offloading to 'nvme' needs DeepSpeed's async_io, which needs libaio here: apt install "
-                    "libaio-dev (and ninja), or take device 'cpu'"
+                    "Offloading to 'nvme' needs DeepSpeed's async_io, which needs libaio here: apt "
+                    "install libaio-dev (and ninja), or take device 'cpu'"
                 )
-        self.live, *_ = deepspeed.initialize(
-            model=self.twin, optimizer=optimizer, config=wanted, dist_init_required=False
+        self.wrapped, *_ = deepspeed.initialize(
+            model=self.sharded, optimizer=optimizer, config=wanted, dist_init_required=False
         )  # type: ignore
-        if self.live.zero_optimization_stage() != self.stage:  # type: ignore
+        if self.wrapped.zero_optimization_stage() != self.stage:  # type: ignore
             raise RuntimeError(
-                f"{self.strategy} was asked for, and DeepSpeed runs stage {self.live.zero_optimization_stage()}"
+                f"{self.strategy} was asked for, and DeepSpeed runs stage "
+                f"{self.wrapped.zero_optimization_stage()}"
             )  # type: ignore
-        return self.live
+        return self.wrapped
 
     def backward(self, loss: Tensor, last: bool) -> None:
         "Gradients of one batch; they are added up over the processes after the last one."
-        self.live.set_gradient_accumulation_boundary(last)  # type: ignore
-        self.live.backward(loss)  # type: ignore
+        self.wrapped.set_gradient_accumulation_boundary(last)  # type: ignore
+        self.wrapped.backward(loss)  # type: ignore
 
     def step(self) -> Tensor:  # The norm of the gradient before clipping
         "Clip and move."
-        self.live.step()  # type: ignore
-        return torch.as_tensor(self.live.get_global_grad_norm()).float()  # type: ignore
+        self.wrapped.step()  # type: ignore
+        return torch.as_tensor(self.wrapped.get_global_grad_norm()).float()  # type: ignore
 
     def _linked(self) -> Any:  # DeepSpeed's optimizer
-        zero: Any = self.live.optimizer
+        zero: Any = self.wrapped.optimizer
         if self.stage == 3:
             return zero
         for group, flat in zip(
@@ -499,19 +509,21 @@ class ZeRO(ShardedModel):
                     p._hp_mapping.set_optim_state_fragment(flat, zero.optimizer.state[flat])
         return zero
 
-    def whole(self, p: Tensor) -> Tensor:
+    def full_tensor(self, p: Tensor) -> Tensor:
         import deepspeed  # type: ignore
 
         with deepspeed.zero.GatheredParameters([p], enabled=self.stage == 3):
             return p.detach().clone()
 
-    def here(self, p: Any, value: Tensor) -> Tensor:  # What of it lies in this process, in stage 3
+    def local_part(
+        self, p: Any, value: Tensor
+    ) -> Tensor:  # What of it lies in this process, in stage 3
         n, flat = p.ds_tensor.numel(), value.flatten()
         return torch.nn.functional.pad(flat, (0, n * self.accelerator.num_processes - len(flat)))[
             n * self.accelerator.process_index :
         ][:n]
 
-    def put(self, p: Tensor, value: Tensor) -> None:
+    def set_tensor(self, p: Tensor, value: Tensor) -> None:
         import deepspeed  # type: ignore
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param  # type: ignore
 
@@ -521,11 +533,11 @@ class ZeRO(ShardedModel):
         if not p.requires_grad:
             return
         if self.stage == 3:
-            safe_set_local_fp32_param(p, self.here(p, value).float())
+            safe_set_local_fp32_param(p, self.local_part(p, value).float())
         else:
             safe_set_full_fp32_param(p, value.float())
 
-    def moments(self, p: Tensor) -> dict[str, Any]:
+    def optimizer_state(self, p: Tensor) -> StateDict:
         from deepspeed.utils import safe_get_full_optimizer_state  # type: ignore
 
         state = self._linked().optimizer.state
@@ -537,13 +549,14 @@ class ZeRO(ShardedModel):
             if k not in step
         }  # type: ignore
 
-    def put_moments(self, p: Tensor, values: dict[str, Any]) -> None:
+    def load_optimizer_state(self, p: Tensor, values: StateDict) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state  # type: ignore
 
-        zero: Any = self.live.optimizer
+        zero: Any = self.wrapped.optimizer
         if getattr(zero, "swap_optimizer", False):
             raise ValueError(
-                "A checkpoint cannot be put back where offload_optimizer has device 'nvme': go on with 'cpu'"
+                "A checkpoint cannot be put back where offload_optimizer has device 'nvme': go on "
+                "with 'cpu'"
             )
         whole = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.ndim}
         for flat in (
@@ -557,16 +570,16 @@ class ZeRO(ShardedModel):
         self._linked()
         for k, v in whole.items():
             if self.stage == 3:
-                safe_set_local_optimizer_state(p, self.here(p, v), k)
+                safe_set_local_optimizer_state(p, self.local_part(p, v), k)
             else:
                 safe_set_full_optimizer_state(p, v.to(self.accelerator.device), k)
 
     def shape_of(self, p: Any) -> torch.Size:
         return getattr(p, "ds_shape", p.shape)
 
-    def share(self) -> int:
+    def local_bytes(self) -> int:
         return sum(
-            getattr(p, "ds_tensor", p).numel() * p.element_size() for p in self.twin.parameters()
+            getattr(p, "ds_tensor", p).numel() * p.element_size() for p in self.sharded.parameters()
         )
 
 # %% ../../nbs/04_train/18_zero.ipynb #17c5a7b2
@@ -581,13 +594,14 @@ def shard(
     strategy = asked_strategy()
     if accelerator.distributed_type.value in ("FSDP", "DEEPSPEED"):
         raise ValueError(
-            f"The accelerator was made for {accelerator.distributed_type.value}: make it without a plugin and say "
-            "TRAINKIT_STRATEGY, or let the trainer make it"
+            f"The accelerator was made for {accelerator.distributed_type.value}: make it without a "
+            "plugin and say TRAINKIT_STRATEGY, or let the trainer make it"
         )
     if strategy not in CUTS:
         return None
     if accelerator.num_processes == 1:
         raise ValueError(
-            f"{strategy} shares a model out over processes, and here is one: trainkit launch --processes 2"
+            f"{strategy} shares a model out over processes, and here is one: trainkit launch "
+            "--processes 2"
         )
     return CUTS[strategy](model, accelerator, strategy)

@@ -21,20 +21,21 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..config import pick_device, pick_dtype
-from .objectives import Loss
+from .objectives import Loss, Scalar
 from .optim import step_in_backward
 from .sharding import only_processes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch.optim.lr_scheduler import LRScheduler
 
 # %% ../../nbs/04_train/06_mixed_precision.ipynb #c5865732
 MAX_SHAPES = 8  # torch itself gives up after as many compilations
@@ -56,7 +57,7 @@ class Compiled:
         model: nn.Module,  # Not changed
         backend: str | Callable = "inductor",
         mode: str | None = None,  # 'default', 'reduce-overhead' or 'max-autotune'
-        say: Callable[[str], Any] = warnings.warn,  # Told once why something runs plain
+        say: Callable[[str], object] = warnings.warn,  # Told once why something runs plain
     ):
         self.plain, self.say, self.reason, self.crowded = model.forward, say, "", False
         self.shapes: set[tuple] = set()  # For which there is a compiled version
@@ -74,27 +75,29 @@ class Compiled:
         self.reason = name + (lines[0] if lines else "no message")
         self.say(f"torch_compile: the model runs without it, because: {self.reason}")
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.reason or not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
-        found = [*enumerate(args), *kwargs.items()]
+        inputs = [*enumerate(args), *kwargs.items()]
         shape = tuple(
             (k, tuple(v.shape), v.dtype) if isinstance(v, Tensor) else (k, v is None)
-            for k, v in found
+            for k, v in inputs
         )
         if shape not in self.shapes and len(self.shapes) == MAX_SHAPES:
             if not self.crowded:
                 self.crowded = True
                 self.say(
-                    f"torch_compile: batches of more than {MAX_SHAPES} shapes; the others run without it. "
-                    "Pack the rows, or pad them to few lengths"
+                    f"torch_compile: batches of more than {MAX_SHAPES} shapes; the others run "
+                    "without it. Pack the rows, or pad them to few lengths"
                 )
             return self.plain(*args, **kwargs)
         from torch._dynamo import config as dynamo  # Seconds, which only a compiled run shall pay
         from torch._functorch import config as functorch
 
-        try:  # A backward pass that cannot be compiled must fail here, not when it is run. torch counts the versions
-            # of a line of code over all models of a process, and beyond its limit runs plain without a word
+        # A backward pass that cannot be compiled must fail here, not when it is run. torch counts
+        # the versions of a line of code over all models of a process, and beyond its limit runs
+        # plain without a word
+        try:
             with (
                 functorch.patch(force_non_lazy_backward_lowering=True),
                 dynamo.patch(recompile_limit=256, fail_on_recompile_limit_hit=True),
@@ -113,7 +116,7 @@ HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def master_weights(
-    model: nn.Module,  # Changed in place: what is trainable becomes float32; shared parameters stay shared
+    model: nn.Module,  # Changed in place: trainable weights become float32, shared ones stay shared
 ) -> list[str]:  # The names of what was widened
     "Keep whatever is trained in float32 (Micikevicius et al. 2018)."
     widened = [
@@ -127,7 +130,7 @@ def master_weights(
 def upcast_layernorm(
     model: nn.Module,  # Changed in place; computed under autocast, or cast by its own layers
 ) -> list[str]:  # The names of what was widened
-    "Keep the norms of a half-precision model in float32, as LLaMA-Factory's option of that name does."
+    "Keep the norms of a half-precision model in float32, as the option of LLaMA-Factory does."
     norms = [(name, m) for name, m in model.named_modules() if "norm" in type(m).__name__.lower()]
     widened = [
         (f"{name}.{key}", p)
@@ -141,14 +144,15 @@ def upcast_layernorm(
 
 # %% ../../nbs/04_train/06_mixed_precision.ipynb #c5c8622d
 def make_accelerator(
-    mixed_precision: str = "auto",  # 'no', 'bf16', 'fp16', or 'auto': what suits the device, on a CPU the model's
+    mixed_precision: str = "auto",  # 'no', 'bf16', 'fp16'; 'auto': what suits device and model
     model: nn.Module | None = None,  # To be trained
 ) -> "Accelerator":  # For fp16 its `scaler` is a `torch.amp.GradScaler`, also on a CPU
     "accelerate's view of this machine."
     if isinstance(model, nn.DataParallel):
         raise ValueError(
-            "DataParallel copies the model to all GPUs at every step and counts each of them as the whole batch: give the "
-            "model itself, which takes one GPU, or use them all with trainkit launch --processes N"
+            "DataParallel copies the model to all GPUs at every step and counts each of them as "
+            "the whole batch: give the model itself, which takes one GPU, or use them all with "
+            "trainkit launch --processes N"
         )
     if pick_device().type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, if installed, guesses aloud
@@ -156,16 +160,16 @@ def make_accelerator(
     from accelerate.state import AcceleratorState
 
     if mixed_precision == "auto":
-        suits = pick_dtype(pick_device())
-        given = {p.dtype for p in model.parameters()} & set(HALVES) if model is not None else set()
-        mixed_precision = HALVES.get(
-            given.pop() if suits == torch.float32 and len(given) == 1 else suits, "no"
-        )
-    ask = "bf16" if mixed_precision == "bf16" else "no"  # fp16 is ours, see `precision`
-    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != ask:
+        dtype = pick_dtype(pick_device())
+        halves = {p.dtype for p in model.parameters()} & set(HALVES) if model is not None else set()
+        if dtype == torch.float32 and len(halves) == 1:  # On a CPU, the format of the model
+            dtype = halves.pop()
+        mixed_precision = HALVES.get(dtype, "no")
+    wanted = "bf16" if mixed_precision == "bf16" else "no"  # fp16 is ours, see `precision`
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != wanted:
         AcceleratorState._reset_state()
     with only_processes():
-        accelerator = Accelerator(mixed_precision=ask)
+        accelerator = Accelerator(mixed_precision=wanted)
     if mixed_precision == "fp16":
         accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)  # type: ignore
     return accelerator
@@ -173,7 +177,7 @@ def make_accelerator(
 
 def precision(
     accelerator: "Accelerator",
-):  # A context manager
+) -> AbstractContextManager:
     "Where the forward pass is computed in the accelerator's number format."
     ours = accelerator.scaler is not None and not accelerator.native_amp
     return (
@@ -203,13 +207,17 @@ def tf32(
 
 # %% ../../nbs/04_train/07_training_step.ipynb #8c314d14
 def add_over_processes(
-    value: Any,  # A number or a tensor of one
+    value: Scalar,
     accelerator: "Accelerator",
 ) -> float:  # Waits for the device
     "The sum of one number over all processes."
-    wide = torch.float32 if accelerator.device.type == "mps" else torch.float64
-    value = torch.as_tensor(value).to(accelerator.device, wide)
-    return accelerator.reduce(value, "sum").item()  # type: ignore
+    value = torch.as_tensor(value).to(accelerator.device, _sum_dtype(accelerator))
+    return cast(Tensor, accelerator.reduce(value, "sum")).item()
+
+
+def _sum_dtype(accelerator: "Accelerator") -> torch.dtype:
+    "The widest format that the device has."
+    return torch.float32 if accelerator.device.type == "mps" else torch.float64
 
 
 def to_device(
@@ -238,8 +246,9 @@ class NothingToLearn(ValueError):
     def __init__(self):
         super().__init__(
             "No token of this step is trained: every label is -100, so the loss would be 0/0. "
-            "Usually the prompt alone fills max_length and the answer was cut off, or the loss mask marks no "
-            "answer. Look at `count_items(batch)` for each batch; drop such rows, or raise max_length."
+            "Usually the prompt alone fills max_length and the answer was cut off, or the loss "
+            "mask marks no answer. Look at `count_items(batch)` for each batch; drop such rows, or "
+            "raise max_length."
         )
 
     def __reduce__(self):
@@ -247,138 +256,157 @@ class NothingToLearn(ValueError):
 
 
 def count_window(
-    objective: Callable,  # Perhaps with `counts`
+    objective: Callable[[nn.Module, dict], Loss],  # Perhaps with `counts`
     batches: list[dict],  # Of all processes
-) -> dict | None:  # {term: items in the whole window}, or None when the objective cannot know
+) -> Counter[str] | None:  # {term: items in the whole window}; None: the objective cannot know
     "Count the items of a window before its forward passes."
     counts = getattr(objective, "counts", None)
     if counts is None:
         return None
-    known: Counter = Counter()
+    items: Counter[str] = Counter()
     for batch in batches:
-        known.update(counts(batch))
-    if not any(known.values()):
+        items.update(counts(batch))
+    if not any(items.values()):
         raise NothingToLearn
-    return known
+    return items
 
 
 def common_count(
     loss: Loss,  # Of an objective without `counts`
-) -> Any:  # The number of items that all its terms share
+) -> Scalar:  # The number of items that all its terms share
     "The count by which an accumulated window can be corrected afterwards."
     counts = [n for _, n, _ in loss.terms.values()]
     if len(counts) > 1 and len({float(n) for n in counts}) > 1:
         raise ValueError(
             f"The terms {list(loss.terms)} count {[float(n) for n in counts]} items. To accumulate "
-            "batches with unequal counts, tell the counts beforehand: @objective(counts=lambda batch: {...})"
+            "batches with unequal counts, give the counts beforehand: "
+            "@objective(counts=lambda batch: {...})"
         )
     return counts[0]
 
 
 def check_loss(
-    found: Any,  # What an objective returned
-) -> Loss:  # The same
-    "Sums and counts, not a mean."
-    if hasattr(found, "terms"):
-        return found
+    loss: Any,  # What an objective returned
+) -> Loss:  # The same; raises `TypeError` for a mean
+    "Make sure that a loss is sums and counts."
+    if hasattr(loss, "terms"):
+        return loss
     raise TypeError(
-        f"The objective returned {type(found).__name__}, and must return sums and counts: "
+        f"The objective returned {type(loss).__name__}, and must return sums and counts: "
         "Loss({'loss': (sum over items, number of items, 1.0)})"
     )
 
 # %% ../../nbs/04_train/07_training_step.ipynb #894a0634
+class _WindowCount:
+    "What the sums of a batch are divided by, so that a window has the gradient of one batch."
+
+    def __init__(
+        self,
+        objective: Callable[[nn.Module, dict], Loss],
+        batches: list[dict],  # The whole window, of all processes
+        accelerator: "Accelerator",
+    ):
+        self.items, self.size = count_window(objective, batches), len(batches)
+        self.accelerator = accelerator
+        self.guess: float | None = None  # Items of the window, as long as nobody knows them
+        self.counted: Scalar = 0.0
+
+    def share(
+        self,
+        out: Loss,  # Of one batch
+        counts: bool,  # False: the batch is there only so that this process takes part
+        moves: bool,  # Whether the weights move before the whole window is counted
+    ) -> Tensor:
+        "The part that a batch has in the loss of the window."
+        if self.items is not None:
+            terms = out.terms.items()
+            parts = (weight * s / max(self.items[name], 1) for name, (s, _, weight) in terms)
+            return cast(Tensor, sum(parts))
+        if self.size == 1:
+            on_cpu = self.accelerator.device.type == "cpu"
+            if on_cpu and not any(n for _, n, _ in out.terms.values()):
+                raise NothingToLearn
+            return out.total
+        if moves:
+            raise ValueError(
+                "DeepSpeed moves the weights before this objective has counted its items: give "
+                "the counts beforehand, with @objective(counts=lambda batch: {...}), or use fsdp"
+            )
+        count = common_count(out)
+        if self.guess is None:
+            total, processes = add_over_processes(count, self.accelerator), self.accelerator
+            self.guess = total * self.size / processes.num_processes or 1.0
+        self.counted += count * counts
+        return cast(Tensor, sum(weight * s for s, _, weight in out.terms.values()) / self.guess)
+
+    def correction(self) -> float | None:  # None where the items were known
+        "The factor by which the guess was wrong."
+        if self.guess is None:
+            return None
+        counted = add_over_processes(self.counted, self.accelerator)
+        if not counted:
+            raise NothingToLearn
+        return self.guess / counted
+
+# %% ../../nbs/04_train/07_training_step.ipynb #home-accumulate
 def accumulate(
     model: nn.Module,  # As prepared by `accelerator`
-    objective: Callable,  # (model, batch) -> Loss
-    batches: list[
-        dict
-    ],  # The whole window, on all processes alike; this process computes its own share of it
+    objective: Callable[[nn.Module, dict], Loss],
+    batches: list[dict],  # The whole window, the same in all processes; each computes its share
     accelerator: "Accelerator",
-    careful: bool = False,  # No backward pass from a loss that is no number; waits for the device
-    seen: list
-    | None = None,  # Gets (number of the batch, {term: its sum}) for each batch, still on the device
+    check_finite: bool = False,  # No backward pass from a NaN loss; waits for the device
+    # Gets (number of the batch, {term: its sum}) for each batch, still on the device
+    batch_terms: list[tuple[int, dict[str, Tensor]]] | None = None,
 ) -> tuple[Tensor, dict]:  # This process's share of the window's loss; {metric: (sum, count)}
     "Add the gradient of a window's loss to `.grad`, as if it were one batch."
-    size, mine = (
-        accelerator.num_processes,
-        batches[accelerator.process_index :: accelerator.num_processes],
-    )
-    known, alone = count_window(objective, batches), len(batches) == 1
-    guess, counted, loss, metrics = None, 0.0, torch.zeros((), device=accelerator.device), {}
-    shards, rounds = getattr(model, "shards", None), math.ceil(len(batches) / size)
-    for i in range(rounds):  # who has no batch left joins in with zeros
-        batch, counts = mine[i] if i < len(mine) else batches[0], i < len(mine)
-        last = i + 1 == rounds
+    size, rank = accelerator.num_processes, accelerator.process_index
+    mine, rounds = batches[rank::size], math.ceil(len(batches) / size)
+    window = _WindowCount(objective, batches, accelerator)
+    shards = getattr(model, "shards", None)
+    deepspeed = shards if hasattr(shards, "backward") else None
+    loss, metrics = torch.zeros((), device=accelerator.device), {}
+    for i in range(rounds):
+        counts, last = i < len(mine), i + 1 == rounds
+        batch = mine[i] if counts else batches[0]  # With no batch left, join in with zeros
         with nullcontext() if last or shards is not None else accelerator.no_sync(model):
             with precision(accelerator):
                 out = check_loss(objective(model, to_device(batch, accelerator.device)))
-            if seen is not None and counts:
-                seen.append(
-                    (
-                        accelerator.process_index + size * i,
-                        {k: torch.as_tensor(t[0]).detach() for k, t in out.terms.items()},
-                    )
-                )
-            if known is not None:
-                share = sum(
-                    weight * s / max(known[name], 1) for name, (s, _, weight) in out.terms.items()
-                )
-            elif alone:
-                if accelerator.device.type == "cpu" and not any(
-                    n for _, n, _ in out.terms.values()
-                ):
-                    raise NothingToLearn
-                share = out.total
-            else:
-                if hasattr(shards, "backward"):
-                    raise ValueError(
-                        "DeepSpeed moves the weights before this objective has counted its items: tell them "
-                        "beforehand, with @objective(counts=lambda batch: {...}), or take fsdp"
-                    )
-                count = common_count(out)
-                if guess is None:
-                    guess = add_over_processes(count, accelerator) * len(batches) / size or 1.0
-                counted += count * counts
-                share = sum(weight * s for s, _, weight in out.terms.values()) / guess
+            if batch_terms is not None and counts:
+                sums = {name: torch.as_tensor(t[0]).detach() for name, t in out.terms.items()}
+                batch_terms.append((rank + size * i, sums))
+            share = window.share(out, counts, moves=deepspeed is not None)
             if not counts:
                 share = share * 0
-            if careful and not math.isfinite(share.detach()):
-                return share.detach(), metrics  # type: ignore
-            # DDP and accelerate divide by these two
-            if hasattr(shards, "backward"):
-                shards.backward(share * size, last)  # type: ignore
-            else:
+            if check_finite and not math.isfinite(share.detach()):
+                return share.detach(), metrics
+            if deepspeed is not None:
+                deepspeed.backward(share * size, last)
+            else:  # DDP and accelerate divide by these two
                 accelerator.backward(share * (size * accelerator.gradient_accumulation_steps))
-        loss += share.detach()  # type: ignore
+        loss += share.detach()
         add_metrics(metrics, out, counts)
-    if guess is not None:
-        counted = add_over_processes(counted, accelerator)
-        if not counted:
-            raise NothingToLearn
+    if (factor := window.correction()) is not None:
         for p in model.parameters():
             if p.grad is not None:
-                p.grad *= guess / counted
-        loss *= guess / counted
+                p.grad *= factor
+        loss *= factor
     return loss, metrics
 
 
 def add_metrics(
     sums: dict,  # {name: (sum, count)}, changed in place
     loss: Loss,
-    counts: bool = True,  # False: only the names are kept, so that all processes know the same ones
+    counts: bool = True,  # False: only keep the names, so that all processes know the same ones
 ) -> None:
-    "Add a batch's metrics, and each of its terms if there are several, without waiting for the device."
-    found = {
-        **loss.metrics,
-        **({k: (s, n) for k, (s, n, _) in loss.terms.items()} if len(loss.terms) > 1 else {}),
-    }
-    for name, value in found.items():
+    "Add a batch's metrics, and its terms if there are several, without waiting for the device."
+    values = dict(loss.metrics)
+    if len(loss.terms) > 1:
+        values |= {name: (s, n) for name, (s, n, _) in loss.terms.items()}
+    for name, value in values.items():
         s, n = value if isinstance(value, tuple) else (value, 1)
-        before, seen = sums.get(name, (0.0, 0))
-        sums[name] = (
-            before + (s.detach() if isinstance(s, Tensor) else s) * counts,
-            seen + n * counts,
-        )
+        total, count = sums.get(name, (0.0, 0))
+        s = s.detach() if isinstance(s, Tensor) else s
+        sums[name] = total + s * counts, count + n * counts
 
 # %% ../../nbs/04_train/07_training_step.ipynb #80868b19
 def clip_gradients(
@@ -388,7 +416,7 @@ def clip_gradients(
     "Shorten the gradient to `max_norm` (Pascanu et al. 2013)."
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if hasattr(norm, "full_tensor"):
-        norm = norm.full_tensor()  # type: ignore # of shares, over all processes
+        norm = cast(Any, norm).full_tensor()  # Of shares, over all processes
     if max_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
@@ -399,92 +427,113 @@ class Step(NamedTuple):
 
     loss: Tensor  # This process's share of the loss
     metrics: dict  # {name: (sum, count)}, also this process's share
-    grad_norm: Tensor | None  # Before clipping; None when nobody asked
+    grad_norm: Tensor | None  # Before clipping; None when it was not asked for
     skipped: bool  # The scaler found an overflow
-    broken: bool  # Loss or gradient was not finite, so the step was not taken; only a CPU can tell this early
-    seen: Sequence = ()  # (number of the batch in the window, {term: its sum}) of this process's batches
-    spoilt: Sequence = ()  # Names of parameters whose gradient is not finite, where `broken` is known
+    nonfinite: (
+        bool  # Loss or gradient is NaN or infinite, and the step was not taken (`check_finite`)
+    )
+    # (number of the batch in the window, {term: its sum}) of this process's batches
+    batch_terms: Sequence[tuple[int, dict[str, Tensor]]] = ()
+    nonfinite_params: Sequence[str] = ()  # Those whose gradient is not, where `nonfinite` is known
 
-
+# %% ../../nbs/04_train/07_training_step.ipynb #home-train_step
 def train_step(
     model: nn.Module,  # As prepared by `accelerator`
-    objective: Callable,  # (model, batch) -> Loss
+    objective: Callable[[nn.Module, dict], Loss],
     batches: list[dict],  # The window
-    optimizer: Any,  # torch's, or as prepared by `accelerator`
+    optimizer: torch.optim.Optimizer,  # torch's, or as prepared by `accelerator`
     accelerator: "Accelerator",
-    schedule: Any = None,  # A learning rate schedule
+    schedule: "LRScheduler | None" = None,
     max_grad_norm: float = 0.0,  # 0 does not clip
     measure: bool = False,  # Find the gradient norm even without clipping
-    in_backward: bool = False,  # Each parameter moves as soon as its gradient is known; for one batch in one process
-    careful: bool = False,  # Never move by a gradient that is no number, on a GPU too, which then waits at each step
-    gather: Callable = accumulate,  # How the gradient of a window is added up
+    # Each parameter moves as soon as its gradient is known; for one batch in one process
+    in_backward: bool = False,
+    # Never move by a NaN gradient, on a GPU too, which then waits at each step
+    check_finite: bool = False,
+    gather: Callable[..., tuple[Tensor, dict]] = accumulate,  # Adds up the gradient of a window
 ) -> Step:
     "One optimizer step from a window of batches."
-    scaler, bare, seen = accelerator.scaler, getattr(optimizer, "optimizer", optimizer), []
-    careful = careful or accelerator.device.type == "cpu"  # where looking costs nothing
+    scaler, raw_optimizer = accelerator.scaler, getattr(optimizer, "optimizer", optimizer)
+    check_finite = check_finite or accelerator.device.type == "cpu"  # Where looking costs nothing
+    terms: list[tuple[int, dict[str, Tensor]]] = []
     if in_backward:
-        with step_in_backward(bare):
-            loss, metrics = gather(model, objective, batches, accelerator, careful, seen)
-        broken = careful and not math.isfinite(loss)
-        if schedule is not None and not broken:
+        with step_in_backward(raw_optimizer):
+            loss, metrics = gather(model, objective, batches, accelerator, check_finite, terms)
+        nonfinite = check_finite and not math.isfinite(loss)
+        if schedule is not None and not nonfinite:
             schedule.step()
-        return Step(loss, metrics, None, False, broken, seen)
-    loss, metrics = gather(model, objective, batches, accelerator, seen=seen)
-    if hasattr(
-        shards := getattr(model, "shards", None), "backward"
-    ):  # DeepSpeed clips, moves and looks by itself
-        norm = shards.step()  # type: ignore
+        return Step(loss, metrics, None, False, nonfinite, terms)
+    loss, metrics = gather(model, objective, batches, accelerator, batch_terms=terms)
+    shards = cast(Any, getattr(model, "shards", None))
+    if hasattr(shards, "backward"):  # DeepSpeed clips, moves and looks by itself
+        norm = shards.step()
         if schedule is not None:
             schedule.step()
-        return Step(loss, metrics, norm, False, False, seen)
+        return Step(loss, metrics, norm, False, False, terms)
     if scaler is not None:
-        scaler.unscale_(bare)
-    parameters = [p for group in bare.param_groups for p in group["params"]]
+        scaler.unscale_(raw_optimizer)
+    parameters = [p for group in raw_optimizer.param_groups for p in group["params"]]
     norm = clip_gradients(parameters, 0) if max_grad_norm > 0 or measure else None
-    broken, skipped, spoilt = False, False, []
-    if careful:
-        whole = loss if accelerator.num_processes == 1 else add_over_processes(loss, accelerator)
-        broken = not (
-            math.isfinite(whole) and (norm is None or scaler is not None or math.isfinite(norm))
-        )
-    if broken:
-        spoilt = [
-            name
-            for name, p in model.named_parameters()
-            if p.grad is not None
-            and not getattr(p.grad, "to_local", lambda p=p: p.grad)().isfinite().all()
-        ]  # type: ignore
+    nonfinite, skipped, names = False, False, []
+    if check_finite and not _is_finite(loss, norm, accelerator):
+        nonfinite, names = True, _nonfinite_gradients(model)
         if scaler is not None:
             scaler.update()
-    elif norm is not None and max_grad_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
-    if scaler is not None and not broken:
-        scale = scaler.get_scale()
-        scaler.step(bare)
-        scaler.update()
-        skipped = (
-            scaler.get_scale() < scale
-        )  # a fused optimizer is called anyway, and skips by itself
-    elif not broken:
-        optimizer.step()
-    if schedule is not None and not broken and not skipped:
-        schedule.step()
+    else:
+        if norm is not None and max_grad_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+        skipped = _move(optimizer, scaler)
+        if schedule is not None and not skipped:
+            schedule.step()
     optimizer.zero_grad(set_to_none=True)
-    return Step(loss, metrics, norm, skipped, broken, seen, spoilt)
+    return Step(loss, metrics, norm, skipped, nonfinite, terms, names)
+
+
+def _is_finite(loss: Tensor, norm: Tensor | None, accelerator: "Accelerator") -> bool:
+    "Whether the loss of all processes and the gradient are finite; a scaler judges the latter."
+    whole = loss if accelerator.num_processes == 1 else add_over_processes(loss, accelerator)
+    if norm is None or accelerator.scaler is not None:
+        return math.isfinite(whole)
+    return math.isfinite(whole) and math.isfinite(norm)
+
+
+def _nonfinite_gradients(model: nn.Module) -> list[str]:
+    "The names of the parameters whose gradient is NaN or infinite."
+    gradients: dict[str, Any] = {name: p.grad for name, p in model.named_parameters()}
+    return [
+        name
+        for name, gradient in gradients.items()
+        if gradient is not None
+        and not (gradient.to_local() if hasattr(gradient, "to_local") else gradient)
+        .isfinite()
+        .all()
+    ]
+
+
+def _move(
+    optimizer: torch.optim.Optimizer,
+    scaler: Any,  # A `GradScaler`, or None
+) -> bool:  # Whether the scaler found an overflow and took no step
+    "Let the optimizer take its step."
+    if scaler is None:
+        optimizer.step()
+        return False
+    scale = scaler.get_scale()
+    scaler.step(getattr(optimizer, "optimizer", optimizer))
+    scaler.update()
+    return scaler.get_scale() < scale  # A fused optimizer is called anyway, and skips by itself
 
 # %% ../../nbs/04_train/07_training_step.ipynb #b3913d71
 def count_tokens(
     batch: dict,  # Any batch: `input_ids`, or `chosen_input_ids` and the like
 ) -> int:
     "Tokens that the model reads, without padding where a mask tells."
-    masks = {
-        k: batch.get(k.replace("input_ids", "attention_mask"))
-        for k in batch
-        if k.endswith("input_ids")
-    }
-    return sum(
-        int(mask.sum()) if mask is not None else batch[k].numel() for k, mask in masks.items()
-    )
+    tokens = 0
+    for name, ids in batch.items():
+        if name.endswith("input_ids"):
+            mask = batch.get(name.replace("input_ids", "attention_mask"))
+            tokens += ids.numel() if mask is None else int(mask.sum())
+    return tokens
 
 
 def read_steps(
@@ -498,11 +547,10 @@ def read_steps(
         for s in steps
         for x in (s.loss, *(v for name in names for v in s.metrics.get(name, (0.0, 0.0))))
     ]
-    wide = torch.float32 if accelerator.device.type == "mps" else torch.float64
-    stack = torch.stack([torch.as_tensor(x).to(accelerator.device, wide) for x in values]).view(
-        len(steps), -1
-    )
-    losses, *columns = accelerator.reduce(stack, "sum").T.tolist()  # type: ignore
+    wide = _sum_dtype(accelerator)
+    numbers = [torch.as_tensor(value).to(accelerator.device, wide) for value in values]
+    stack = torch.stack(numbers).view(len(steps), -1)
+    losses, *columns = cast(Tensor, accelerator.reduce(stack, "sum")).T.tolist()
     norms = iter(
         torch.stack(
             [s.grad_norm for s in steps if s.grad_norm is not None] or [stack[0, 0]]
@@ -517,14 +565,14 @@ def prepared(
     accelerator: "Accelerator",
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    forward: Callable | None = None,  # To be called instead of the model's own, a `Compiled` say
-    sharded: bool = False,  # The model is one that `shard` cut, and needs nothing more
-):
-    "Model and optimizer as accelerate wants them, in training mode; afterwards the model is its own again."
+    forward: Callable | None = None,  # Called instead of the model's own, such as a `Compiled`
+    sharded: bool = False,  # `shard` has cut the model, and it needs nothing more
+) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
+    "Model and optimizer as accelerate wants them, in training mode; afterwards as they were."
     wrapping = ("forward", "_original_forward", "_is_accelerate_prepared")
     before = {k: v for k, v in vars(model).items() if k in wrapping}
     modes = [(m, m.training) for m in model.modules()]
-    kept = list(accelerator._models), list(accelerator._optimizers)
+    models, optimizers = list(accelerator._models), list(accelerator._optimizers)
     own = model
     # Shared by all accelerators, so another library may have left it off
     accelerator.gradient_state._set_sync_gradients(True)
@@ -542,13 +590,13 @@ def prepared(
         vars(own).update(before)
         for module, mode in modes:
             module.training = mode
-        accelerator._models[:], accelerator._optimizers[:] = kept
+        accelerator._models[:], accelerator._optimizers[:] = models, optimizers
 
 # %% ../../nbs/04_train/07_training_step.ipynb #d5bcadeb
 @contextmanager
 def evaluating(
     model: nn.Module,
-):
+) -> Iterator[None]:
     "Evaluation mode, no gradients; afterwards modes and random numbers are as before."
     modes = [(m, m.training) for m in model.modules()]
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -573,22 +621,24 @@ def eval_loss(
     terms, metrics, size = {}, {}, accelerator.num_processes
     wide = torch.float32 if accelerator.device.type == "mps" else torch.float64
     with evaluating(model):
-        for group in accumulation_batches(
-            batches, size
-        ):  # who has no batch left computes along, for the others may need its shares
+        # A process with no batch left computes along: the others may need its shares
+        for group in accumulation_batches(batches, size):
             counts = accelerator.process_index < len(group)
             batch = group[accelerator.process_index if counts else 0]
             with precision(accelerator):
                 out = check_loss(objective(model, to_device(batch, accelerator.device)))
             for name, (s, n, weight) in out.terms.items():
-                before, seen, _ = terms.get(name, (0.0, 0, weight))
+                total_s, total_n, _ = terms.get(name, (0.0, 0, weight))
                 terms[name] = (
-                    before + torch.as_tensor(s).to(wide) * counts,
-                    seen + torch.as_tensor(n) * counts,
+                    total_s + torch.as_tensor(s).to(wide) * counts,
+                    total_n + torch.as_tensor(n) * counts,
                     weight,
                 )
             add_metrics(metrics, out, counts)
-    total = lambda x: add_over_processes(x, accelerator)
+
+    def total(value: Scalar) -> float:
+        return add_over_processes(value, accelerator)
+
     read = {name: (total(s), total(n), weight) for name, (s, n, weight) in terms.items()}
     if not any(n for _, n, _ in read.values()):
         raise NothingToLearn

@@ -461,7 +461,7 @@ class TrainSession:
 
         def save_now(trainer: "Trainer"):
             trainer.save(strict=False)
-            trainer.settle(strict=False)
+            trainer.flush_checkpoint(strict=False)
 
         return self._ask("save", save_now)
 
@@ -471,7 +471,7 @@ class TrainSession:
     ) -> bool:
         "Sample from the model now."
         prompts = [prompt] if prompt else []
-        return self._ask("sample", lambda trainer: trainer.draw(*prompts), prompt)
+        return self._ask("sample", lambda trainer: trainer.log_samples(*prompts), prompt)
 
     def kill(self) -> bool:  # Only for a process
         "End the process at once, as a power failure would; `start(…, resume=True)` resumes it."
