@@ -13,7 +13,7 @@ __all__ = ['grow_rank', 'GrowRank', 'thin_svd', 'Shrunk', 'shrink_rank', 'spectr
 # %% ../../nbs/05_lora/05_rank.ipynb #imports-rank
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
