@@ -1,6 +1,6 @@
 """The shape of the code: how long and how dense its lines are, how many types are unknown, how long a run's road is.
 
-    python tools/shape.py            # the figures beside their limits; exit code 1 where one is missed
+    python tools/shape.py            # the figures and their limits; exit code 1 where one is missed
     python tools/shape.py PATH ...   # the lines of other packages, to compare with
 
 Lines are those of the package that are not blank and not only a comment. `__all__` lists, which nbdev writes,

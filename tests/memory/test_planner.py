@@ -142,7 +142,7 @@ def test_the_record_of_a_run_holds_both(tmp_path):
         == foretold["peak"] + sum(foretold["beside"].values())
         > foretold["peak"]
     )
-    assert abs(foretold["resident"] - logs[0][predicted] * 2**30) < 0.03 * foretold["resident"], (
+    assert abs(foretold["resident"] - logs[0][predicted] * 2**30) < 0.08 * foretold["resident"], (
         "a shell says what the run says before its first step"
     )
 

@@ -570,7 +570,7 @@ def test_check_counts_all_bad_rows(tmp_path):
     )
     assert (
         done.returncode == 1
-        and "1,507 rows are no examples" in done.stdout
+        and "1,507 rows are not examples" in done.stdout
         and done.stdout.count("not JSON") == 5
     ), done.stdout
     assert "<title>1,507 bad rows</title>" in (tmp_path / "page.html").read_text()

@@ -229,7 +229,7 @@ DAMAGED = {  # what is done to a model's folder -> the command, and what it says
     "GGUF of NaN": (
         "nan",
         ["export", "gguf", "M", "out.gguf", "--type", "q8_0"],
-        "holds NaN or Inf in ",
+        "has NaN or Inf in ",
     ),
     "a folder where a file is": (
         lambda m: None,

@@ -88,7 +88,7 @@ def work(folder, resume, strategies):
             step(group)
             if t.state.step == 2 and t.shards is not None:
                 results |= dict(
-                    share=t.shards.share() / size,
+                    share=t.shards.local_bytes() / size,
                     kinds=sorted({type(p).__name__ for p in t.shards.twin.parameters()}),
                 )
 
