@@ -192,8 +192,8 @@ class TokenizerConfig:
 
     path: str = knob(
         "",
-        "A folder with a tokenizer.json to take; empty: "
-        "that of the model, or one learned from the text",
+        "A folder with a tokenizer.json to take; "
+        "empty: that of the model, or one learned from the text",
     )
     vocab_size: int = knob(4096, "Tokens to learn, special ones included", low=257)
     pattern: str = knob(
@@ -210,8 +210,8 @@ class SFTConfig:
 
     template: str = knob(
         "",
-        "A chat format such as chatml, or Jinja; empty: "
-        "the tokenizer's own, chatml where it has none",
+        "A chat format such as chatml, or Jinja; "
+        "empty: the tokenizer's own, chatml where it has none",
         aliases=("chat_template",),
     )
     train_on: str = knob(
@@ -386,14 +386,14 @@ class RunConfig:
     )
     preset: str | list[str] = knob(
         "",
-        "Sets of knobs by name, such as minimal-memory "
-        "or cpu,small; what the config says itself wins",
+        "Sets of knobs by name, such as minimal-memory or cpu,small; "
+        "what the config says itself wins",
         aliases=("presets",),
     )
     engine: str = knob(
         "trainkit",
-        "Whose loop runs: our own, that of TRL with PEFT and "
-        "bitsandbytes, or LLaMA-Factory in its own environment",
+        "Whose loop runs: our own, that of TRL with PEFT and bitsandbytes, "
+        "or LLaMA-Factory in its own environment",
         choices=("trainkit", "trl", "llamafactory"),
     )
     init_from: str = knob(
@@ -874,8 +874,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "large": Preset(
         "size",
-        "454 million parameters. Wants several GPUs (trainkit launch "
-        "--strategy zero2), and a corpus that is not read twice.",
+        "454 million parameters. Wants several GPUs (trainkit launch --strategy zero2), "
+        "and a corpus that is not read twice.",
         dict(
             method="pretrain",
             model=dict(

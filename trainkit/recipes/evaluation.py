@@ -153,7 +153,7 @@ def answering(
         turn = dict(role="user", content=text)
         return render([turn], tokenizer, add_generation_prompt=True)[0]
 
-    def sample(model: nn.Module, step: int, *own: str) -> list[tuple[str, str]]:
+    def sample(model: nn.Module, step: int, *own: str) -> list[tuple]:
         prompts = own or inputs.config.prompts
         asked = [dict(prompt=p, ids=encode(p), expected="", tokens=60) for p in prompts]
         asked = asked or inputs.questions[:most]

@@ -99,9 +99,8 @@ def open_trained(
         raise ValueError(f"{config.init_from} has no tokenizer: say tokenizer.path")
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens and "
-            f"the model {model.config.vocab_size}: they do not "
-            "belong together"
+            f"the tokenizer has {len(tokenizer)} tokens and the model "
+            f"{model.config.vocab_size}: they do not belong together"
         )
     if config.model.gradient_checkpointing:
         model.config.gradient_checkpointing = True
@@ -122,8 +121,8 @@ def freeze_layers(
     total = max(blocks.values(), default=-1) + 1
     if not 0 < abs(count) <= total:
         raise ValueError(
-            f"trainable_layers = {count}: must be from 1 "
-            f"to {total}, or below 0 for the first blocks"
+            f"trainable_layers = {count}: must be from 1 to {total}, "
+            "or below 0 for the first blocks"
         )
     learn = range(total - count, total) if count > 0 else range(-count)
     for name, param in model.named_parameters():
@@ -157,8 +156,8 @@ def prepare(
     recipe = config.recipe
     if rewards and recipe.learns_from != "prompts":
         raise ValueError(
-            "rewards are for the methods grpo, rloo, "
-            f"ppo and reinforce, and this is {config.method}"
+            "rewards are for the methods grpo, rloo, ppo and reinforce, "
+            f"and this is {config.method}"
         )
     if recipe.trains == "adapter" and base is None:
         raise ValueError(
@@ -446,11 +445,11 @@ def _show_samples(
     folder: RunFolder,
     title: str,
     say: Callable[..., None],
+    again: bool,  # Draw them also where the loop has, with another model
 ) -> list[tuple[str, str]]:  # (prompt, what the model adds)
     "Show the samples of this step, and draw them where the loop has not."
     drawn = read_run(folder.path).samples
-    best = trainer.config.load_best_model_at_end
-    if not drawn or drawn[-1][0] != trainer.state.step or best:
+    if not drawn or drawn[-1][0] != trainer.state.step or again:
         trainer.log_samples()
     samples = read_run(folder.path).samples[-1][1]
     lines = (f"  {prompt}|{text}".replace("\n", "\n  ") for prompt, text in samples)
@@ -554,7 +553,8 @@ def run(
         with timed(seconds, "base answers"):
             say(*judge.begin())
         if main and not resume:
-            _show_samples(trainer, folder, "Before training, the model goes on like this:", say)
+            title = "Before training, the model goes on like this:"
+            _show_samples(trainer, folder, title, say, config.train.load_best_model_at_end)
         lock.close()
         with timed(seconds, "training"):
             result = trainer.train("auto" if resume else None, force_resume)
@@ -564,7 +564,9 @@ def run(
         else:
             with timed(seconds, "evaluation"):
                 metrics, words = _final_metrics(trainer, judge, main, bool(compute_metrics))
-            samples = _show_samples(trainer, folder, "After training:", say) if main else []
+            if main:
+                again = config.train.load_best_model_at_end
+                samples = _show_samples(trainer, folder, "After training:", say, again)
             say(*words)
         if not main:
             return RunResult(
