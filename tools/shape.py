@@ -1,10 +1,11 @@
-"""The shape of the code: how long and how dense its lines are, how many types are unknown, how long a run's road is.
+"""The shape of the code: length and density of lines, unknown types, the road of a run.
 
-    python tools/shape.py            # the figures and their limits; exit code 1 where one is missed
+    python tools/shape.py            # the figures and their limits; fails where one is missed
     python tools/shape.py PATH ...   # the lines of other packages, to compare with
 
-Lines are those of the package that are not blank and not only a comment. `__all__` lists, which nbdev writes,
-count for no line over 100 columns. A syntax node is a node of Python's `ast`. tools/road.py counts the road.
+Lines are those of the package that are neither blank nor only a comment. `__all__` lists, which
+nbdev writes, count for no line over 100 columns. A syntax node is a node of Python's `ast`.
+tools/road.py counts the road.
 """
 
 import argparse

@@ -212,7 +212,7 @@ def _adapter(cls: type) -> "TypeAdapter":
 
 
 def check_config(
-    config: "DataclassInstance",  # Values get their declared type in place
+    config: Any,  # Values get their declared type in place
 ) -> None:  # Raises `ConfigError` with every problem at once
     "Check types, choices and limits of all knobs: call it in `__post_init__`."
     from pydantic import ValidationError
@@ -664,7 +664,7 @@ def load_config(
 
 # %% ../nbs/90_toolbox/03_config.ipynb #5f0c7a02
 def recheck(
-    config: "DataclassInstance",  # With all its groups
+    config: Any,  # With all its groups
 ) -> None:  # Raises `ConfigError` with every problem
     "Check a config again after attributes were set: their values, and names that are not knobs."
 
@@ -693,7 +693,7 @@ def recheck(
 
 # %% ../nbs/90_toolbox/03_config.ipynb #69e60d95
 def to_dict(
-    config: "DataclassInstance",
+    config: Any,  # An instance of a config class
 ) -> dict:  # Plain values only, `${NAME}` where a value came from the environment
     "A config as nested dicts for YAML and JSON."
 
@@ -711,7 +711,7 @@ def to_dict(
 
 
 def dump_config(
-    config: "DataclassInstance",
+    config: Any,  # An instance of a config class
     form: str = "yaml",  # Or 'json'
 ) -> str:
     "The text of a config file."
@@ -721,7 +721,7 @@ def dump_config(
 
 
 def save_config(
-    config: "DataclassInstance",
+    config: Any,  # An instance of a config class
     path: str | Path,  # Ends in `.json` for JSON, anything else is YAML
 ) -> Path:
     "Write `config` to a file that `load_config` reads back."

@@ -46,7 +46,10 @@ def _explain(error: OSError, path: Path) -> OSError:
 
 
 def _as_os_error(error: BaseException) -> OSError | None:
-    "An `OSError`, also where a library in Rust (safetensors, tokenizers) has raised it as a class of its own; None for anything else."
+    """An `OSError`, or None for anything else.
+
+    Libraries in Rust (safetensors, tokenizers) raise it as a class of their own.
+    """
     if isinstance(error, OSError):
         return error
     number = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, Exception) else None
@@ -214,7 +217,7 @@ def _default_dtype() -> (
     from torch.utils._device import _device_constructors
 
     class DefaultDtype(TorchFunctionMode):
-        "What `torch.set_default_dtype` means for the functions that make tensors, in one thread instead of all."
+        "What `torch.set_default_dtype` means for functions that make tensors, in one thread."
 
         made = _device_constructors()
         by_values = {
@@ -252,7 +255,10 @@ def _default_dtype() -> (
 
 @contextmanager
 def making_model() -> Iterator[None]:
-    "Make a model of transformers: one at a time, and with its default type in this thread only; torch's own is that of the whole process."
+    """Make a model of transformers: one at a time, and with its default type in this thread only.
+
+    torch's own default type is that of the whole process.
+    """
     import transformers.modeling_utils as theirs
 
     kind = _default_dtype()
@@ -261,7 +267,8 @@ def making_model() -> Iterator[None]:
     def local(dtype: Any, model_class_name: str | None = None) -> Iterator[None]:
         if not dtype.is_floating_point:
             raise ValueError(
-                f"{model_class_name or 'a model'} cannot be made in {dtype}: its numbers must have a floating point"
+                f"{model_class_name or 'a model'} cannot be made in {dtype}: "
+                "its numbers must have a floating point"
             )
         with kind(dtype):
             yield

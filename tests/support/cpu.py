@@ -1,7 +1,11 @@
-"""The CPU seconds of each test: its own process, the processes it waited for, and those forked from the tests' server.
+"""The CPU seconds of each test.
 
-With TRAINKIT_TEST_CPU=FILE every process adds lines of JSON to FILE; `python tests/support/cpu.py FILE` prints the sums. A process
-that is killed, or that ends with `os._exit`, leaves no line.
+They are those of its own process, of the processes it waited for, and of those forked from the
+tests' server.
+
+With TRAINKIT_TEST_CPU=FILE every process adds lines of JSON to FILE;
+`python tests/support/cpu.py FILE` prints the sums. A process that is killed, or that ends with
+`os._exit`, leaves no line.
 """
 
 import json
@@ -41,7 +45,10 @@ def record_all(path, test, kind):
 
 
 class CpuMeter:
-    "A pytest plugin: a line for setup, call and teardown together, and one for all that comes before the first test."
+    """A pytest plugin: a line for setup, call and teardown together.
+
+    Another line is for all that comes before the first test.
+    """
 
     def __init__(self, path):
         self.path = path

@@ -1079,7 +1079,7 @@ FOUR = [HOSTILE[name] for name in ("percent", "products", "set blocks", "center"
 
 @pytest.fixture
 def impatient(monkeypatch):
-    "A worker that ends a template after a quarter of a second of its processor; the true limit is measured above."
+    "A worker that ends a template after 0.25 s of its processor; the true limit is tested above."
     serve = "module._serve()"
     assert serve in chat_template._BOOT
     _WORKERS.end()

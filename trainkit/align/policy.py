@@ -152,7 +152,7 @@ def token_scores(
         return states[0][:0] if plain else states[0], *args[1:]
 
     hook = head.register_forward_pre_hook(pick) if head is not None else None
-    known = fitting(model, batch)
+    known: dict[str, Any] = fitting(model, batch)
     if names_argument(model, "use_cache"):
         known["use_cache"] = False
     try:

@@ -12,7 +12,7 @@ __all__ = ['RewardModel', 'reward_loss', 'pair_rewards', 'reward_objective', 'sc
 
 # %% ../../nbs/08_align/07_reward_model.ipynb #imports-reward_model
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,8 @@ class RewardModel(nn.Module):
         input_ids: Tensor,  # (B, T), padded on the right
         attention_mask: Tensor | None = None,  # (B, T)
     ) -> Tensor:  # (B,) the reward of each text, read at its last token
-        inputs, last = {}, input_ids.shape[1] - 1
+        inputs: dict[str, Any] = {}
+        last = input_ids.shape[1] - 1
         if attention_mask is not None:
             inputs = fitting(self.body, dict(attention_mask=attention_mask))
             last = attention_mask.sum(1) - 1

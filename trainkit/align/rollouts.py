@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -66,9 +66,9 @@ def encode_prompts(
         if not prompt:
             raise ValueError(f"row {i} has no prompt, only {', '.join(row) or 'nothing'}")
         if isinstance(prompt, str):
-            prompt_ids = text_to_ids(prompt, tokenizer)
+            prompt_ids = text_to_ids(prompt, cast(Any, tokenizer))
         elif isinstance(prompt[0], dict):
-            prompt_ids = render(prompt, tokenizer, add_generation_prompt=True)[0]
+            prompt_ids = render(prompt, cast(Any, tokenizer), add_generation_prompt=True)[0]
         else:
             prompt_ids = [int(t) for t in prompt]
         if len(prompt_ids) > room:

@@ -647,7 +647,10 @@ def cut_answers(case: Case) -> Iterator[Finding]:
 
 
 def too_long(case: Case) -> Iterator[Finding]:
-    "Rows with more tokens than fit; `length_report` of `trainkit.data.tokenization` computes exactly what each would lose."
+    """Rows with more tokens than fit.
+
+    `length_report` of `trainkit.data.tokenization` computes exactly what each would lose.
+    """
     if case.tokenizer is None or case.max_length is None:
         return
     for rows in case.splits:

@@ -137,7 +137,8 @@ class _Budget:
         self.size += size
         if self.size > self.most:
             raise ValueError(
-                f"{self.path}: {self.packed:,} bytes have become more than {self.most:,} of data, so this may be a file that is made to fill the memory: "
+                f"{self.path}: {self.packed:,} bytes have become more than {self.most:,} of data, "
+                "so this may be a file that is made to fill the memory: "
                 f"unpack it yourself, or set {UNPACKED_VARIABLE} to the bytes that it may have"
             )
 
@@ -527,10 +528,11 @@ def _table_rows(path: Path, file: Any) -> Iterator[dict]:  # Of a Parquet file
         file.metadata,
     )  # Large tables are Parquet, and often hardly compressed
     sizes = [abs(footer.row_group(group).total_byte_size) for group in range(footer.num_row_groups)]
-    copy(budget).spend(
-        sum(sizes)
-    )  # Too much is refused before anything is read; the footer may say too little, so rows are counted as well
-    # A value that repeats is stored once: each row may hold all bytes of its group, and a batch as many times that as it has rows
+    # Too much is refused before anything is read; the footer may say too little, so rows are
+    # counted as well
+    copy(budget).spend(sum(sizes))
+    # A value that repeats is stored once: each row may hold all bytes of its group, and a batch
+    # as many times that as it has rows
     rows = min(64, max(1, budget.most // max(1, *sizes)) if sizes else 1)
     for batch in file.iter_batches(
         batch_size=rows, use_threads=False

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -283,7 +283,7 @@ def _render_all(
 def _content(tokenizer: "AnyTokenizer") -> str:
     "All that the ids depend on."
     if not is_ours(tokenizer):
-        parts = tokenizer.backend_tokenizer.to_str()
+        parts = cast(Any, tokenizer).backend_tokenizer.to_str()
     else:
         parts = (
             tokenizer.tokens,

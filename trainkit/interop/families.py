@@ -488,7 +488,8 @@ def from_hf(
     config, state = from_hf_config(model.config), model.state_dict()
     if packed := [k for k, v in state.items() if not v.is_floating_point()]:
         raise ValueError(
-            f"{packed[0]} is stored as {state[packed[0]].dtype}: load the model without quantization"
+            f"{packed[0]} is stored as {state[packed[0]].dtype}: "
+            "load the model without quantization"
         )
     weights = {name: tensor.clone() for name, tensor in from_hf_weights(config, state).items()}
     ours = take_weights(config, weights, type(model).__name__)

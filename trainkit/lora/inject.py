@@ -242,7 +242,10 @@ def exchange_biases(
     model: nn.Module,
     trained: bool,  # Those of the adapter that learned them; else those of the model before it
 ) -> None:
-    "Biases that learn with an adapter (`bias` in `LoRAConfig`) come and go with it; nothing happens where they are right already."
+    """Biases that learn with an adapter (`bias` in `LoRAConfig`) come and go with it.
+
+    Nothing happens where they are right already.
+    """
     before, parked = (
         getattr(model, "lora_biases", None),
         getattr(model, "lora_trained_biases", None),

@@ -23,7 +23,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from pathlib import Path, PureWindowsPath
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ..align.dpo import DPOConfig
 from ..align.rl import RLConfig
@@ -173,7 +173,8 @@ def lora_words(
                     Problem(
                         "use_lora",
                         True,
-                        f"an adapter learns answers: set method to lora, and not to {rest['method']}",
+                        "an adapter learns answers: "
+                        f"set method to lora, and not to {rest['method']}",
                     )
                 ],
                 "RunConfig",
@@ -191,7 +192,8 @@ class TokenizerConfig:
 
     path: str = knob(
         "",
-        "A folder with a tokenizer.json to take; empty: that of the model, or one learned from the text",
+        "A folder with a tokenizer.json to take; "
+        "empty: that of the model, or one learned from the text",
     )
     vocab_size: int = knob(4096, "Tokens to learn, special ones included", low=257)
     pattern: str = knob(
@@ -208,7 +210,8 @@ class SFTConfig:
 
     template: str = knob(
         "",
-        "A chat format such as chatml, or Jinja; empty: the tokenizer's own, chatml where it has none",
+        "A chat format such as chatml, or Jinja; "
+        "empty: the tokenizer's own, chatml where it has none",
         aliases=("chat_template",),
     )
     train_on: str = knob(
@@ -251,14 +254,15 @@ _SFT_NAMES = {name: k.name for k in knobs(SFTConfig) for name in (k.name, *k.ali
 def _packing(asked: Mapping[str, Any]) -> set:  # The answers that differ from 'none'
     "One strategy out of what other libraries say with a switch, and with a name beside it."
     switches = {value for value in asked.values() if isinstance(value, bool)}
-    names = lambda beside: (
-        {
+
+    def names(beside: bool) -> set:
+        strategies = {
             v
             for k, v in asked.items()
             if not isinstance(v, bool) and k.endswith("packing_strategy") == beside
         }
-        - {"none"}
-    )
+        return strategies - {"none"}
+
     if names(False) or (switches == {False}):
         return names(False)
     return names(True) or ({"best_fit"} if switches else set())
@@ -329,7 +333,10 @@ def flat_words(
 
 def _lists(data: Mapping) -> Mapping:
     "`wandb,tensorboard` where a list is meant; the commas between brackets belong to a reward."
-    split = lambda v: split_list(v) if isinstance(v, str) else v
+
+    def split(value: Any) -> Any:
+        return split_list(value) if isinstance(value, str) else value
+
     data = {k: split(v) if k in ("report_to", "log_with") else v for k, v in data.items()}
     return (
         {**data, "rl": {**rl, "rewards": split(rl["rewards"])}}
@@ -349,9 +356,19 @@ def _unset(cls: type, doc: str) -> Any:
     return field(default_factory=make, metadata=knob(cls, doc).metadata)
 
 
+def _tracker(name: str) -> Callable[[Any], dict]:
+    return lambda on: {"report_to": [name]} if on else {}
+
+
 @dataclass
 class RunConfig:
     "Everything about one run."
+
+    RENAMED_KEYS: ClassVar[dict[str, Callable[[Any], dict | str]]] = {
+        **{f"use_{name}": _tracker(name) for name in ("wandb", "tensorboard", "trackio")},
+        "wandb_project": lambda name: f"the environment names the project: WANDB_PROJECT={name}",
+        "wandb_entity": lambda name: f"the environment names the team: WANDB_ENTITY={name}",
+    }
 
     name: str = knob(
         "run", "Name of the run; its folder is runs_dir/name", aliases=("run_name", "wandb_name")
@@ -359,25 +376,30 @@ class RunConfig:
     runs_dir: str = knob("runs", "Where run folders are")
     method: str = knob(
         "pretrain",
-        "What is learned: text from the first word on (pretrain), or answers, by the whole model (sft), some blocks "
-        "(freeze), an adapter (lora) or an adapter over 4 bits (qlora); which of two answers is better, by the model (dpo) or by a judge of it (reward); "
+        "What is learned: text from the first word on (pretrain), "
+        "or answers, by the whole model (sft), some blocks "
+        "(freeze), an adapter (lora) or an adapter over 4 bits (qlora); "
+        "which of two answers is better, by the model (dpo) or by a judge of it (reward); "
         "or what a reward says (grpo, rloo, ppo, reinforce)",
         choices=tuple(METHODS),
         aliases=("training_type", "stage"),
     )
     preset: str | list[str] = knob(
         "",
-        "Sets of knobs by name, such as minimal-memory or cpu,small; what the config says itself wins",
+        "Sets of knobs by name, such as minimal-memory or cpu,small; "
+        "what the config says itself wins",
         aliases=("presets",),
     )
     engine: str = knob(
         "trainkit",
-        "Whose loop runs: our own, that of TRL with PEFT and bitsandbytes, or LLaMA-Factory in its own environment",
+        "Whose loop runs: our own, that of TRL with PEFT and bitsandbytes, "
+        "or LLaMA-Factory in its own environment",
         choices=("trainkit", "trl", "llamafactory"),
     )
     init_from: str = knob(
         "",
-        "A trained model to begin with: a folder, a .gguf file or a name on the hub; empty: a new one",
+        "A trained model to begin with: a folder, "
+        "a .gguf file or a name on the hub; empty: a new one",
         aliases=(
             "model_name_or_path",
             "base_model",
@@ -389,11 +411,13 @@ class RunConfig:
     cache_dir: str = knob("", "Where models of the hub are kept; empty: where HF_HUB_CACHE says")
     device_map: str = knob(
         "",
-        "Where a trained model is opened: auto for the device that trains, or its name; empty: in main memory, from where the loop takes it",
+        "Where a trained model is opened: auto for the device that trains, "
+        "or its name; empty: in main memory, from where the loop takes it",
     )
     use_cache: bool = knob(
         False,
-        "Keys and values are kept while training: never, since no loss reads them; what is saved says that generation may keep them",
+        "Keys and values are kept while training: never, "
+        "since no loss reads them; what is saved says that generation may keep them",
     )
     data: DataConfig = _unset(DataConfig, "The text or the examples")
     curriculum: CurriculumConfig = field(
@@ -410,7 +434,8 @@ class RunConfig:
     )
     use_lora: bool | None = knob(
         None,
-        "An adapter learns, for the methods dpo, reward, grpo, rloo, ppo and reinforce; unset: if the config has a group lora",
+        "An adapter learns, for the methods dpo, reward, grpo, rloo, "
+        "ppo and reinforce; unset: if the config has a group lora",
     )
     lora: LoRAConfig = knob(
         LoRAConfig, "The adapter, for methods lora and qlora, and with use_lora"
@@ -434,30 +459,15 @@ class RunConfig:
 
     def __post_init__(self):
         check_config(self)
-        outside = (
-            Path(self.name).is_absolute()
-            or PureWindowsPath(self.name).anchor
-            or self.name.startswith("~")
-            or ".." in Path(self.name).parts
-        )
-        if not self.train.output_dir and (self.name in ("", ".") or outside or "\0" in self.name):
-            raise ConfigError(
-                [
-                    Problem(
-                        "name",
-                        self.name,
-                        "names the folder of the run in runs_dir: give a word, or folders inside it as in a/b; runs_dir says where",
-                    )
-                ],
-                "RunConfig",
-            )
+        self._check_name()
         if self.use_cache:
             raise ConfigError(
                 [
                     Problem(
                         "use_cache",
                         True,
-                        "no loss reads a cache while it learns: leave it out; generation keeps one by itself (sampling.use_cache)",
+                        "no loss reads a cache while it learns: leave it out; "
+                        "generation keeps one by itself (sampling.use_cache)",
                     )
                 ],
                 "RunConfig",
@@ -490,18 +500,7 @@ class RunConfig:
             self.quant = replace(self.quant, bits=4)
         if recipe.learns_from == "prompts":
             self.rl = replace(self.rl, method=self.method)
-        if self.data.min_length and (recipe.trains == "either" or self.engine == "llamafactory"):
-            whose = "engine llamafactory" if recipe.trains != "either" else f"method {self.method}"
-            raise ConfigError(
-                [
-                    Problem(
-                        "data.min_length",
-                        self.data.min_length,
-                        f"counts tokens, and {whose} does not read it: say data.min_chars, in characters",
-                    )
-                ],
-                "RunConfig",
-            )
+        self._check_min_length()
         if recipe.learns_from == "pairs":
             self._one_length()
         if self.quant.bits is not None and not self.adapts:
@@ -526,8 +525,46 @@ class RunConfig:
             why = f"must be at most model.max_seq_len = {self.model.max_seq_len}"
             raise ConfigError([Problem("data.max_length", self.data.max_length, why)], "RunConfig")
 
+    def _check_name(self) -> None:
+        "The name is that of a folder in `runs_dir`, unless `train.output_dir` names another."
+        outside = (
+            Path(self.name).is_absolute()
+            or PureWindowsPath(self.name).anchor
+            or self.name.startswith("~")
+            or ".." in Path(self.name).parts
+        )
+        if not self.train.output_dir and (self.name in ("", ".") or outside or "\0" in self.name):
+            raise ConfigError(
+                [
+                    Problem(
+                        "name",
+                        self.name,
+                        "names the folder of the run in runs_dir: give a word, "
+                        "or folders inside it as in a/b; runs_dir says where",
+                    )
+                ],
+                "RunConfig",
+            )
+
+    def _check_min_length(self) -> None:
+        "`data.min_length` counts tokens, which not every method and engine can do."
+        either = self.recipe.trains == "either"
+        if self.data.min_length and (either or self.engine == "llamafactory"):
+            whose = f"method {self.method}" if either else "engine llamafactory"
+            raise ConfigError(
+                [
+                    Problem(
+                        "data.min_length",
+                        self.data.min_length,
+                        f"counts tokens, and {whose} does not read it: "
+                        "say data.min_chars, in characters",
+                    )
+                ],
+                "RunConfig",
+            )
+
     def _one_length(self) -> None:
-        "A pair is as long as `dpo.max_length` or `data.max_length` says; one of them may be as it was."
+        "A pair is as long as `dpo.max_length` or `data.max_length` says; one may be the default."
         lengths = {self.dpo.max_length, self.data.max_length}
         if len(lengths) > 1 and len(lengths := lengths - {DPOConfig.max_length}) > 1:
             raise ConfigError(
@@ -553,7 +590,7 @@ class RunConfig:
     def moved(
         data: Mapping,  # A config as nested dicts
     ) -> Mapping:  # The same, with each knob in its group
-        "Knobs may also stand at the top, and those of `sft` in `data`, where other libraries have them."
+        "Knobs may also stand at the top, and those of `sft` in `data`, as in other libraries."
         data = _lists(flat_words(RunConfig, lora_words(data)))
         if data.get("method") in RL_METHODS and isinstance(data.get("rl"), Mapping):
             data = {**data, "rl": {**data["rl"], "method": data["method"]}}
@@ -606,19 +643,6 @@ class RunConfig:
     @property
     def folder(self) -> Path:
         return Path(self.train.output_dir or Path(self.runs_dir) / self.name).expanduser()
-
-
-def _tracker(name: str) -> Callable[[Any], dict]:
-    return lambda on: {"report_to": [name]} if on else {}
-
-
-RunConfig.RENAMED_KEYS = {
-    f"use_{name}": _tracker(name) for name in ("wandb", "tensorboard", "trackio")
-}  # type: ignore
-RunConfig.RENAMED_KEYS |= {
-    "wandb_project": lambda project: f"the environment names the project: WANDB_PROJECT={project}",  # type: ignore
-    "wandb_entity": lambda entity: f"the environment names the team: WANDB_ENTITY={entity}",
-}
 
 # %% ../../nbs/11_recipes/02_run_config.ipynb #c5a441a5
 def _merge(under: dict, over: Mapping) -> dict:
@@ -808,14 +832,17 @@ def _run(rows: int, windows: int, **more: Any) -> dict[str, Any]:
 
 
 _SEVENTY = (
-    "A model of 70 billion parameters is 140 GB of weights in bf16, more than any one card has: it needs several "
-    "(trainkit launch --strategy fsdp or zero3), or 4 bits (method: qlora, 35 GB of weights) on one of 80 GB."
+    "A model of 70 billion parameters is 140 GB of weights in bf16, "
+    "more than any one card has: it needs several "
+    "(trainkit launch --strategy fsdp or zero3), "
+    "or 4 bits (method: qlora, 35 GB of weights) on one of 80 GB."
 )
 
 PRESETS: dict[str, Preset] = {
     "small": Preset(
         "size",
-        "17 million parameters at 50,000 tokens: learns to write on a laptop, in an hour or a night. Goes with wikitext-2 "
+        "17 million parameters at 50,000 tokens: learns to write "
+        "on a laptop, in an hour or a night. Goes with wikitext-2 "
         "(data.path=Salesforce/wikitext data.dataset_config=wikitext-2-raw-v1).",
         dict(
             method="pretrain",
@@ -847,7 +874,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "large": Preset(
         "size",
-        "454 million parameters. Wants several GPUs (trainkit launch --strategy zero2), and a corpus that is not read twice.",
+        "454 million parameters. Wants several GPUs (trainkit launch --strategy zero2), "
+        "and a corpus that is not read twice.",
         dict(
             method="pretrain",
             model=dict(
@@ -866,7 +894,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "minimal-memory": Preset(
         "economy",
-        "The least memory: 4 bits, a thin adapter, one short row at a time, activations computed twice. For a "
+        "The least memory: 4 bits, a thin adapter, "
+        "one short row at a time, activations computed twice. For a "
         "consumer GPU; slower than the others by half or more. " + _SEVENTY,
         dict(
             method="qlora",
@@ -880,7 +909,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "memory-efficient": Preset(
         "economy",
-        "Little memory, in full precision: an adapter, 8-bit optimizer states, activations computed twice.",
+        "Little memory, in full precision: an adapter, "
+        "8-bit optimizer states, activations computed twice.",
         dict(
             method="lora",
             lora=dict(r=8, lora_alpha=16, target_modules="balanced"),
@@ -891,7 +921,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "high-performance": Preset(
         "economy",
-        "Fast, where memory is not short: big batches without accumulation, rows of one length together, two processes "
+        "Fast, where memory is not short: big batches without accumulation, "
+        "rows of one length together, two processes "
         "that prepare data, compiled.",
         dict(
             data=dict(group_by_length=True, num_workers=2),
@@ -914,7 +945,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "experimental": Preset(
         "look",
-        "A first look: a thousand rows, a hundred steps, everything logged. Try whatever is new with it, before it costs a night.",
+        "A first look: a thousand rows, a hundred steps, everything logged. "
+        "Try whatever is new with it, before it costs a night.",
         dict(
             data=dict(max_examples=1000),
             train=dict(
@@ -929,7 +961,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "cuda": Preset(
         "hardware",
-        "NVIDIA from Ampere on (compute capability 8: A100, RTX 30, L4 and later): bf16, TF32, an 8-bit optimizer.",
+        "NVIDIA from Ampere on (compute capability 8: A100, "
+        "RTX 30, L4 and later): bf16, TF32, an 8-bit optimizer.",
         dict(
             model=dict(attention="sdpa", gradient_checkpointing=True),
             optim=dict(optim="adamw_8bit"),
@@ -939,7 +972,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "cuda-t4": Preset(
         "hardware",
-        "NVIDIA before Ampere (T4, V100, RTX 20): fp16, because these have no bf16 in hardware, whatever torch says.",
+        "NVIDIA before Ampere (T4, V100, RTX 20): fp16, "
+        "because these have no bf16 in hardware, whatever torch says.",
         dict(
             model=dict(attention="sdpa", gradient_checkpointing=True),
             optim=dict(optim="adamw_8bit"),
@@ -1012,9 +1046,9 @@ def _file_preset(path: Path) -> dict[str, Any]:
 
 
 def preset_knobs(
-    names: str
-    | list[str]
-    | None,  # 'cpu,small', or a list; 'auto' is this machine's, 'mine.yaml' a file with knobs, others are in settings.ini
+    # 'cpu,small', or a list; 'auto' is this machine's, 'mine.yaml' a file with knobs,
+    # others are in settings.ini
+    names: str | list[str] | None,
 ) -> dict[str, Any]:  # Group -> knob -> value; raises `ConfigError` that names the nearest preset
     "What one or more presets set together, the last one over the others."
     out: dict[str, Any] = {}
@@ -1035,7 +1069,9 @@ def preset_knobs(
                         Problem(
                             "preset",
                             name,
-                            f"must be one of {', '.join(known)}, a section [strategy.{name}] in settings.ini, or a file .yaml with knobs.{nearest(name, list(known))}",
+                            f"must be one of {', '.join(known)}, "
+                            f"a section [strategy.{name}] in settings.ini, "
+                            f"or a file .yaml with knobs.{nearest(name, list(known))}",
                         )
                     ],
                     "presets",

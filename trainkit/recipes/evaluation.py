@@ -57,6 +57,16 @@ if TYPE_CHECKING:
     from trainkit.train.trainer import Trainer
 
 # %% ../../nbs/11_recipes/08_evaluation.ipynb #14dd5428
+def _first_text(row: Mapping) -> str:
+    "The text of a row, the last turn of its prompt, or its first message."
+    if "text" in row:
+        return row["text"]
+    if "prompt" in row:
+        prompt = row["prompt"]
+        return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    return to_messages(row)[0]["content"]
+
+
 class TextEvaluator:
     "Text in bits per byte; it also serves examples of which nothing can be asked."
 
@@ -64,17 +74,8 @@ class TextEvaluator:
         config, tokenizer = inputs.config, inputs.tokenizer
         self.inputs, self.before, self.after = inputs, [], []
         self.callbacks: list[Any] = []
-        last = lambda prompt: prompt if isinstance(prompt, str) else prompt[-1]["content"]
-        first = lambda row: (
-            row["text"]
-            if "text" in row
-            else last(row["prompt"])
-            if "prompt" in row
-            else to_messages(row)[0]["content"]
-        )
-        texts = [
-            first(row) for row in inputs.eval_rows or inputs.train_rows[:50]
-        ]  # where nothing is held out, its samples begin as it has read
+        # Where nothing is held out, its samples begin as it has read
+        texts = [_first_text(row) for row in inputs.eval_rows or inputs.train_rows[:50]]
         prompts = config.prompts or list(dict.fromkeys(map(opening, texts)))[:2]
         self.sample: Callable = lambda model, step, *own: make_sampler(
             tokenizer, own or prompts, config.sampling
@@ -145,21 +146,21 @@ def answering(
 ) -> Callable:  # What `Trainer` calls to let the model speak
     "Lets a model answer prompts of the config, or held-out questions."
     tokenizer, chat = inputs.tokenizer, bool(getattr(inputs.tokenizer, "chat_template", None))
-    head = lambda text: (
-        render([dict(role="user", content=text)], tokenizer, add_generation_prompt=True)[0]
-        if chat
-        else text_to_ids(text, tokenizer)
-    )
-    asked = lambda prompts: (
-        [dict(prompt=p, ids=head(p), expected="", tokens=60) for p in prompts]
-        or inputs.questions[:most]
-    )
-    answers = lambda model, own: zip(
-        (q["prompt"] for q in own),
-        ask(getattr(model, "policy", model), tokenizer, own),
-        strict=True,
-    )
-    return lambda model, step, *own: list(answers(model, asked(own or inputs.config.prompts)))
+
+    def encode(text: str) -> list[int]:
+        if not chat:
+            return text_to_ids(text, tokenizer)
+        turn = dict(role="user", content=text)
+        return render([turn], tokenizer, add_generation_prompt=True)[0]
+
+    def sample(model: nn.Module, step: int, *own: str) -> list[tuple]:
+        prompts = own or inputs.config.prompts
+        asked = [dict(prompt=p, ids=encode(p), expected="", tokens=60) for p in prompts]
+        asked = asked or inputs.questions[:most]
+        answers = ask(getattr(model, "policy", model), tokenizer, asked)
+        return list(zip((q["prompt"] for q in asked), answers, strict=True))
+
+    return sample
 
 
 class AnswerEvaluator(TextEvaluator):
@@ -175,7 +176,8 @@ class AnswerEvaluator(TextEvaluator):
         p = self.inputs
         self.before = ask(p.model, p.tokenizer, p.questions)
         return [
-            f"The base model answers {count_exact(self.before, p.questions):.1%} of {len(self.before)} held-out questions right to the letter"
+            f"The base model answers {count_exact(self.before, p.questions):.1%} "
+            f"of {len(self.before)} held-out questions right to the letter"
         ]
 
     def end(self, evaluation: dict) -> tuple[dict[str, float], list[str]]:
@@ -187,13 +189,17 @@ class AnswerEvaluator(TextEvaluator):
         }
         ended = sum(answer.ended for answer in self.after)
         words = [
-            f"{words[0]}. Of {len(p.questions)} held-out questions the base model answers {marks['base_exact_match']:.1%} right to the "
-            f"letter, the tuned one {marks['exact_match']:.1%}; it ended {ended} of its answers by itself"
+            f"{words[0]}. Of {len(p.questions)} held-out questions the base "
+            f"model answers {marks['base_exact_match']:.1%} right to the "
+            f"letter, the tuned one {marks['exact_match']:.1%}; "
+            f"it ended {ended} of its answers by itself"
         ]
         if 2 * ended < len(self.after):
             words.append(
-                "Most answers ran on until they were cut off: they are longer than expected, or the "
-                "model has not learned to stop; train longer, and see in the report whether the end is learned"
+                "Most answers ran on until they were cut off: "
+                "they are longer than expected, or the "
+                "model has not learned to stop; train longer, "
+                "and see in the report whether the end is learned"
             )
         return metrics | marks | ({"ended": ended / len(self.after)} if self.after else {}), words
 
@@ -268,7 +274,8 @@ class PairEvaluator(TextEvaluator):
     def begin(self) -> list[str]:
         self.before = [self.right()]
         return [
-            f"Before training, the model prefers the chosen answer in {self.before[0]:.1%} of {min(self.most, len(self.inputs.eval_pairs))} held-out pairs"
+            f"Before training, the model prefers the chosen answer in {self.before[0]:.1%} "
+            f"of {min(self.most, len(self.inputs.eval_pairs))} held-out pairs"
         ]
 
     def end(self, evaluation: dict) -> tuple[dict[str, float], list[str]]:
@@ -289,18 +296,22 @@ class PairEvaluator(TextEvaluator):
             **{k.replace("/", "_"): v for k, v in found.items() if k.startswith("kl/")},
         }
         return metrics, [
-            f"Held-out pairs: the chosen answer is preferred in {metrics['base_accuracy']:.1%} before training and {metrics['accuracy']:.1%} after; "
-            f"reward margin {metrics['reward_margin']:.3f}, reward accuracy {metrics['reward_accuracy']:.1%}"
+            f"Held-out pairs: the chosen answer is preferred in {metrics['base_accuracy']:.1%} "
+            f"before training and {metrics['accuracy']:.1%} after; "
+            f"reward margin {metrics['reward_margin']:.3f}, "
+            f"reward accuracy {metrics['reward_accuracy']:.1%}"
         ]
 
     def sections(self, run: Run | None = None) -> list[tuple[str, str]]:
         out = []
         if self.after:
+            before = 100 * self.before[0] if self.before else 0
+            shares = {"before": before, "after": 100 * self.after[0]}
             out.append(
                 (
                     "Held-out pairs",
                     "<p>The chosen answer is preferred, before training and after.</p>"
-                    f"{bars({'before': 100 * self.before[0] if self.before else 0, 'after': 100 * self.after[0]}, 'Accuracy', '%', highlight='after')}",
+                    f"{bars(shares, 'Accuracy', '%', highlight='after')}",
                 )
             )
         names = {
@@ -314,12 +325,8 @@ class PairEvaluator(TextEvaluator):
             if run is not None and key in run.keys()
         }
         if lines:
-            out.append(
-                (
-                    "Rewards",
-                    f"{curves(lines, 'Rewards of the answers, and their margin', 'step', 'reward')}",
-                )
-            )
+            chart = curves(lines, "Rewards of the answers, and their margin", "step", "reward")
+            out.append(("Rewards", str(chart)))
         report = getattr(self.inputs.pairs, "report", None)
         return [*out, *([("Data", report._repr_html_())] if report else [])]
 
@@ -329,7 +336,10 @@ def pairwise_auc(
     rows: Sequence,  # From `tokenize_unpaired`
     batch_size: int = 8,
 ) -> float:  # From 0 to 1; NaN where all rows are of one sort
-    "Of all twos of a liked answer and one that was not, in how many a model finds the liked one likelier per token."
+    """How often a model finds the liked answer likelier per token.
+
+    It is the share among all twos of a liked answer and one that was not.
+    """
     found, device = ([], []), next(model.parameters()).device
     with evaluating(model):
         for at in range(0, len(rows), batch_size):
@@ -355,7 +365,8 @@ class LabelEvaluator(PairEvaluator):
     def begin(self) -> list[str]:
         self.before = [self.right()]
         return [
-            f"Before training, a held-out answer that was liked is likelier than one that was not in {self.before[0]:.1%} of all twos"
+            "Before training, a held-out answer that was liked is likelier "
+            f"than one that was not in {self.before[0]:.1%} of all twos"
         ]
 
     def end(self, evaluation: dict) -> tuple[dict[str, float], list[str]]:
@@ -368,7 +379,8 @@ class LabelEvaluator(PairEvaluator):
             **({"kl": evaluation["eval_kl"]} if "eval_kl" in evaluation else {}),
         }
         return metrics, [
-            f"Held-out answers: a liked one is likelier than one that was not in {metrics['base_accuracy']:.1%} of all twos before training and "
+            "Held-out answers: a liked one is likelier than one that was not "
+            f"in {metrics['base_accuracy']:.1%} of all twos before training and "
             f"{metrics['accuracy']:.1%} after; reward margin {metrics['reward_margin']:.3f}"
         ]
 
@@ -478,7 +490,7 @@ class PromptEvaluator(TextEvaluator):
 
 
 class NoEvaluator(TextEvaluator):
-    "Where nothing is held out: the model speaks, and nothing says how good it is on what it has not seen."
+    "Where nothing is held out: the model speaks, and nothing says how good it is on new text."
 
     def __init__(self, inputs: RunInputs):
         if isinstance(inputs, (TextInputs, AnswerInputs)):
@@ -532,7 +544,10 @@ def make_sampler(
 ) -> Callable[
     [nn.Module, int], list[tuple[str, str]]
 ]:  # (model, step) -> [(prompt, what the model adds), …]
-    "What `Trainer` calls to let the model speak: always with the same seed, so that texts can be compared."
+    """What `Trainer` calls to let the model speak.
+
+    The seed is always the same, so that texts can be compared.
+    """
     knobs = {k: v for k, v in vars(config).items() if k != "seed"}
 
     def sample(model: nn.Module, step: int) -> list[tuple[str, str]]:
@@ -562,7 +577,10 @@ def name_text(
     length: int,  # Tokens in a row
 ) -> str:
     "Which text the bits per byte of a run are about."
-    return f"the {data.eval_chars:,} held-out characters of {data.path}, read in rows of {length} tokens"
+    return (
+        f"the {data.eval_chars:,} held-out characters "
+        f"of {data.path}, read in rows of {length} tokens"
+    )
 
 
 def judge_text(
@@ -595,7 +613,10 @@ def ask(
     asked: Sequence[Mapping],  # From `questions`
     batch_size: int = 16,
 ) -> list[ModelAnswer]:  # The answer to each, without special tokens
-    "Let a model answer, with its likeliest token each time; half as many again as the expected answer has, at most."
+    """Let a model answer, with its likeliest token each time.
+
+    An answer has at most half as many tokens again as the expected one.
+    """
     answers = []
     for at in range(0, len(asked), batch_size):
         part = asked[at : at + batch_size]
@@ -619,7 +640,7 @@ def count_exact(
     answers: Sequence[str],
     asked: Sequence[Mapping],  # From `questions`
 ) -> float:  # From 0 to 1
-    "The share of the answers that are the expected ones, to the letter, blanks at their ends aside."
+    "The share of the answers that are the expected ones to the letter, but for outer blanks."
     right = [a.strip() == q["expected"].strip() for a, q in zip(answers, asked, strict=True)]
     return sum(right) / max(1, len(right))
 
@@ -653,7 +674,10 @@ def answer_table(
     count: int = 8,  # How many rows
 ) -> str:  # HTML
     "Questions with the expected answer, and what the model said before and after."
-    mark = lambda answer, q: ("✓ " if answer.strip() == q["expected"].strip() else "") + answer
+
+    def mark(answer: str, q: Mapping) -> str:
+        return ("✓ " if answer.strip() == q["expected"].strip() else "") + answer
+
     return str(
         table(
             [
@@ -690,15 +714,18 @@ def write_run_report(
             k: v for k, v in metrics.items() if k not in own
         }
         words = (
-            f"<p>Bits that are needed to write down one byte of {clean(measured_on or 'text that the model has not seen')}; "
-            f"fewer is better.</p>{narrow(bars(bits, 'Bits per byte', 'bits', highlight='this model'))}"
+            "<p>Bits that are needed to write down one byte of "
+            f"{clean(measured_on or 'text that the model has not seen')}; "
+            "fewer is better.</p>"
+            f"{narrow(bars(bits, 'Bits per byte', 'bits', highlight='this model'))}"
         )
     elif "exact_match" in metrics:
         share = {
             k: 100 * metrics[n] for k, n in (("base", "base_exact_match"), ("tuned", "exact_match"))
         }
         words = (
-            f"<p>Answers to {clean(measured_on or 'questions that were set apart')}, right to the letter.</p>"
+            f"<p>Answers to {clean(measured_on or 'questions that were set apart')}, "
+            "right to the letter.</p>"
             f"{narrow(bars(share, 'Exact match', '%', highlight='tuned'))}"
         )
     shown[1:1] = [

@@ -182,7 +182,10 @@ def predict_needs(
 
 
 def _saves(config: Any) -> bool:
-    "Whether steps are taken while a checkpoint is written; how many steps there are is known only where `max_steps` says it."
+    """Whether steps are taken while a checkpoint is written.
+
+    How many steps there are is known only where `max_steps` says it.
+    """
     c = config.train
     if c.async_save is False or c.save_strategy == "no":
         return False
@@ -190,7 +193,10 @@ def _saves(config: Any) -> bool:
 
 
 def _products_kept(config: Any, count: int) -> int:
-    "How many matrix products oneDNN keeps code for, from those of a step: texts of other lengths ask for others."
+    """How many matrix products oneDNN keeps code for, from those of a step.
+
+    Texts of other lengths ask for others.
+    """
     from trainkit.system import bound_kernels
 
     if config.method == "pretrain":

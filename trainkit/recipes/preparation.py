@@ -96,8 +96,8 @@ class RunInputs:
     config: RunConfig
     tokenizer: Any
     model: Any  # A `Transformer`, or anything that `Trainer` takes
-    train_batches: Batches
-    eval_batches: Batches | None  # None where nothing is held out
+    train_batches: Batches | Rollouts
+    eval_batches: Batches | Rollouts | None  # None where nothing is held out
     data: DataFacts
     train_rows: list[dict] = field(default_factory=list)
     eval_rows: list[dict] = field(default_factory=list)
@@ -200,7 +200,8 @@ def loop_config(
     ):
         if blind and value:
             raise ValueError(
-                f"{name} = {value} needs rows to evaluate on, and nothing is held out: name some with data.eval_file"
+                f"{name} = {value} needs rows to evaluate on, "
+                "and nothing is held out: name some with data.eval_file"
             )
     return replace(c, eval_strategy="no", load_best_model_at_end=False) if blind else c
 
@@ -238,7 +239,7 @@ def prepare_model(
     config: ModelConfig,
     tokenizer: Any,  # Says how many token ids there are
 ) -> Transformer:
-    "A fresh model for the tokenizer; raises `ValueError` if its vocabulary was set to another size."
+    "A fresh model for the tokenizer; raises `ValueError` if its `vocab_size` is another one."
     if config.vocab_size not in (0, tokenizer.vocab_size):
         raise ValueError(
             f"model.vocab_size = {config.vocab_size}, but the tokenizer has {tokenizer.vocab_size} "
@@ -271,7 +272,8 @@ def make_batches(
     )
     if config.curriculum.strategy == "difficulty_based":
         raise ValueError(
-            "curriculum.strategy = difficulty_based needs a function of yours: give Batches a difficulty_fn, in Python"
+            "curriculum.strategy = difficulty_based needs a function of yours: "
+            "give Batches a difficulty_fn, in Python"
         )
     return (
         kind(
@@ -287,12 +289,16 @@ def make_batches(
 
 
 def _with_lengths(examples: Examples, rows: list[dict], config: DataConfig) -> list[dict]:
-    "Examples with the lengths that a column of the rows says, by which they are grouped; their own where it says none."
+    """Examples with the lengths that a column of the rows says, by which they are grouped.
+
+    Where it says none, they are grouped by their own.
+    """
     name = config.length_column_name
     if not config.group_by_length or not any(name in row for row in rows):
         if config.group_by_length and name != "length":
             raise ValueError(
-                f"data.length_column_name = {name!r}: the rows have no such column ({', '.join(rows[0])})"
+                f"data.length_column_name = {name!r}: "
+                f"the rows have no such column ({', '.join(rows[0])})"
             )
         return examples
     said = [rows[i].get(name) for i in examples.numbers]
@@ -320,7 +326,10 @@ def drop_short(
         kept += [row for row, ids in zip(some, coded, strict=True) if len(ids) >= min_length]
     if min_length <= 1 or len(kept) == len(rows):
         return rows
-    said = f"{len(rows) - len(kept):,} of {len(rows):,} rows of {part} have fewer than data.min_length = {min_length:,} tokens"
+    said = (
+        f"{len(rows) - len(kept):,} of {len(rows):,} rows of {part} "
+        f"have fewer than data.min_length = {min_length:,} tokens"
+    )
     if not kept:
         raise ValueError(f"{said}, and none is left: make it smaller")
     warnings.warn(f"{said}, and are left out", stacklevel=2)
@@ -339,7 +348,8 @@ def prepare_text(
         rows, data = load_splits(config.data)
     if data.kind != "text":
         raise ValueError(
-            f"data.path = {data.path!r} holds rows of kind {data.kind}, and pre-training reads text: "
+            f"data.path = {data.path!r} holds rows of kind "
+            f"{data.kind}, and pre-training reads text: "
             "say method=sft to learn the answers"
         )
     with timed(seconds, "tokenizer"):
@@ -388,8 +398,10 @@ def prepare_text(
 def _text_plan(data: DataFacts, tokenizer: Any, tokens: int) -> list[str]:
     "Lines about the text to train on."
     return [
-        f"Text       {data.path}: {data.train_chars:,} characters to train on, {data.eval_chars:,} held out",
-        f"Tokenizer  {tokenizer.vocab_size:,} tokens, {data.train_chars / max(1, tokens):.1f} characters a token; {tokens:,} tokens of text",
+        f"Text       {data.path}: {data.train_chars:,} "
+        f"characters to train on, {data.eval_chars:,} held out",
+        f"Tokenizer  {tokenizer.vocab_size:,} tokens, "
+        f"{data.train_chars / max(1, tokens):.1f} characters a token; {tokens:,} tokens of text",
     ]
 
 
@@ -402,7 +414,8 @@ def prepare_shards(
     seconds: dict[str, float] = {}
     if config.data.min_length:
         raise ValueError(
-            f"data.min_length = {config.data.min_length}: shards are encoded already, and their rows are not looked at again"
+            f"data.min_length = {config.data.min_length}: "
+            "shards are encoded already, and their rows are not looked at again"
         )
     with timed(seconds, "reading"):
         shards = open_shards(config.data.path)
@@ -412,7 +425,8 @@ def prepare_shards(
         and tokenizer.vocab_size != BPETokenizer.load(shards.folder / "tokenizer").vocab_size
     ):
         raise ValueError(
-            f"{config.tokenizer.path} is not the tokenizer that made the shards: leave tokenizer.path out"
+            f"{config.tokenizer.path} is not the tokenizer "
+            "that made the shards: leave tokenizer.path out"
         )
     seed_everything(config.train.seed)
     model = base[0] if base else prepare_model(config.model, tokenizer)
@@ -435,7 +449,10 @@ def prepare_shards(
         if len(ends)
         else len(shards) - size
     )
-    decode = lambda ids: [text for text in tokenizer.decode(ids).split(tokenizer.eos_token) if text]
+
+    def decode(ids):
+        return [text for text in tokenizer.decode(ids).split(tokenizer.eos_token) if text]
+
     recent, held = shards[max(0, cut - 2 * _HELD_OUT) : cut], shards[cut:]
     rows = [[dict(text=text) for text in decode(ids)] for ids in (recent, held)]
     data = DataFacts(
@@ -531,9 +548,11 @@ def prepare_sft(
     test_rows = f", {data.test_rows:,} for a test that this run does not read"
     report = train.report
     plan = [
-        f"Data       {data.path}: {plural(data.train_rows, 'example')} of kind {data.kind} to train on, "
+        f"Data       {data.path}: "
+        f"{plural(data.train_rows, 'example')} of kind {data.kind} to train on, "
         f"{data.eval_rows:,} held out{test_rows if data.test_rows else ''}",
-        f"Examples   {int(report.kept.sum()):,} tokens, {int(report.answers_kept.sum()):,} of them learned; the longest has "
+        f"Examples   {int(report.kept.sum()):,} tokens, "
+        f"{int(report.answers_kept.sum()):,} of them learned; the longest has "
         f"{int(report.lengths.max()):,} of {length:,}; {form}",
         f"Tokenizer  {tokenizer.vocab_size:,} tokens, answers end with {tokenizer.eos_token}",
     ]
@@ -562,7 +581,8 @@ def prepare_sft(
 def adapt(
     model: Any,  # Changed in place
     config: RunConfig,
-    new_tokens: int = 0,  # Tokens that the model has never seen: with some, embedding and head learn as a whole
+    # Tokens that the model has never seen: with some, embedding and head learn as a whole
+    new_tokens: int = 0,
 ) -> Any:  # The model
     "Few bits where the config wants them, and an adapter beside them: in this order."
     if not config.adapts:
@@ -593,7 +613,8 @@ def pair_up(
     ]
     if not found:
         raise ValueError(
-            f"{len(rows)} rows have a label each, and no prompt has both a liked and a disliked answer, "
+            f"{len(rows)} rows have a label each, "
+            "and no prompt has both a liked and a disliked answer, "
             "so there is no pair to learn from: give rows with prompt, chosen and rejected"
         )
     return found
@@ -607,7 +628,8 @@ def _base(
 ) -> tuple[Any, Any, int]:  # The last: tokens that the model has never seen
     if base is None:
         raise ValueError(
-            f"method = '{config.method}' goes on from a trained model: say which with init_from (--model in a shell)"
+            f"method = '{config.method}' goes on from a trained model: "
+            "say which with init_from (--model in a shell)"
         )
     model, tokenizer = base
     known = len(tokenizer)
@@ -655,7 +677,8 @@ def _prepare_labels(
     c, d, length = config.data, config.dpo, int(min(config.dpo.max_length, context_length(model)))
     if d.precompute_ref_log_probs:
         raise ValueError(
-            "dpo.precompute_ref_log_probs: kto asks the reference about mismatched answers too, at each step: leave it out"
+            "dpo.precompute_ref_log_probs: kto asks the reference "
+            "about mismatched answers too, at each step: leave it out"
         )
     with (
         alone,
@@ -684,9 +707,11 @@ def _prepare_labels(
     batches, held = make_batches(config, train, test, tokenizer, c.group_by_length, UnpairedBatches)
     reference = make_reference(causal, d.reference)
     plan = [
-        f"Answers    {data.path}: {len(train):,} to train on, {sum(r['label'] for r in train):,} of them liked; {len(test):,} held out",
+        f"Answers    {data.path}: {len(train):,} to train on, "
+        f"{sum(r['label'] for r in train):,} of them liked; {len(test):,} held out",
         *(f"Cut        {w.message}" for w in heard),
-        f"Loss       {', '.join(d.loss_type)} with β = {d.beta:g}, without pairs; reference: {reference.kind}",
+        f"Loss       {', '.join(d.loss_type)} with β = {d.beta:g}, "
+        f"without pairs; reference: {reference.kind}",
         _tokenizer_line(tokenizer),
     ]
     callbacks = [
@@ -749,7 +774,8 @@ def prepare_pairs(
         rows = {part: pair_up(some) if some else some for part, some in rows.items()}
     elif data.kind != "preference":
         raise ValueError(
-            f"data.path = {data.path!r} holds rows of kind {data.kind}, and method = '{config.method}' learns from pairs: "
+            f"data.path = {data.path!r} holds rows of kind {data.kind}, "
+            f"and method = '{config.method}' learns from pairs: "
             "columns prompt, chosen and rejected"
             + "; say method=sft to learn the answers"
             * (data.kind not in ("text", "prompt"))
@@ -802,8 +828,10 @@ def prepare_pairs(
     batches, held = make_batches(config, train, test, tokenizer, c.group_by_length, PairBatches)
     r = train.report
     plan = [
-        f"Pairs      {data.path}: {len(train):,} to train on, {len(test):,} held out; prompt and answer have {int((r.prompts_kept + r.answers_kept.max(1)).max()):,} "
-        f"of {length:,} tokens at most; {r.prompts_cut:,} prompts and {r.answers_cut:,} answers cut, {r.dropped:,} pairs left out"
+        f"Pairs      {data.path}: {len(train):,} to train on, {len(test):,} held out; "
+        f"prompt and answer have {int((r.prompts_kept + r.answers_kept.max(1)).max()):,} "
+        f"of {length:,} tokens at most; {r.prompts_cut:,} prompts and "
+        f"{r.answers_cut:,} answers cut, {r.dropped:,} pairs left out"
     ]
     if kind:
         plan.append(f"Loss       {', '.join(d.loss_type)} with β = {d.beta:g}; reference: {kind}")
@@ -878,7 +906,8 @@ def find_reward(
     name = getattr(call if isinstance(call, ast.Name) else getattr(call, "func", None), "id", None)
     if name not in REWARDS:
         raise ValueError(
-            f"rl.rewards: {text!r} is neither a folder nor one of {', '.join(REWARDS)}.{nearest(name or text, list(REWARDS))}"
+            f"rl.rewards: {text!r} is neither a folder nor one of "
+            f"{', '.join(REWARDS)}.{nearest(name or text, list(REWARDS))}"
         )
     try:
         args = [ast.literal_eval(a) for a in getattr(call, "args", ())]
@@ -926,7 +955,8 @@ def prepare_prompts(
         rows, data = load_splits(config.data)
     if data.kind == "text":
         raise ValueError(
-            f"data.path = {data.path!r} holds text, and method = '{config.method}' asks the model something: give rows with a prompt"
+            f"data.path = {data.path!r} holds text, and method = "
+            f"'{config.method}' asks the model something: give rows with a prompt"
         )
     seed_everything(c.seed)
     chat = bool(getattr(tokenizer, "chat_template", None))
@@ -940,7 +970,8 @@ def prepare_prompts(
         found = [right_answer()]
     if not found:
         raise ValueError(
-            f"rl.rewards is empty, and the rows have no column answer to compare with: name a reward, such as {', '.join(REWARDS)}, or the folder of a reward model"
+            "rl.rewards is empty, and the rows have no column answer to compare with: "
+            f"name a reward, such as {', '.join(REWARDS)}, or the folder of a reward model"
         )
     model = disable_dropout(adapt(model, config, new))
     causal, model = model, ActorCritic(model) if config.method == "ppo" else model
@@ -973,8 +1004,10 @@ def prepare_prompts(
     names = [getattr(f, "__name__", type(f).__name__) for f in found]
     kind = batches.reference.kind if config.rl.beta else "none, since rl.beta is 0"
     plan = [
-        f"Prompts    {data.path}: {len(batches.rows):,} to answer, {len(prompts['eval']):,} held out; {config.rl.num_prompts} at a time, "
-        f"{config.rl.num_generations} answers to each, of {config.rl.max_completion_length:,} tokens at most",
+        f"Prompts    {data.path}: {len(batches.rows):,} to answer, "
+        f"{len(prompts['eval']):,} held out; {config.rl.num_prompts} at a time, "
+        f"{config.rl.num_generations} answers to each, "
+        f"of {config.rl.max_completion_length:,} tokens at most",
         f"Rewards    {', '.join(names)}; reference: {kind}"
         + f", β = {config.rl.beta:g}" * bool(config.rl.beta),
     ]
@@ -985,7 +1018,8 @@ def prepare_prompts(
     ]
     if c.eval_strategy != "no" and held is not None:
         plan.append(
-            f"Best by    eval_{c.metric_for_best_model.removeprefix('eval_')}, of answers to {len(held.rows):,} held-out prompts"
+            f"Best by    eval_{c.metric_for_best_model.removeprefix('eval_')}, "
+            f"of answers to {len(held.rows):,} held-out prompts"
         )
     plan.append(_tokenizer_line(tokenizer))
     return PromptInputs(

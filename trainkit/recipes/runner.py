@@ -99,8 +99,8 @@ def open_trained(
         raise ValueError(f"{config.init_from} has no tokenizer: say tokenizer.path")
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model {model.config.vocab_size}: they do not "
-            "belong together"
+            f"the tokenizer has {len(tokenizer)} tokens and the model "
+            f"{model.config.vocab_size}: they do not belong together"
         )
     if config.model.gradient_checkpointing:
         model.config.gradient_checkpointing = True
@@ -121,14 +121,15 @@ def freeze_layers(
     total = max(blocks.values(), default=-1) + 1
     if not 0 < abs(count) <= total:
         raise ValueError(
-            f"trainable_layers = {count}: must be from 1 to {total}, or below 0 for the first blocks"
+            f"trainable_layers = {count}: must be from 1 to {total}, "
+            "or below 0 for the first blocks"
         )
     learn = range(total - count, total) if count > 0 else range(-count)
     for name, param in model.named_parameters():
         param.requires_grad_(blocks.get(name, -1) in learn)
     if embeddings:
-        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-            layer.requires_grad_(True)
+        for layer in ("get_input_embeddings", "get_output_embeddings"):
+            getattr(model, layer)().requires_grad_(True)
     return model
 
 
@@ -147,18 +148,21 @@ def prepare(
         and getattr(shape, "model_type", None) in (None, *FAMILIES)
     ):  # Others stay as they are
         raise TypeError(
-            f"base holds a {type(base[0]).__name__}, and a run is of a Transformer: from_hf(model) of trainkit.interop.hf makes one of what transformers has "
+            f"base holds a {type(base[0]).__name__}, and a run is of a Transformer: "
+            "from_hf(model) of trainkit.interop.hf makes one of what transformers has "
             "(an adapter of PEFT merged first), and Trainer takes any module"
         )
     base = base or (open_trained(config) if config.init_from else None)
     recipe = config.recipe
     if rewards and recipe.learns_from != "prompts":
         raise ValueError(
-            f"rewards are for the methods grpo, rloo, ppo and reinforce, and this is {config.method}"
+            "rewards are for the methods grpo, rloo, ppo and reinforce, "
+            f"and this is {config.method}"
         )
     if recipe.trains == "adapter" and base is None:
         raise ValueError(
-            f"method = '{config.method}' adapts a trained model: say which with init_from (--model in a shell)"
+            f"method = '{config.method}' adapts a trained model: "
+            "say which with init_from (--model in a shell)"
         )
     if recipe.learns_from == "pairs":
         return prepare_pairs(config, base, saved)
@@ -206,8 +210,10 @@ def rounding_note(
         return []
     was = json.loads(mark.read_text(encoding="utf-8"))
     return [
-        f"Note       {config.init_from} holds an adapter that was trained over {was['bits']} bits and folded in. To round it to "
-        f"{config.quant.bits} bits again loses part of what that adapter learned: adapt it in full precision instead (method: lora, no quant), "
+        f"Note       {config.init_from} holds an adapter that was "
+        f"trained over {was['bits']} bits and folded in. To round it to "
+        f"{config.quant.bits} bits again loses part of what that adapter learned: "
+        "adapt it in full precision instead (method: lora, no quant), "
         f"or begin with {was['base'] or 'its base'} and train on both sets of data"
     ]
 
@@ -220,7 +226,8 @@ def _new_tokens_note(
     if not new or not (c.adapts or c.recipe.trains == "blocks"):
         return []
     return [
-        f"Note       The chat format brings {plural(new, 'token')} that the model has never seen, so its embedding "
+        f"Note       The chat format brings {plural(new, 'token')} "
+        "that the model has never seen, so its embedding "
         + ("learns" if c.method == "reward" else "and its head learn")
         + " as a whole"
         + ", and go with the adapter" * c.adapts
@@ -248,7 +255,8 @@ def plan_lines(
     return [
         *inputs.plan,
         f"Model      {sum(p.numel() for p in inputs.model.parameters()):,} parameters{begun}: "
-        f"{plural(model.n_layers, 'layer')}, {model.d_model} wide, {plural(model.n_heads, 'head')}; format {kind}",
+        f"{plural(model.n_layers, 'layer')}, {model.d_model} wide, "
+        f"{plural(model.n_heads, 'head')}; format {kind}",
         *(
             [f"Learns     {trainable_report(inputs.model)}"]
             if inputs.config.recipe.trains == "blocks" or inputs.config.adapts
@@ -258,13 +266,15 @@ def plan_lines(
         *_new_tokens_note(inputs),
         *(
             [
-                "Note       Nothing is held out, so this run is not evaluated: data.eval_file names rows for that, data.eval_fraction sets some apart"
+                "Note       Nothing is held out, so this run is not evaluated: "
+                "data.eval_file names rows for that, data.eval_fraction sets some apart"
             ]
             if inputs.eval_batches is None
             else []
         ),
         f"Training   {plural(trainer.total_steps, 'step')} of {c.per_device_train_batch_size} x "
-        f"{c.gradient_accumulation_steps} x {trainer.accelerator.num_processes} = {plural(rows, 'row')} "
+        f"{c.gradient_accumulation_steps} x "
+        f"{trainer.accelerator.num_processes} = {plural(rows, 'row')} "
         f"of {inputs.max_length} tokens{at_most}, "
         f"on {trainer.accelerator.device}, engine {_engine(inputs.config)}",
     ]
@@ -311,10 +321,11 @@ def own_metrics(
     inputs: RunInputs,
     compute_metrics: Callable,  # (predictions, references) -> numbers, or a list of them
 ) -> AnswerMetrics:  # A callback
-    "Judge the answers to held-out questions as somebody wants; raises `ValueError` where none can be asked."
+    "Judge the answers to held-out questions; raises `ValueError` where none can be asked."
     if not (isinstance(inputs, AnswerInputs) and inputs.questions):
         raise ValueError(
-            f"compute_metrics judges answers to held-out questions, and method {inputs.config.method} asks none here"
+            "compute_metrics judges answers to held-out questions, "
+            f"and method {inputs.config.method} asks none here"
         )
     return AnswerMetrics(
         inputs.tokenizer, inputs.eval_rows, [compute_metrics], len(inputs.questions)
@@ -358,6 +369,128 @@ def run_elsewhere(
     )
 
 
+def _in_launched_folder(
+    config: RunConfig, resume: bool
+) -> tuple[RunConfig, bool, bool]:  # The last: whether `trainkit launch` named a folder
+    "The config and `resume` of a process, which `trainkit launch` may have begun again."
+    place = os.environ.get("TRAINKIT_RUN_FOLDER", "")
+    if place:
+        config = replace(config, train=replace(config.train, output_dir=place))
+        checkpoints = (config.folder / "checkpoints").glob("checkpoint-*")
+        return config, resume or any(checkpoints), True  # begun again after an accident
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "Several processes share one run folder, "
+            "and nobody named it: start them with trainkit launch"
+        )
+    return config, resume, False
+
+
+def _add_own(
+    inputs: RunInputs,  # Changed in place
+    objective: Callable | None,
+    compute_metrics: Callable | None,
+) -> None:
+    "Put the loss and the metrics that were given to `run` into its inputs."
+    if objective:
+        inputs.objective = (
+            with_reward_metrics(objective) if isinstance(inputs, PromptInputs) else objective
+        )
+    if compute_metrics:
+        inputs.callbacks.append(own_metrics(inputs, compute_metrics))
+
+
+def _save_inputs(inputs: RunInputs, folder: Path) -> None:
+    "Write the tokenizer, the files and the test rows of a run into its folder."
+    if hasattr(inputs.tokenizer, "save"):
+        inputs.tokenizer.save(folder / "tokenizer")
+    else:
+        with atomic_folder(folder / "tokenizer") as place:
+            inputs.tokenizer.save_pretrained(place)
+    for name, file in inputs.files.items():
+        if file != folder / name:
+            shutil.copyfile(file, folder / name)
+    if inputs.test_rows:
+        write_examples(inputs.test_rows, folder / "test.jsonl")
+
+
+def _run_callbacks(
+    inputs: RunInputs,
+    folder: RunFolder,
+    callbacks: Sequence,  # Those given to `run`
+    main: bool,  # Whether this is the first process
+    verbose: bool,
+    say: Callable[..., None],
+) -> list[Any]:
+    "The callbacks of every run: monitors, logs, and the push to the hub."
+    config = inputs.config
+    # Lines instead of a bar
+    lines = verbose and not config.train.progress and find_place() in ("lines", "terminal")
+    log = MetricsLog(folder, config.report_to if main else (), console=lines)
+    longest = inputs.longest if isinstance(inputs, AnswerInputs) else inputs.max_length
+    watched = config.watch_memory and config.engine == "trainkit"
+    return [
+        SystemMonitor(),
+        *([MemoryWatch(longest, say)] if watched else []),
+        *callbacks,
+        log,  # which writes what those before it have added to a record
+        HealthCheck(lambda line: note(line) if verbose else None),
+        *([Remote(folder.path)] if main else []),
+        *([HubPush(config.hub, config.name, config.adapts, say)] if config.hub.push_to_hub else []),
+    ]
+
+
+def _show_samples(
+    trainer: Trainer,
+    folder: RunFolder,
+    title: str,
+    say: Callable[..., None],
+    again: bool,  # Draw them also where the loop has, with another model
+) -> list[tuple[str, str]]:  # (prompt, what the model adds)
+    "Show the samples of this step, and draw them where the loop has not."
+    drawn = read_run(folder.path).samples
+    if not drawn or drawn[-1][0] != trainer.state.step or again:
+        trainer.log_samples()
+    samples = read_run(folder.path).samples[-1][1]
+    lines = (f"  {prompt}|{text}".replace("\n", "\n  ") for prompt, text in samples)
+    say("", title, *lines, "")
+    return samples
+
+
+def _final_metrics(
+    trainer: Trainer,
+    judge: TextEvaluator,
+    main: bool,  # Whether this is the first process
+    own: bool,  # Whether `compute_metrics` was given
+) -> tuple[dict, list[str]]:  # Metrics, and the same in words
+    "Evaluate the trained model."
+    metrics, words = {}, []
+    evaluation = trainer.evaluate() if trainer.eval_batches is not None else {}
+    if evaluation:
+        trainer.notify("on_eval", **evaluation, best=False)
+    if main:
+        metrics, words = judge.end({**evaluation, **(trainer.history or [{}])[-1]})
+    if own:
+        metrics |= {
+            k[5:]: v
+            for k, v in trainer.history[-1].items()
+            if k.startswith("eval_") and k not in evaluation and k[5:] not in metrics
+        }
+    return metrics, words
+
+
+def _printer(folder: RunFolder, verbose: bool) -> Callable[..., None]:
+    "A function that writes lines to the log of the run, and prints them."
+
+    def say(*lines: str) -> None:
+        for line in lines:
+            folder.log(line)
+            if verbose:
+                note(line)
+
+    return say
+
+
 def run(
     config: RunConfig,
     resume: bool = False,  # Go on in `config.folder` from its last checkpoint, if there is one
@@ -370,48 +503,31 @@ def run(
     rewards: Sequence[Callable] = (),  # Reward functions besides those of `config.rl.rewards`
     objective: Callable
     | None = None,  # A loss of yours instead of the method's: (model, batch) -> `Loss`
-    compute_metrics: Callable
-    | None = None,  # (predictions, references) -> numbers, of the answers to held-out questions at each evaluation
-) -> RunResult:  # Raises `ValueError` for another run, `RuntimeError` where one is going on; nothing is written then
-    "Do everything that `config` says, in a run folder that can show and repeat it."
+    # (predictions, references) -> numbers, of the answers to held-out questions at each evaluation
+    compute_metrics: Callable | None = None,
+) -> RunResult:
+    """Do everything that `config` says, in a run folder that can show and repeat it.
+
+    Raises `ValueError` for another run, and `RuntimeError` where one is going on; nothing is
+    written then.
+    """
     recheck(config)
     check_report_to(config.report_to)  # before the first hour, not after it
     check_callbacks(callbacks)
     _engine(config)
     if config.engine == "llamafactory":
         return run_elsewhere(config)
-    given, main = (
-        os.environ.get("TRAINKIT_RUN_FOLDER", ""),
-        os.environ.get("RANK", "0") == "0",
-    )  # of `trainkit launch`
-    if given:
-        config = replace(config, train=replace(config.train, output_dir=given))
-        resume = resume or any(
-            (config.folder / "checkpoints").glob("checkpoint-*")
-        )  # begun again after an accident
-    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            "Several processes share one run folder, and nobody named it: start them with trainkit launch"
-        )
+    config, resume, launched = _in_launched_folder(config, resume)
+    main = os.environ.get("RANK", "0") == "0"
     verbose = verbose and main
     with ExitStack() as stack:
         lock = stack.enter_context(ExitStack())  # until the trainer has it
-        if main and (given or (resume and config.folder.is_dir())):
+        if main and (launched or (resume and config.folder.is_dir())):
             lock.enter_context(run_lock(config.folder))
         inputs = prepare(config, config.folder if resume else None, base, rewards)
-        if objective:
-            inputs.objective = (
-                with_reward_metrics(objective) if isinstance(inputs, PromptInputs) else objective
-            )
-        if compute_metrics:
-            inputs.callbacks.append(own_metrics(inputs, compute_metrics))
-        facts, seconds, model, tokenizer, judge = (
-            environment(),
-            inputs.seconds,
-            inputs.model,
-            inputs.tokenizer,
-            make_judge(inputs),
-        )
+        _add_own(inputs, objective, compute_metrics)
+        facts, judge = environment(), make_judge(inputs)
+        seconds, model, tokenizer = inputs.seconds, inputs.model, inputs.tokenizer
         trainer = make_trainer(
             inputs,
             judge,
@@ -426,7 +542,7 @@ def run(
                 dump_config(config),
                 facts,
                 inputs.data.sha256[:16],
-                resume or bool(given),
+                resume or launched,
             )
         )
         if main:
@@ -434,70 +550,17 @@ def run(
                 folder.path,
                 replace(trainer.config, output_dir=str(folder.path)),
             )
-
-        def say(*lines: str) -> None:
-            for line in lines:
-                folder.log(line)
-                if verbose:
-                    note(line)
-
-        if hasattr(tokenizer, "save"):
-            tokenizer.save(folder.path / "tokenizer")
-        else:
-            with atomic_folder(folder.path / "tokenizer") as place:
-                tokenizer.save_pretrained(place)
-        for name, file in inputs.files.items():
-            if file != folder.path / name:
-                shutil.copyfile(file, folder.path / name)
-        if inputs.test_rows:
-            write_examples(inputs.test_rows, folder.path / "test.jsonl")
-        lines = (
-            verbose and not config.train.progress and find_place() in ("lines", "terminal")
-        )  # instead of a bar
-        log = MetricsLog(folder, config.report_to if main else (), console=lines)
-        longest = inputs.longest if isinstance(inputs, AnswerInputs) else inputs.max_length
-        watch = (
-            [MemoryWatch(longest, say)]
-            if config.watch_memory and config.engine == "trainkit"
-            else []
-        )
-        trainer.callbacks += [
-            SystemMonitor(),
-            *watch,
-            *callbacks,
-            log,  # which writes what those before it have added to a record
-            HealthCheck(lambda line: note(line) if verbose else None),
-            *([Remote(folder.path)] if main else []),
-        ]
-        if config.hub.push_to_hub:
-            trainer.callbacks.append(HubPush(config.hub, config.name, config.adapts, say))
+        say = _printer(folder, verbose)
+        _save_inputs(inputs, folder.path)
+        trainer.callbacks += _run_callbacks(inputs, folder, callbacks, main, verbose, say)
         say(*plan_lines(inputs, trainer))
         if trainer.accelerator.num_processes == 1:
             model.to(trainer.accelerator.device)  # where it answers sooner
-
-        def show(title: str) -> list[tuple[str, str]]:
-            if not main:
-                return []
-            drawn = read_run(folder.path).samples
-            if (
-                not drawn
-                or drawn[-1][0] != trainer.state.step
-                or config.train.load_best_model_at_end
-            ):
-                trainer.log_samples()
-            samples = read_run(folder.path).samples[-1][1]
-            say(
-                "",
-                title,
-                *(f"  {prompt}|{text}".replace("\n", "\n  ") for prompt, text in samples),
-                "",
-            )
-            return samples
-
         with timed(seconds, "base answers"):
             say(*judge.begin())
-        if not resume:
-            show("Before training, the model goes on like this:")
+        if main and not resume:
+            title = "Before training, the model goes on like this:"
+            _show_samples(trainer, folder, title, say, config.train.load_best_model_at_end)
         lock.close()
         with timed(seconds, "training"):
             result = trainer.train("auto" if resume else None, force_resume)
@@ -506,18 +569,10 @@ def run(
             say(f"Go on with: trainkit train --resume {folder.path}")
         else:
             with timed(seconds, "evaluation"):
-                evaluation = trainer.evaluate() if trainer.eval_batches is not None else {}
-                if evaluation:
-                    trainer.notify("on_eval", **evaluation, best=False)
-                if main:
-                    metrics, words = judge.end({**evaluation, **(trainer.history or [{}])[-1]})
-                if compute_metrics:
-                    metrics |= {
-                        k[5:]: v
-                        for k, v in trainer.history[-1].items()
-                        if k.startswith("eval_") and k not in evaluation and k[5:] not in metrics
-                    }
-            samples = show("After training:")
+                metrics, words = _final_metrics(trainer, judge, main, bool(compute_metrics))
+            if main:
+                again = config.train.load_best_model_at_end
+                samples = _show_samples(trainer, folder, "After training:", say, again)
             say(*words)
         if not main:
             return RunResult(
@@ -580,9 +635,11 @@ class Rehearsal:
         return "\n".join(
             [
                 *self.plan,
-                f"Batch      {plural(self.effective_batch, 'row')} in a step; {self.tokens:,} tokens at most in {plural(self.steps, 'step')}",
+                f"Batch      {plural(self.effective_batch, 'row')} in a step; "
+                f"{self.tokens:,} tokens at most in {plural(self.steps, 'step')}",
                 f"Memory     {memory}",
-                f"Time       {hours}: {self.step_seconds:.3g} s a step, measured here; evaluations and samples come on top",
+                f"Time       {hours}: {self.step_seconds:.3g} s a step, "
+                "measured here; evaluations and samples come on top",
                 *(f"Note       {note}" for note in self.notes),
             ]
         )
@@ -630,7 +687,8 @@ def rehearse(
             memory = predict_run(trainer, rows_at_once(trainer), length, largest()).resident
     except Exception as error:  # Such as a loss whose shapes depend on what the model has written
         notes.append(
-            f"memory: a step of method {config.method} cannot be predicted ({type(error).__name__}); the run measures it"
+            f"memory: a step of method {config.method} cannot be "
+            f"predicted ({type(error).__name__}); the run measures it"
         )
     if memory is not None and config.watch_memory:
         check_size(trainer, rows_at_once(trainer), 0, memory, notes.append)
@@ -666,7 +724,8 @@ def _elsewhere(config: RunConfig) -> Rehearsal:
     plan = [
         f"Engine     {engine}",
         *lines[:2],
-        f"Training   {plural(steps, 'step')} of {plural(rows, 'row')} of {config.data.max_length:,} tokens at most",
+        f"Training   {plural(steps, 'step')} of {plural(rows, 'row')} "
+        f"of {config.data.max_length:,} tokens at most",
         *lines[2:],
     ]
     return Rehearsal(

@@ -259,8 +259,9 @@ class RunFolder:
     def close(self):
         "Close the logs."
         for file in self.files.values():
+            # A full disk, of which `append` has warned, must not hide why a run ended
             with suppress(OSError):
-                file.close()  # A full disk, of which `append` has warned, must not hide why a run ended
+                file.close()
 
     def __enter__(self):
         return self
