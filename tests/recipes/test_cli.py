@@ -576,7 +576,7 @@ def test_check_counts_all_bad_rows(tmp_path):
     assert "<title>1,507 bad rows</title>" in (tmp_path / "page.html").read_text()
     reports = json.loads(call("data", "check", "a.jsonl", "b.jsonl", "--json", cwd=tmp_path).stdout)
     assert (reports["skipped"], len(reports["bad"]), reports["exit_code"]) == (1507, 1007, 1)
-    assert "1 row is no example" in call("data", "check", "c.jsonl", cwd=tmp_path).stdout
+    assert "1 row is not an example" in call("data", "check", "c.jsonl", cwd=tmp_path).stdout
 
 
 def test_usage_errors_have_their_own_code(tmp_path):

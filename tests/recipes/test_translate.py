@@ -1009,9 +1009,9 @@ def test_what_a_script_computes_is_reported_with_its_place(tmp_path):
     rows = {row.setting: row for row in convert_config(tmp_path / "train.py")[1].rows}
     for name, line in (
         ("SFTConfig.learning_rate", 6),
-        ("SFTConfig.logging_steps", 6),
-        ("SFTTrainer.reward_funcs", 7),
-        ("SFTTrainer.train_dataset", 7),
+        ("SFTConfig.logging_steps", 7),
+        ("SFTTrainer.reward_funcs", 8),
+        ("SFTTrainer.train_dataset", 8),
     ):
         assert (
             rows[name].verdict == "refused"

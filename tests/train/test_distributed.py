@@ -89,7 +89,7 @@ def work(folder, resume, strategies):
             if t.state.step == 2 and t.shards is not None:
                 results |= dict(
                     share=t.shards.local_bytes() / size,
-                    kinds=sorted({type(p).__name__ for p in t.shards.twin.parameters()}),
+                    kinds=sorted({type(p).__name__ for p in t.shards.sharded.parameters()}),
                 )
 
         t.step = then
