@@ -1028,7 +1028,7 @@ def test_what_a_script_computes_is_reported_with_its_place(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "kept"),
+    ("words", "rest"),
     [
         ({"rope_scaling": "dynamic"}, {}),
         ({"rope_scaling": "linear", "learning_rate": 1e-3}, {"optim.learning_rate": 1e-3}),
