@@ -556,11 +556,12 @@ def run(
         say(*plan_lines(inputs, trainer))
         if trainer.accelerator.num_processes == 1:
             model.to(trainer.accelerator.device)  # where it answers sooner
+        titles = "Before training, the model goes on like this:", "After training:"
+        again = config.train.load_best_model_at_end
         with timed(seconds, "base answers"):
             say(*judge.begin())
         if main and not resume:
-            title = "Before training, the model goes on like this:"
-            _show_samples(trainer, folder, title, say, config.train.load_best_model_at_end)
+            _show_samples(trainer, folder, titles[0], say, again)
         lock.close()
         with timed(seconds, "training"):
             result = trainer.train("auto" if resume else None, force_resume)
@@ -570,9 +571,7 @@ def run(
         else:
             with timed(seconds, "evaluation"):
                 metrics, words = _final_metrics(trainer, judge, main, bool(compute_metrics))
-            if main:
-                again = config.train.load_best_model_at_end
-                samples = _show_samples(trainer, folder, "After training:", say, again)
+            samples = _show_samples(trainer, folder, titles[1], say, again) if main else []
             say(*words)
         if not main:
             return RunResult(
