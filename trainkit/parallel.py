@@ -200,6 +200,11 @@ def end_workers(
     if at_once:
         for process in [*(pool._processes or {}).values()]:
             process.kill()
+        # One that was killed while it wrote leaves half a result, and the pool's thread would wait
+        # for the rest for ever: with no writer left, it meets the end of the pipe.
+        writer = getattr(pool._result_queue, "_writer", None)
+        if writer is not None:
+            writer.close()
     pool.shutdown(cancel_futures=True)
 
 

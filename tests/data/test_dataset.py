@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -9,23 +10,30 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 
 import pytest
-from support.processes import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.processes import ROOT
 
-from trainkit.data.schema import KINDS, as_example, example_kind, to_messages
-from trainkit.data.readers import read_rows
-from trainkit.data.dataset import side, split_examples, split_key
-from trainkit.data.dataset import clean_examples, clean_text
-from trainkit.data.dataset import DataConfig, load_examples, load_splits, stream_examples
-from trainkit.data.readers import write_examples
-from trainkit.parallel import cached
+from trainkit.data.dataset import (
+    DataConfig,
+    clean_examples,
+    clean_text,
+    load_examples,
+    load_splits,
+    side,
+    split_examples,
+    split_key,
+    stream_examples,
+)
 from trainkit.data.mixture import mix
-from trainkit.parallel import in_order
+from trainkit.data.readers import read_rows, write_examples
+from trainkit.data.schema import KINDS, as_example, example_kind, to_messages
+from trainkit.parallel import cached, in_order
 
 FUZZ = settings(
     max_examples=60,
@@ -1072,3 +1080,28 @@ def test_parquet_files_are_read_in_full_and_in_order(tmp_path, rows_in_group):
         child.start()
         child.join(60)
         assert child.exitcode == 0, "a reader hangs in a forked process"
+
+
+def abandon_large_results():
+    "Leave streams while their workers write results of 20 MB."
+    from trainkit.parallel import in_order
+
+    for i in range(6):
+        stream = in_order(large_results, range(100), 2, chunk=1)
+        next(stream)
+        time.sleep(0.01 * i)
+        stream.close()
+
+
+def large_results(items):
+    return [bytes(20_000_000) for _ in items]
+
+
+def test_a_stream_that_is_left_early_never_hangs():
+    "A worker that is killed while it writes leaves half a result; nobody waits for the rest."
+    process = multiprocessing.get_context("fork").Process(target=abandon_large_results)
+    process.start()
+    process.join(60)
+    hung = process.is_alive()
+    process.kill()
+    assert not hung and process.exitcode == 0
