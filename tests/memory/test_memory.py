@@ -1,7 +1,5 @@
 "Memory: predictions against torch's own tracker on real tensors, and memory that is given back."
 
-import subprocess
-import sys
 import threading
 import warnings
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from support.peak import run_measured
 from trainkit.train.optim import AdamW8bit
 from trainkit.memory.tracker import Ledger
 from trainkit.memory.estimate import (
@@ -316,7 +315,7 @@ def test_free_memory_on_a_run():
 @pytest.mark.slow
 def test_a_model_of_a_billion_parameters_in_little_time_and_memory():
     code = (
-        "import resource, time; from trainkit.memory.estimate import predict_memory; from "
+        "import time; from trainkit.memory.estimate import predict_memory; from "
         "trainkit.model.config import ModelConfig; from trainkit.model.transformer import "
         "Transformer\n"
         "config = ModelConfig(vocab_size=32000, d_model=2048, n_heads=32, n_kv_heads=4, "
@@ -324,12 +323,10 @@ def test_a_model_of_a_billion_parameters_in_little_time_and_memory():
         "began = time.process_time(); found = predict_memory(lambda: Transformer(config), 2, "
         "2048)\n"
         "print(found.parts['parameters'], time.process_time() - began, "
-        "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*1024)"
+        "peak_memory())"
     )
     size, seconds, most = map(
         float,
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout.split(),
+        run_measured(code).split(),
     )
     assert 4.3e9 < size < 4.5e9 and seconds < 30 and most < 1e9

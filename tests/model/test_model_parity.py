@@ -2,7 +2,6 @@
 
 import copy
 import importlib.util
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from support.peak import run_measured
 from trainkit.model import attention
 from trainkit.model.config import PRESETS, count_flops, count_parameters
 from trainkit.config import ConfigError, load_config
@@ -1191,19 +1191,11 @@ shape = dict(vocab_size=61, d_model=32, n_heads=2, n_layers=4, d_ff=32, max_seq_
 model = Transformer(ModelConfig(**shape))
 ids, positions = torch.randint(61, (1, 4096)), torch.arange(512).repeat(8)[None]
 model(ids, position_ids=positions, labels=ids, return_logits=False).loss.backward()
-print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))
+print(peak_memory())
 """
     if not sys.platform.startswith("linux"):
         pytest.skip("reads /proc")
-    peaks = [
-        int(
-            subprocess.run(
-                [sys.executable, "-c", code, str(dense)], capture_output=True, text=True, check=True
-            ).stdout
-        )
-        / 1024
-        for dense in (attention.DENSE, 10**9)
-    ]
+    peaks = [int(run_measured(code, dense)) / 2**20 for dense in (attention.DENSE, 10**9)]
     mask = (
         4096**2 / 2**20
     )  # MB of one mask in bytes; as numbers to add it is four times that, in each layer

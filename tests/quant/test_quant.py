@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from support.peak import run_measured
 from support.processes import ROOT
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -583,15 +584,12 @@ from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.quant.quantize import load_quantized
 shape = ModelConfig(vocab_size=256, d_model=512, n_heads=8, n_layers=8, d_ff=1536, max_seq_len=64)
-def peak():
-    status = open('/proc/self/status')
-    return next(int(line.split()[1]) * 1024 for line in status if line.startswith('VmHWM'))
 from trainkit.quant.quantize import _no_weights
 with _no_weights(): # what torch loads for a model
     Transformer(ModelConfig(vocab_size=64, d_model=64, n_heads=4, n_layers=1, d_ff=64))
-before = peak()
+before = peak_memory()
 model = load_quantized(lambda: Transformer(shape), sys.argv[1])
-print(peak() - before)
+print(peak_memory() - before)
 model(torch.zeros(1, 4, dtype=torch.long))
 """
 
@@ -607,11 +605,7 @@ def test_never_whole_in_memory(tmp_path):
         weights.pop("lm_head.weight")
     save_file(weights, tmp_path / "model.safetensors")
     size = (tmp_path / "model.safetensors").stat().st_size
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    grown = int(done.stdout)
+    grown = int(run_measured(PEAK, tmp_path))
     assert size > 100e6 and 0 < grown < 0.4 * size, (grown, size)
 
 
