@@ -18,7 +18,7 @@ from test_rl import Signs
 from trainkit.eval.metrics import bert_score
 from trainkit.align.dpo import LOSSES, DPOConfig, dpo_objective
 from trainkit.align.game import TokenGame
-from trainkit.eval.lm_eval import Backend
+from trainkit.eval.lm_eval import HarnessBackend
 from trainkit.eval.stats import compare
 from trainkit.align.logprobs import pair_log_probs, sequence_log_probs, shares_prompts
 from trainkit.lora.inject import add_lora
@@ -301,10 +301,13 @@ def evaluation():
                 near, tokenizer, rows, norm
             )
         close(
-            *(np.array(Backend(model, tokenizer).loglikelihood(asked)) for model in (far, near)),
+            *(
+                np.array(HarnessBackend(model, tokenizer).loglikelihood(asked))
+                for model in (far, near)
+            ),
             1e-4,
         )
-        Backend(far, tokenizer).generate_until(
+        HarnessBackend(far, tokenizer).generate_until(
             [SimpleNamespace(args=("one", dict(until=["."], max_gen_toks=4, do_sample=True)))]
         )
         close(next_log_probs(far, [1, 2, 3], 1), next_log_probs(near, [1, 2, 3], 1))

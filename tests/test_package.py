@@ -542,7 +542,7 @@ def test_every_error_reaches_another_process_as_it_was_said(tmp_path):
         "ConfigError": ([Problem("cups", 0, "must be ≥ 1")], "Shop"),
         "TrainingError": ("loss is nan", 7, "checkpoint-6"),
         "ProcessFailed": (1, "it fell", "Traceback"),
-        "WorkerDied": (2, -9, log, 1),
+        "WorkerFailed": (2, -9, log, 1),
         "NothingToLearn": (),
         "StepTooBig": ("too big",),
         "_Gone": ("ended",),

@@ -14,8 +14,8 @@ commands do not import torch."""
 
 # %% auto #0
 __all__ = ['runs', 'Root', 'app', 'Overrides', 'find_run', 'list_command', 'compare_command', 'show_command', 'health_command',
-           'Commands', 'Profile', 'options', 'read_run_config', 'lasting', 'demo', 'train', 'launch', 'generate',
-           'doctor', 'main']
+           'Commands', 'Profile', 'options', 'read_run_config', 'ignore_print_errors', 'demo', 'train', 'launch',
+           'generate', 'doctor', 'main']
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #imports-command_line
 import json
@@ -38,13 +38,13 @@ from typer.core import TyperGroup
 from .config import nearest
 from .course import course, lab
 from .files import printable, say, to_json, write_atomic
-from .progress import Lasting, is_terminal, note
+from .progress import SafeStream, is_terminal, note
 from .recipes.data_commands import data
 from .recipes import commands as tools
 from .recipes import memory_commands as needs
 from .train.monitors import check_health
 from .train.reports import compare_runs, write_report
-from .train.runs import Run, list_runs, plain, read_run, text_table
+from .train.runs import Run, list_runs, to_jsonable, read_run, text_table
 
 if TYPE_CHECKING:
     from trainkit.recipes.config import RunConfig
@@ -80,7 +80,7 @@ _AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
 def _json(value: object) -> None:
-    say(to_json(plain(value), indent=1, ensure_ascii=False).replace('"\\u0000inf"', "1e999"))
+    say(to_json(to_jsonable(value), indent=1, ensure_ascii=False).replace('"\\u0000inf"', "1e999"))
 
 
 @runs.command(name="list")
@@ -350,9 +350,9 @@ def read_run_config(
 
 
 @contextmanager
-def lasting() -> Iterator[None]:
+def ignore_print_errors() -> Iterator[None]:
     "Nothing that is printed in the block, or by the libraries below it, can end the run."
-    out, err = cast(TextIO, Lasting(sys.stdout)), cast(TextIO, Lasting(sys.stderr))
+    out, err = cast(TextIO, SafeStream(sys.stdout)), cast(TextIO, SafeStream(sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
         yield
 
@@ -363,7 +363,7 @@ def _run(
     from trainkit.recipes.runner import run
 
     # Notes on the way are not the result
-    with lasting(), redirect_stdout(sys.stderr) if as_json else nullcontext():
+    with ignore_print_errors(), redirect_stdout(sys.stderr) if as_json else nullcontext():
         result = run(config, resume, force_resume=force, verbose=not as_json)
     if as_json:
         names = (
@@ -415,7 +415,7 @@ def demo(
     later = [change[5:] for change in changes if change.startswith("demo.")]
     changes = [change for change in changes if not change.startswith("demo.")]
     config = read_run_config("full" if full else "quick", None, changes, name="demo")
-    with lasting():
+    with ignore_print_errors():
         result = run_demo(config, load_config(DemoConfig, {}, later), only or "", fresh)
     if result.report and not result.exit_code:
         say(f"\nReport  {result.report}")
@@ -641,7 +641,7 @@ def launch(
 ) -> None:
     "Run a config in several processes, on one machine or several: the model whole, or sharded."
     from trainkit.config import parse_config
-    from trainkit.recipes.launcher import NO_FP16, translate
+    from trainkit.recipes.launcher import NO_FP16, translate_launch
     from trainkit.recipes.launcher import launch as start
 
     changes = [*([config] if config and "=" in config else []), *(overrides or [])]
@@ -654,7 +654,7 @@ def launch(
         config_file = parse_config(file.read_text(encoding="utf-8"), str(file))[0] if file else {}
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not UTF-8 text") from None
-    plan, rest = translate(
+    plan, rest = translate_launch(
         config_file,
         num_processes=processes,
         strategy=strategy,
@@ -807,7 +807,7 @@ def _complain(text: str) -> None:
     "Print an error, in red in a terminal, and how to see more of it."
     red = is_terminal(sys.stderr) and not os.environ.get("NO_COLOR")
     text = printable(text)
-    stderr = cast(TextIO, Lasting(sys.stderr))
+    stderr = cast(TextIO, SafeStream(sys.stderr))
     print(typer.style(text, fg="red") if red else text, file=stderr, flush=True)
     note("(TRAINKIT_DEBUG=1 shows where it happened.)", file=sys.stderr)
 

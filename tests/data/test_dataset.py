@@ -25,7 +25,7 @@ from trainkit.data.dataset import (
     clean_text,
     load_examples,
     load_splits,
-    side,
+    hash_position,
     split_examples,
     split_key,
     stream_examples,
@@ -318,7 +318,9 @@ HELD_OUT = [4, 9, 10, 11, 12, 13, 14, 18]
 
 def test_split_vectors():
     "The published places: a split in any other program or language must get these."
-    assert [side(t) for t in ("trainkit", "", "Why is the sky blue?", "déjà vu", "日本語")] == [
+    assert [
+        hash_position(t) for t in ("trainkit", "", "Why is the sky blue?", "déjà vu", "日本語")
+    ] == [
         0.6157926122048922,
         0.5151522356031434,
         0.9258451515712119,
@@ -329,7 +331,10 @@ def test_split_vectors():
     assert [
         n for n, row in enumerate(questions) if row in split_examples(questions, 0.2)[1]
     ] == HELD_OUT
-    assert [side("trainkit", seed) for seed in (0, 1)] == [0.6157926122048922, 0.9973750967943643]
+    assert [hash_position("trainkit", seed) for seed in (0, 1)] == [
+        0.6157926122048922,
+        0.9973750967943643,
+    ]
 
 
 def test_splits_do_not_depend_on_the_process():
@@ -404,7 +409,7 @@ def test_no_question_on_two_sides(data, kind, seed):
 
 
 def test_a_value_with_nothing_to_evaluate_on_is_named_and_its_own_share_helps():
-    texts = sorted((f"row {i}" for i in range(200)), key=side)
+    texts = sorted((f"row {i}" for i in range(200)), key=hash_position)
     rare, common = texts[-5:], texts[:150]  # By their own places all five are in the last 20 %
     rows = [dict(text=t, task="rare") for t in rare] + [dict(text=t, task="common") for t in common]
     with pytest.warns(UserWarning, match="no row with task = rare is set apart"):
@@ -426,7 +431,7 @@ def test_a_value_with_nothing_to_evaluate_on_is_named_and_its_own_share_helps():
 def test_a_run_with_nothing_to_evaluate_on_says_what_would_help(tmp_path):
     rows = sorted(
         (dict(prompt=f"Question {i}", completion="a") for i in range(60)),
-        key=lambda row: side(split_key(row)),
+        key=lambda row: hash_position(split_key(row)),
     )[20:40]
     path = str(write_examples(rows, tmp_path / "rows.jsonl"))
     with pytest.warns(UserWarning, match="20 rows leave none to evaluate on.*eval_file") as warned:
@@ -870,7 +875,7 @@ def test_what_cannot_travel_is_an_error_and_no_hang():
 @pytest.mark.parametrize("count", [999, 1000, 1001, 2500])
 def test_bad_rows_are_all_counted_and_the_first_thousand_described(tmp_path, count):
     "The messages are bounded for any file; the number in each sentence counts all rows."
-    from trainkit.data.sources import BAD_KEPT
+    from trainkit.data.sources import MAX_BAD_MESSAGES
 
     lines = [
         json.dumps(dict(prompt="Hi", completion="Hello")),
@@ -883,7 +888,9 @@ def test_bad_rows_are_all_counted_and_the_first_thousand_described(tmp_path, cou
         rows = load_examples(path, on_bad="skip")
     report = rows.report
     assert len(rows) == report.rows == 2 and rows[1]["line"] == count + 2
-    assert BAD_KEPT == 1000 and len(report.bad) == min(count, 1000) and report.skipped == count
+    assert (
+        MAX_BAD_MESSAGES == 1000 and len(report.bad) == min(count, 1000) and report.skipped == count
+    )
     assert [f"line {n + 2}," in line for n, line in enumerate(report.bad)] == [True] * len(
         report.bad
     )

@@ -886,10 +886,10 @@ def test_what_is_repeated_ten_times_as_often_takes_no_hundred_times_as_long(piec
     from time import process_time
 
     from trainkit.data.text_checks import looks_like_code
-    from trainkit.data.quality import find_form
+    from trainkit.data.quality import find_chat_format
 
     text, start = piece * 60_000 + " :@<&##;1234 sk-", process_time()
-    find_form(text), looks_like_code(text), mask_personal(text)
+    find_chat_format(text), looks_like_code(text), mask_personal(text)
     for find in DEFECTS.values():
         find(text)
     assert process_time() - start < 25
@@ -897,7 +897,7 @@ def test_what_is_repeated_ten_times_as_often_takes_no_hundred_times_as_long(piec
 
 def test_a_rendered_chat_is_found_as_one_slow_expression_would_find_it():
     import re
-    from trainkit.data.quality import find_form
+    from trainkit.data.quality import find_chat_format
 
     slow = {
         "llama2 or mistral": r"\[INST\][\s\S]*?\[/INST\]",
@@ -926,7 +926,7 @@ def test_a_rendered_chat_is_found_as_one_slow_expression_would_find_it():
             for name, form in slow.items()
             if (m := re.search(form, text))
         ]
-        assert find_form(text) == (min(hits)[1:] if hits else None), text
+        assert find_chat_format(text) == (min(hits)[1:] if hits else None), text
         count += bool(hits)
     assert 300 < count < 2900
     assert DEFECTS["role_words"]("\n\n  Human: hi\nAssistant: yes") == [(2, 10), (14, 24)]

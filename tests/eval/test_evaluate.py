@@ -16,7 +16,7 @@ from support.processes import call
 from trainkit.eval.metrics import bert_score
 from trainkit.data.dataloader import Batches
 from trainkit.eval.scoring import perplexity
-from trainkit.eval.lm_eval import Backend, run_harness
+from trainkit.eval.lm_eval import HarnessBackend, run_harness
 from trainkit.interop.hf import save_pretrained
 from trainkit.interop.families import to_hf
 from trainkit.eval.stats import bootstrap, compare
@@ -28,7 +28,7 @@ from trainkit.eval.scoring import TextScore, multiple_choice, score_pieces, scor
 from trainkit.eval.evaluator import kl_at_each, side_by_side
 from trainkit.tokenizer.chat_template import TEMPLATES
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
-from trainkit.eval.evaluator import AnswerMetrics, RatioSum, evaluate, tell_apart
+from trainkit.eval.evaluator import AnswerMetrics, RatioSum, evaluate, compare_streams
 from trainkit.train.config import TrainConfig
 from trainkit.train.trainer import Trainer
 
@@ -223,7 +223,7 @@ def test_two_models_are_told_apart_as_compare_does():
     tally = RatioSum()
     for x, y in zip(a, b, strict=True):
         tally.add(y - x)
-    ours, want = tell_apart(tally, ("a", "b"), True), compare(a, b)
+    ours, want = compare_streams(tally, ("a", "b"), True), compare(a, b)
     assert ours.better == want.better == "b" and ours.p_value == want.p_value
     assert ours.difference.value == pytest.approx(want.difference.value)
 
@@ -454,7 +454,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
             self.args = args
 
     asks = [Ask(" ".join(WORDS * 4))]
-    ours = Backend(models[1], tok, max_length=20)
+    ours = HarnessBackend(models[1], tok, max_length=20)
     assert ours.loglikelihood_rolling(asks)[0] == pytest.approx(
         theirs.loglikelihood_rolling(asks, disable_tqdm=True)[0], abs=1e-3
     )

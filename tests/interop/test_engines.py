@@ -224,14 +224,14 @@ def test_a_frozen_part_stays_frozen_and_muon_is_ours():
 
 def test_a_token_that_pads_learns_as_input():
     "If a tokenizer pads with the end-of-text token, transformers gives it no gradient."
-    from trainkit.interop.hf_bridge import open_twin
+    from trainkit.interop.hf_bridge import to_peft_model
 
     ids = torch.tensor([[5, 7, 8, 7]])
     net = small()
     grads = []
     for model in (
         copy.deepcopy(net),
-        open_twin(copy.deepcopy(net), eos_token_id=7, pad_token_id=7),
+        to_peft_model(copy.deepcopy(net), eos_token_id=7, pad_token_id=7),
     ):
         model(ids).logits.square().mean().backward()
         grads.append(model.get_input_embeddings().weight.grad)
@@ -248,11 +248,11 @@ def test_a_token_that_pads_learns_as_input():
     ids=["whole", "adapter", "reward"],
 )
 def test_the_weights_are_in_memory_once(make):
-    from trainkit.interop.hf_bridge import open_twin
+    from trainkit.interop.hf_bridge import to_peft_model
 
     net = make()
     before = copy.deepcopy(net.state_dict())
-    twin = open_twin(net, pad_token_id=0)
+    twin = to_peft_model(net, pad_token_id=0)
     assert {p.data_ptr() for p in twin.parameters()} == {p.data_ptr() for p in net.parameters()}
     assert all(torch.equal(p, before[name]) for name, p in net.state_dict().items())
     assert {p.dtype for p in twin.parameters()} == {torch.float32}

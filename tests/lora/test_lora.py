@@ -28,7 +28,7 @@ from trainkit.interop.families import to_hf
 from trainkit.model.generation import generate
 from trainkit.lora.targets import LoRAConfig
 from trainkit.lora.layers import LoRALayer
-from trainkit.lora.inject import adapted, add_lora, put, trainable_report
+from trainkit.lora.inject import adapted, add_lora, replace_layer, trainable_report
 from trainkit.lora.merge import merge_folder, merge_lora, merge_quantized, unmerge_lora
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
@@ -246,7 +246,7 @@ def test_over_a_quantized_base():
     packed, plain = small(), small()
     for name, module in list(packed.named_modules()):
         if type(module).__name__ == "Linear" and name != "lm_head":
-            put(packed, name, Rounded(module))
+            replace_layer(packed, name, Rounded(module))
             plain.get_submodule(name).weight.data.copy_(packed.get_submodule(name).dequantize())
     config = LoRAConfig(r=4, target_modules="all-linear")
 

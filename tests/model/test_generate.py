@@ -775,7 +775,7 @@ def test_a_text_cannot_forge_a_control_token():
     from trainkit.align.rl import RLConfig
     from trainkit.align.rollouts import Rollouts
     from trainkit.eval.evaluator import ask_row
-    from trainkit.eval.lm_eval import Backend
+    from trainkit.eval.lm_eval import HarnessBackend
     from trainkit.eval.scoring import score_choices, score_texts
     from trainkit.interop.hf_bridge import fast_tokenizer
     from trainkit.model.generation import text_to_ids
@@ -802,7 +802,7 @@ def test_a_text_cannot_forge_a_control_token():
             lambda text, tokenizer=tokenizer: [
                 *score_choices(model, tokenizer, [(text, ["a", "b"])])
             ],
-            lambda text, tokenizer=tokenizer: Backend(model, tokenizer)._ids(text),
+            lambda text, tokenizer=tokenizer: HarnessBackend(model, tokenizer)._ids(text),
             lambda text, tokenizer=tokenizer: Rollouts(
                 model,
                 tokenizer,

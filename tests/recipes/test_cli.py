@@ -830,7 +830,7 @@ def test_every_word_of_transformers_trl_and_peft_leads_somewhere():
     import trl
     from transformers import Seq2SeqTrainingArguments
 
-    from trainkit.recipes.converter import Always, No, look_up
+    from trainkit.recipes.converter import Implied, Refused, look_up
 
     unknown = {}
     for kind in (
@@ -867,8 +867,8 @@ def test_every_word_of_transformers_trl_and_peft_leads_somewhere():
                 field.name, True if "bool" in str(field.type) else 1
             )
             meaning = look_up(field.name, value)
-            assert isinstance(meaning, (dict, No, Always)), field.name
-            if isinstance(meaning, No) and "is not known" in meaning:
+            assert isinstance(meaning, (dict, Refused, Implied)), field.name
+            if isinstance(meaning, Refused) and "is not known" in meaning:
                 unknown.setdefault(kind.__name__, []).append(field.name)
     assert not unknown, unknown
 

@@ -1188,7 +1188,7 @@ def test_fp16_with_zero_becomes_bf16_and_says_so(where, tmp_path):
             {"num_gpus": 2, "use_deepspeed": True, "deepspeed_config": {"zero_stage": stage}}
         )[1].command.endswith(f"zero{stage}")
     if where == "a file":
-        from trainkit.recipes.launcher import translate
+        from trainkit.recipes.launcher import translate_launch
 
         for own in ({}, {"fp16": True}, {"train": {"mixed_precision": "fp16"}}):
             with pytest.warns(
@@ -1198,7 +1198,7 @@ def test_fp16_with_zero_becomes_bf16_and_says_so(where, tmp_path):
                     "and bf16 takes its place"
                 ),
             ):
-                plan, rest = translate(
+                plan, rest = translate_launch(
                     {"deepspeed_config": str(tmp_path / "ds.json"), "num_gpus": 8, **own}
                 )
             assert (
@@ -1210,7 +1210,7 @@ def test_fp16_with_zero_becomes_bf16_and_says_so(where, tmp_path):
             json.dumps({**HALVES, "fp16": {}, "bf16": {"enabled": True}})
         )
         with pytest.raises(ConfigError, match="contradicts"):
-            translate(
+            translate_launch(
                 {
                     "deepspeed_config": str(tmp_path / "bf16.json"),
                     "num_gpus": 8,

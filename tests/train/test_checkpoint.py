@@ -20,7 +20,7 @@ from torch import nn
 from trainkit.train.checkpoint import (
     FILES,
     load_checkpoint,
-    problem_with,
+    checkpoint_problem,
     read_manifest,
     save_checkpoint,
 )
@@ -110,7 +110,7 @@ def interrupted(folder: Path, kills) -> int:
         kill(folder, process)
         hit += finish(process) == -signal.SIGKILL
         for path in find_checkpoints(folder / "checkpoints"):
-            assert problem_with(path) == ""
+            assert checkpoint_problem(path) == ""
     assert finish(start(folder)) == 0
     return hit
 
@@ -221,7 +221,9 @@ def test_file_too_large_for_the_disk_leaves_the_old_ones(tmp_path):
         and "Nothing was written" in message
         and "checkpoint-2" in message
     )
-    assert os.listdir(folder) == ["checkpoint-1"] and problem_with(folder / "checkpoint-1") == ""
+    assert (
+        os.listdir(folder) == ["checkpoint-1"] and checkpoint_problem(folder / "checkpoint-1") == ""
+    )
 
 
 @pytest.mark.skipif(
@@ -239,7 +241,7 @@ def test_full_disk(tmp_path):
         assert caught.value.errno == errno.ENOSPC
         assert (
             os.listdir(tmp_path) == ["checkpoint-1"]
-            and problem_with(tmp_path / "checkpoint-1") == ""
+            and checkpoint_problem(tmp_path / "checkpoint-1") == ""
         )
         subprocess.run(["mount", "-o", "remount,ro", tmp_path], check=True)
         with pytest.raises(OSError, match="read-only"):

@@ -274,11 +274,11 @@ def test_deepspeed_takes_the_file(name, monkeypatch):
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     from trainkit.recipes.launcher import launch_files
-    from trainkit.recipes.launcher import translate
+    from trainkit.recipes.launcher import translate_launch
     from trainkit.train.sharding import zero_settings
 
     monkeypatch.setenv("WORLD_SIZE", "1")
-    plan, _ = translate(FILES[name], num_processes=2)
+    plan, _ = translate_launch(FILES[name], num_processes=2)
     written = json.loads(launch_files(plan, gpu=False)["deepspeed.json"])
     settings = zero_settings(written, plan.strategy, 0.5)
     read = DeepSpeedConfig(settings)
@@ -364,7 +364,7 @@ torch.distributed.destroy_process_group()
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_killed_worker(tmp_path, monkeypatch, restarts):
     "It is named with its log; with a restart the job resumes and ends with the same weights."
-    from trainkit.recipes.launcher import WorkerDied, start
+    from trainkit.recipes.launcher import WorkerFailed, start
     from trainkit.recipes.launcher import LaunchConfig
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -373,7 +373,7 @@ def test_a_killed_worker(tmp_path, monkeypatch, restarts):
     program = [str(tmp_path / "job.py"), str(tmp_path / "run"), str(tmp_path / "mark")]
     plan = LaunchConfig(2, "fsdp", max_restarts=restarts)
     if not restarts:
-        with pytest.raises(WorkerDied, match="Process 1 died .killed") as error:
+        with pytest.raises(WorkerFailed, match="Process 1 died .killed") as error:
             start(program, plan, tmp_path / "launch")
         assert (
             error.value.exit_code == -signal.SIGKILL

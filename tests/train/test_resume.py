@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import kill_resume
 
 import trainkit.train.checkpoint as checkpoint
-from trainkit.train.checkpoint import problem_with, read_manifest
+from trainkit.train.checkpoint import checkpoint_problem, read_manifest
 from trainkit.data.dataloader import Batches
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
@@ -220,7 +220,9 @@ def test_disk_that_is_full_amid_a_checkpoint(tmp_path, monkeypatch, asynchronous
             and "The run goes on; the last checkpoint is" in result.notes[0]
         )
     monkeypatch.undo()
-    assert all(problem_with(p) == "" for p in find_checkpoints(tmp_path / "run" / "checkpoints"))
+    assert all(
+        checkpoint_problem(p) == "" for p in find_checkpoints(tmp_path / "run" / "checkpoints")
+    )
     trainer(tmp_path / "run").train("auto")
     assert end(tmp_path / "run") == end(tmp_path / "whole")
 

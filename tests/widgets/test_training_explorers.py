@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainkit.align.dpo import LOSSES, USED_BY, DPOConfig, preference_loss
-from trainkit.widgets.explorer import ExplorerView, static
+from trainkit.widgets.explorer import ExplorerView, explorer_html
 from trainkit.lora.targets import LoRAConfig
 from trainkit.lora.inject import add_lora
 from trainkit.widgets.weight_explorers import (
@@ -93,7 +93,7 @@ def test_a_schedule_of_one_step_and_of_no_rate():
         dict(learning_rate=1e-6, min_lr_ratio=1, warmup_ratio=0),
     ):
         for name in SCHEDULES:
-            assert "<svg" in static(ScheduleExplorer(lr_scheduler_type=name, **values))
+            assert "<svg" in explorer_html(ScheduleExplorer(lr_scheduler_type=name, **values))
     assert rates(OptimConfig(learning_rate=0), 3) == [0, 0, 0]
 
 
@@ -165,7 +165,7 @@ def test_far_pairs_are_drawn():
         dict(beta=10),
     ):
         for loss in ("sigmoid", "ipo", "orpo", "discopop", "kto", "sppo_hard"):
-            picture = static(DPOExplorer(loss_type=loss, **values))
+            picture = explorer_html(DPOExplorer(loss_type=loss, **values))
             assert 'role="alert"' not in picture and "nan" not in picture
 
 
@@ -266,7 +266,7 @@ def test_every_kind_of_codes_on_half_precision_and_odd_shapes():
     for weight in (torch.randn(3, 5).half(), torch.randn(1, 70).bfloat16(), torch.zeros(4, 8)):
         for kind in QUANTS:
             assert quantization_error(weight.float(), kind)["back"].shape == weight.shape
-            assert 'role="alert"' not in static(QuantExplorer(weight, quant_type=kind))
+            assert 'role="alert"' not in explorer_html(QuantExplorer(weight, quant_type=kind))
 
 
 def test_matrices_of_a_quantized_model_and_of_transformers():
@@ -283,7 +283,7 @@ def test_matrices_of_a_quantized_model_and_of_transformers():
     )
     names = [*matrices(theirs)]
     assert "transformer.h.0.mlp.c_fc.weight" in names
-    assert "<svg" in static(QuantExplorer(theirs, layer="transformer.h.0.mlp.c_fc.weight"))
+    assert "<svg" in explorer_html(QuantExplorer(theirs, layer="transformer.h.0.mlp.c_fc.weight"))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -323,7 +323,9 @@ def test_planner_pulls_levers_and_keeps_the_method(monkeypatch):
         0,
     )
     assert (
-        result["plan"].levers and not right.fits and "whatever lever is pulled" in static(explorer)
+        result["plan"].levers
+        and not right.fits
+        and "whatever lever is pulled" in explorer_html(explorer)
     )
 
 
@@ -509,8 +511,8 @@ def test_numbers_are_finite():
 
 def test_smoothing_that_a_loss_ignores_is_said():
     "One knob for two losses: it reaches the one that reads it, and a note names the other."
-    shown = static(DPOExplorer(loss_type="ipo", beside="robust", label_smoothing=0.2))
+    shown = explorer_html(DPOExplorer(loss_type="ipo", beside="robust", label_smoothing=0.2))
     assert "label_smoothing has no effect on ipo;" in shown
-    assert "no effect" not in static(
+    assert "no effect" not in explorer_html(
         DPOExplorer(loss_type="sigmoid", beside="robust", label_smoothing=0.2)
     )

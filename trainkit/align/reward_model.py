@@ -18,9 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .logprobs import lay_out
+from .logprobs import layout_pairs
 from .preference_data import collate_pairs
-from ..train.objectives import Loss, to_model_device, fitting, names_argument, objective
+from trainkit.train.objectives import (
+    Loss,
+    to_model_device,
+    forward_inputs,
+    names_argument,
+    objective,
+)
 from ..train.step import evaluating
 
 if TYPE_CHECKING:
@@ -59,7 +65,7 @@ class RewardModel(nn.Module):
         inputs: dict[str, Any] = {}
         last = input_ids.shape[1] - 1
         if attention_mask is not None:
-            inputs = fitting(self.body, dict(attention_mask=attention_mask))
+            inputs = forward_inputs(self.body, dict(attention_mask=attention_mask))
             last = attention_mask.sum(1) - 1
         if names_argument(self.body, "use_cache"):
             inputs["use_cache"] = False
@@ -85,7 +91,7 @@ def pair_rewards(
     batch: Mapping[str, Tensor],  # From `collate_pairs`
 ) -> tuple[Tensor, Tensor]:  # (B,) and (B,) rewards of the chosen and the rejected answers
     "Score both answers of each pair."
-    out = model(**lay_out(to_model_device(model, batch), share=False).inputs)
+    out = model(**layout_pairs(to_model_device(model, batch), share=False).inputs)
     rewards = out if isinstance(out, Tensor) else out.logits[:, 0]
     chosen, rejected = rewards.chunk(2)
     return chosen, rejected

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .policy import TokenScores, dropout_of, token_scores
+from .policy import TokenScores, dropout_layers, token_scores
 from .reference import Reference, make_reference
 from .rewards import Reward, score
-from .rl import RLConfig, gae, group_relative, leave_one_out, no_spread, whiten
+from .rl import RLConfig, gae, group_relative, leave_one_out, zero_std_groups, whiten
 from ..lora.merge import merged_lora
 from ..model.decoding import unsupported_reason
 from ..model.generation import SamplingConfig, context_length, decode_rows, generate
@@ -140,7 +140,7 @@ class Rollouts:
         self.prompt_ids, self.rows = encode_prompts(prompts, tokenizer, room)
         self.rewards = [reward] if callable(reward) else list(reward)
         self.batch_size = batch_size or config.num_prompts * config.num_generations
-        if where := dropout_of(model):
+        if where := dropout_layers(model):
             raise ValueError(
                 f"the model has dropout ({where[0]}), so a token has another probability each time "
                 "it is asked: take model.dropout=0 "
@@ -324,7 +324,7 @@ class Rollouts:
         if len(by_name) > 1:
             numbers |= {f"reward_{name}": value for name, value in by_name.items()}
         if c.num_generations > 1:
-            numbers["frac_reward_zero_std"] = no_spread(rewards, c.num_generations).float()
+            numbers["frac_reward_zero_std"] = zero_std_groups(rewards, c.num_generations).float()
         if end is not None:
             numbers["ended"] = torch.tensor([float(a[-1] == end) for a in answers])
         batch = pack_answers(prompts, answers)

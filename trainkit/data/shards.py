@@ -14,7 +14,7 @@ and an `index.json` that describes them, written by `write_index`."""
 
 # %% auto #0
 __all__ = ['TokenRows', 'write_shard', 'write_index', 'read_index', 'shard_damage', 'verify_shards', 'TokenShards', 'open_shards',
-           'read_pieces', 'native', 'encode_texts', 'tokenizer_hash', 'encode_blocks', 'tokenize_to_disk']
+           'read_pieces', 'fastest_tokenizer', 'encode_texts', 'tokenizer_hash', 'encode_blocks', 'tokenize_to_disk']
 
 # %% ../../nbs/02_data/18_shards.ipynb #imports-shards
 import hashlib
@@ -354,7 +354,7 @@ def read_pieces(
         yield rest, True
 
 # %% ../../nbs/02_data/18_shards.ipynb #f5b11fe7
-def native(
+def fastest_tokenizer(
     tokenizer: "BPETokenizer | PreTrainedTokenizerFast",
     # A `BPETokenizer` with the same ids if there is one, or else the tokenizer itself
 ) -> "BPETokenizer | PreTrainedTokenizerFast":
@@ -399,7 +399,7 @@ def tokenizer_hash(
     tokenizer: "BPETokenizer | PreTrainedTokenizerFast",
 ) -> str:  # 16 hexadecimal digits; the same for both forms of one tokenizer
     "A fingerprint of what decides the ids: tokens, merges, pattern, special tokens (SHA-256)."
-    tok = native(tokenizer)
+    tok = fastest_tokenizer(tokenizer)
     if isinstance(tok, BPETokenizer):
         parts = json.dumps(tok._parts() | dict(post_processor=None), sort_keys=True)
     else:
@@ -563,7 +563,7 @@ def tokenize_to_disk(
     # Raises `FileExistsError` if the folder contains shards of another text or tokenizer
 ) -> TokenShards:
     "Encode a corpus into shards of ids. Called again after a kill, it resumes."
-    folder, tokenizer = Path(folder), native(tokenizer)
+    folder, tokenizer = Path(folder), fastest_tokenizer(tokenizer)
     for name, value in (("num_proc", num_proc), ("shard_chars", shard_chars)):
         if value is not None and value < 1:
             raise ValueError(f"{name} = {value}: must be at least 1")

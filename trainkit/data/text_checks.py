@@ -10,8 +10,8 @@ anybody."""
 
 # %% auto #0
 __all__ = ['Span', 'SECRETS', 'PERSONAL', 'DEFECTS', 'mojibake', 'repair', 'control', 'invisible', 'homoglyphs',
-           'looks_like_code', 'markup', 'special_tokens', 'role_words', 'looks_random', 'checked', 'named_secrets',
-           'named_personal', 'secrets', 'personal', 'mask_personal', 'loops']
+           'looks_like_code', 'markup', 'special_tokens', 'role_words', 'looks_random', 'is_valid_number',
+           'named_secrets', 'named_personal', 'secrets', 'personal', 'mask_personal', 'loops']
 
 # %% ../../nbs/02_data/08_text_checks.ipynb #imports-text_checks
 import math
@@ -245,7 +245,7 @@ def looks_random(
     )
 
 
-def checked(
+def is_valid_number(
     kind: str,
     value: str,  # Such as '4111 1111 1111 1111'
 ) -> bool:  # For check digits: Luhn for cards, ISO 7064 for accounts
@@ -295,7 +295,7 @@ def named_personal(text: str) -> list[tuple[int, int, str]]:  # Start, end, kind
         for kind, pattern in _PERSONAL.items()
         if kind != "e-mail address" or "@" in text
         for m in pattern.finditer(text)
-        if checked(kind, m[0])
+        if is_valid_number(kind, m[0])
     ]
 
 

@@ -30,7 +30,7 @@ from ..charts import bars
 from .schema import example_kind, to_messages
 from ..display import PLAIN, Picture, clean, grid, table, visible
 from ..parallel import cached, in_order
-from ..tokenizer.chat import find_template, is_ours, render_batch
+from ..tokenizer.chat import find_template, is_bpe_tokenizer, render_batch
 
 if TYPE_CHECKING:
     from trainkit.tokenizer.chat import AnyTokenizer
@@ -282,7 +282,7 @@ def _render_all(
 
 def _content(tokenizer: "AnyTokenizer") -> str:
     "All that the ids depend on."
-    if not is_ours(tokenizer):
+    if not is_bpe_tokenizer(tokenizer):
         parts = cast(Any, tokenizer).backend_tokenizer.to_str()
     else:
         parts = (
@@ -508,7 +508,7 @@ def mask_problems(
 
 def _piece(tokenizer: "AnyTokenizer", token_id: int) -> bytes | str:
     "What a token stands for."
-    if is_ours(tokenizer):
+    if is_bpe_tokenizer(tokenizer):
         return tokenizer.decode_bytes([token_id])
     return str(tokenizer.decode([token_id]))
 

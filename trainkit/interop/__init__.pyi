@@ -10,7 +10,7 @@ from . import (
 from .families import FAMILIES as FAMILIES, from_hf as from_hf, to_hf as to_hf
 from .gguf import export_gguf as export_gguf, write_modelfile as write_modelfile
 from .hf import load_pretrained as load_pretrained, save_pretrained as save_pretrained
-from .hf_bridge import fast_tokenizer as fast_tokenizer, open_twin as open_twin
+from .hf_bridge import fast_tokenizer as fast_tokenizer, to_peft_model as to_peft_model
 from .hub import HubConfig as HubConfig, fetch_model as fetch_model, push_to_hub as push_to_hub
 from .llamafactory import run_llamafactory as run_llamafactory, to_llamafactory as to_llamafactory
 from .trl import TRLTrainer as TRLTrainer, run_trl as run_trl, trl_arguments as trl_arguments

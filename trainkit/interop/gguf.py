@@ -13,8 +13,8 @@ writes that in Go. A template that cannot be expressed in this way is refused.""
 
 # %% auto #0
 __all__ = ['ARCHITECTURES', 'PRE_TOKENIZERS', 'QUANT_TYPES', 'ChatParts', 'chat_parts', 'go_template', 'write_modelfile',
-           'to_neighbours', 'gguf_names', 'architecture_of', 'describe_model', 'read_template', 'describe_tokenizer',
-           'read_tensors', 'export_gguf']
+           'interleave_rotary_rows', 'gguf_names', 'architecture_of', 'describe_model', 'read_template',
+           'describe_tokenizer', 'read_tensors', 'export_gguf']
 
 # %% ../../nbs/10_interop/04_gguf.ipynb #imports-gguf
 import tempfile
@@ -35,7 +35,7 @@ from ..model.attention import rope_frequencies
 from ..model.config import ModelConfig
 from ..progress import Progress
 from ..tokenizer.chat_template import render_text
-from ..tokenizer.formats import read_pattern, usual_template
+from ..tokenizer.formats import read_pattern, default_template
 from ..tokenizer.pretokenize import GPT4_PATTERN, PATTERNS
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ ARCHITECTURES = {
 }
 
 
-def to_neighbours(
+def interleave_rotary_rows(
     weight: np.ndarray,  # (heads·D, …) rows of a query or key projection, pairs half a head apart
     heads: int,
 ) -> np.ndarray:  # The same rows, pairs side by side
@@ -353,7 +353,7 @@ def read_template(
     file = Path(folder) / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    return usual_template(_read(Path(folder) / "tokenizer_config.json").get("chat_template"))
+    return default_template(_read(Path(folder) / "tokenizer_config.json").get("chat_template"))
 
 
 def describe_tokenizer(
@@ -446,7 +446,7 @@ def read_tensors(
             with safe_open(file, "pt") as tensors:
                 array = tensors.get_tensor(name).float().numpy()
             part = name.split(".")[-2]
-            return to_neighbours(array, heads[part]) if swap and part in heads else array
+            return interleave_rotary_rows(array, heads[part]) if swap and part in heads else array
 
         return read
 

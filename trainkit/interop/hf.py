@@ -29,12 +29,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..config import load_config, pick_device, save_config
-from ..files import alone, atomic_folder, open_with, read_json, reading, write_atomic
+from trainkit.files import (
+    transformers_lock,
+    atomic_folder,
+    open_with,
+    read_json,
+    reading,
+    write_atomic,
+)
 from .families import CONSTANTS, check_family_weights, from_hf, from_hf_config
-from .families import from_hf_weights, hf_architecture, obstacles, stored_as
+from .families import from_hf_weights, hf_architecture, unsupported_knobs, stored_as
 from .families import take_weights, to_hf_config, to_hf_weights
 from .hub import fetch_model
-from ..model.config import MOST_LAYERS, ModelConfig
+from ..model.config import MAX_LAYERS, ModelConfig
 from ..model.transformer import Transformer
 from ..quant.ggml import gguf_version
 from ..quant.quantize import QuantConfig, load_quantized, quantize_model, tensor_files
@@ -76,7 +83,7 @@ def read_weights(
 def _quiet() -> Iterator[None]:
     "Without progress bars and warnings of transformers; one thread at a time, as both are global."
     log = transformers.logging
-    with alone:
+    with transformers_lock:
         level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
         log.set_verbosity_error()
         log.disable_progress_bar()
@@ -123,7 +130,7 @@ def read_model_settings(
     "The content of config.json, checked for sizes that would take minutes to fail."
     file = Path(folder) / "config.json"
     data = read_json(file)
-    for names, most in ((("num_hidden_layers", "n_layer"), MOST_LAYERS), (_SIZES, 2**31)):
+    for names, most in ((("num_hidden_layers", "n_layer"), MAX_LAYERS), (_SIZES, 2**31)):
         for name in names:
             if isinstance(count := data.get(name), int) and count > most:
                 raise ValueError(
@@ -241,7 +248,7 @@ def _open_theirs(
     if hasattr(config, "quantization_config"):
         # Newer versions set it, and refuse to save weights that are plain numbers by now
         del config.quantization_config
-    with alone:
+    with transformers_lock:
         model = type(model)(config).to(model.dtype)
     model.load_state_dict(weights)
     model.generation_config = ending
@@ -516,7 +523,7 @@ def save_pretrained(
             f"{folder} holds '{strange[0]}', which is no part of a model: choose another folder"
         )
     _check_sizes(tokenizer, cast(Any, model.config).vocab_size)
-    if isinstance(model, Transformer) and (reasons := obstacles(model.config)):
+    if isinstance(model, Transformer) and (reasons := unsupported_knobs(model.config)):
         warnings.warn(
             f"no class of transformers computes {', '.join(reasons)}: {folder} gets "
             "model.safetensors and trainkit.json, which trainkit.interop.hf.load_pretrained opens",

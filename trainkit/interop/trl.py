@@ -14,8 +14,8 @@ which trainer of TRL is used, and `check_trl` whether TRL is installed."""
 
 # %% auto #0
 __all__ = ['ENGINES', 'TRL_KINDS', 'TRL_TRAINER_KINDS', 'OPTIMIZERS', 'DPO_LOSSES', 'METRICS', 'SETTINGS', 'trl_kind',
-           'check_trl', 'engine_line', 'refuse', 'trl_arguments', 'trl_rows', 'as_trl_reward', 'BatchOrderSampler',
-           'Unpaired', 'TRLTrainer', 'make_loop', 'run_trl']
+           'check_trl', 'engine_line', 'check_trl_config', 'trl_arguments', 'trl_rows', 'as_trl_reward',
+           'BatchOrderSampler', 'PairsAsSingles', 'TRLTrainer', 'make_loop', 'run_trl']
 
 # %% ../../nbs/10_interop/05_trl.ipynb #imports-trl
 import importlib
@@ -36,12 +36,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 import torch
 
-from ..align.rewards import rewards_of
+from ..align.rewards import call_reward
 from ..config import seed_everything, to_dict
 from ..data.dataloader import Batches
-from ..files import alone, write_atomic
-from .hf_bridge import check_few_bits, copy_back, fast_tokenizer, few_bit_layers
-from .hf_bridge import offline, open_twin, packs_weights
+from ..files import transformers_lock, write_atomic
+from trainkit.interop.hf_bridge import (
+    check_few_bits,
+    copy_trained_weights,
+    fast_tokenizer,
+    quantized_layers,
+)
+from .hf_bridge import offline, to_peft_model, packs_weights
 from .llamafactory import stage_of
 from ..progress import Progress
 from ..train.config import Result, TrainConfig, TrainState, TrainingError, due
@@ -259,7 +264,7 @@ SETTINGS = {  # kind -> our settings of the method under TRL's names
 }
 
 
-def refuse(
+def check_trl_config(
     config: TrainConfig,
 ) -> None:  # Raises `ValueError` naming the knob
     "Refuse what our loop can do, and TRL's cannot."
@@ -283,7 +288,7 @@ def trl_arguments(
     "Our knobs as TRL's arguments, with no default left that matters."
     trl = importlib.import_module("trl")
     c, o, a = trainer.config, trainer.optim, trainer.accelerator
-    refuse(c)
+    check_trl_config(c)
     checkpointing = getattr(trainer.model.config, "gradient_checkpointing", False)
     values: _Values = dict(
         output_dir=str(trainer.place),
@@ -409,7 +414,7 @@ def as_trl_reward(
         }
         return [
             None if r is None else float(r)
-            for r in rewards_of(function, dict(columns, completions=texts), reward.__name__)
+            for r in call_reward(function, dict(columns, completions=texts), reward.__name__)
         ]
 
     reward.__name__ = getattr(function, "__name__", type(function).__name__)
@@ -442,7 +447,7 @@ class BatchOrderSampler(torch.utils.data.Sampler):
         return (int(i) for part in plan for i in part)
 
 
-class Unpaired:
+class PairsAsSingles:
     "Batches of pairs as batches of twice as many single answers, each with a thumb up or down."
 
     def __init__(
@@ -550,10 +555,10 @@ class TRLTrainer(Trainer):
             raise ValueError(
                 "engine: trl runs in one process here: launch several with engine: trainkit"
             )
-        refuse(self.config)
+        check_trl_config(self.config)
         check_few_bits(self.model, self.accelerator.device)
         device = self.accelerator.device
-        if kind in ("grpo", "rloo") and few_bit_layers(self.model) and packs_weights(device):
+        if kind in ("grpo", "rloo") and quantized_layers(self.model) and packs_weights(device):
             raise ValueError(
                 f"{kind} lets the model answer between two steps, and on this processor a 4-bit "
                 "layer of bitsandbytes gives no gradient after that: take engine: trainkit"
@@ -570,7 +575,7 @@ class TRLTrainer(Trainer):
         self.theirs: Any = None
         self.shapes: list[tuple[int, ...]] = []
         if kind == "kto":
-            self.batches, self.batch_size = Unpaired(self.train_batches), 2 * self.batch_size
+            self.batches, self.batch_size = PairsAsSingles(self.train_batches), 2 * self.batch_size
 
     # --- before the first step
 
@@ -658,11 +663,11 @@ class TRLTrainer(Trainer):
             unused = next(i for i in range(len(tokenizer)) if i not in last)
             tokenizer.pad_token = cast(Any, tokenizer).convert_ids_to_tokens(unused)
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
-        twin = open_twin(self.model, **{name: getattr(tokenizer, name) for name in names})
+        twin = to_peft_model(self.model, **{name: getattr(tokenizer, name) for name in names})
         base = getattr(importlib.import_module("trl"), TRL_TRAINER_KINDS[self.kind][0])
         steps, callback = _subclass(base, self)
         arguments = self._arguments(twin)
-        with alone, warnings.catch_warnings():  # The filters of the process
+        with transformers_lock, warnings.catch_warnings():  # The filters of the process
             warnings.simplefilter("ignore", FutureWarning)
             trainer = steps(
                 model=twin,
@@ -762,7 +767,9 @@ class TRLTrainer(Trainer):
     def pull(self) -> None:
         "Copy the weights of the twin into our model."
         if self.theirs is not None:
-            copy_back(self.theirs.accelerator.unwrap_model(self.theirs.model), self.model)
+            copy_trained_weights(
+                self.theirs.accelerator.unwrap_model(self.theirs.model), self.model
+            )
 
     def evaluate(self) -> dict:
         self.pull()
@@ -792,7 +799,7 @@ class TRLTrainer(Trainer):
             return
         self.state.seconds = self.seconds
         path = self.folder / "trl" / f"checkpoint-{self.state.step}"
-        with alone, warnings.catch_warnings():
+        with transformers_lock, warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             self.theirs._save_checkpoint(self.theirs.model, None)
         self.theirs.state.save_to_json(str(path / "trainer_state.json"))

@@ -12,8 +12,8 @@ again. `combine_adapters` makes one adapter out of several, and `remove_adapter`
 
 # %% auto #0
 __all__ = ['adapter_names', 'active_adapters', 'use_adapter', 'remove_adapter', 'adapters_off', 'combine_adapters',
-           'vocabulary_of', 'resize_vocabulary', 'adapter_tensors', 'peft_config', 'save_adapter', 'lora_config',
-           'AdapterParts', 'adapter_parts', 'differs', 'read_adapter', 'check_adapter_base', 'load_adapter']
+           'vocabulary_size', 'resize_vocabulary', 'adapter_tensors', 'peft_config', 'save_adapter', 'lora_config',
+           'AdapterParts', 'adapter_parts', 'tensors_differ', 'read_adapter', 'check_adapter_base', 'load_adapter']
 
 # %% ../../nbs/05_lora/06_adapters.ipynb #imports-adapters
 import json
@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from ..config import nearest
 from ..files import atomic_folder, read_json, reading, write_atomic
 from .inject import AdaptedModel, activate, adapted, add_lora, all_or_nothing
-from .inject import exchange_biases, put
-from .layers import Factor, LoRALayer, LoRALinear, ModulesToSaveWrapper, start_of
+from .inject import exchange_biases, replace_layer
+from .layers import Factor, LoRALayer, LoRALinear, ModulesToSaveWrapper, init_factors
 from .targets import LoRAConfig, adaptable, rank_and_alpha, saved_layers
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def remove_adapter(
         layer.forget(name)
         if not layer.adapters:
             wrapper = isinstance(layer, ModulesToSaveWrapper)
-            put(model, path, layer.original_module if wrapper else layer.base_layer)
+            replace_layer(model, path, layer.original_module if wrapper else layer.base_layer)
     others = {n: c for n, c in holder.lora_configs.items() if n != name}
     if others:
         holder.lora_configs = others
@@ -181,7 +181,7 @@ def combine_adapters(
     return use_adapter(model, name)
 
 # %% ../../nbs/05_lora/06_adapters.ipynb #44e611d1
-def vocabulary_of(
+def vocabulary_size(
     model: nn.Module,
 ) -> int:  # Rows of the input embedding; 0 where there is none
     "The number of tokens in a model's vocabulary."
@@ -197,7 +197,7 @@ def resize_vocabulary(
     vocab_size: int,  # Tokens from now on, at least as many as before
 ) -> nn.Module:  # Changed in place; new rows are the mean of the old
     "Add rows for new tokens to the embedding and the head."
-    old = vocabulary_of(model)
+    old = vocabulary_size(model)
     if vocab_size < old:
         raise ValueError(
             f"vocab_size = {vocab_size}: the model has {old} tokens, and none can be removed"
@@ -362,7 +362,7 @@ def save_adapter(
     tensors, config = adapter_tensors(model, adapter), peft_config(model, adapter, base)
     if bad := [name for name, t in tensors.items() if not t.isfinite().all()]:
         raise ValueError(f"{bad[0]} is not finite: the adapter is broken, and nothing was saved")
-    own = dict(vocab_size=vocabulary_of(model))
+    own = dict(vocab_size=vocabulary_size(model))
     card = _CARD.format(
         base=json.dumps(base or ""),
         rank=config["r"],
@@ -485,7 +485,7 @@ def _check_low(name: str, parts: Mapping[str, Tensor], config: LoRAConfig) -> No
         )
 
 
-def differs(
+def tensors_differ(
     base: Tensor,  # In the model
     saved: Tensor,  # In the folder
 ) -> bool:
@@ -581,7 +581,7 @@ def load_adapter(
     config, tensors, vocab_size = read_adapter(folder)
     parts, init = adapter_parts(config, tensors), check_adapter_base(config, folder)
     with all_or_nothing(model):
-        before = vocabulary_of(model)
+        before = vocabulary_size(model)
         if 0 < before < vocab_size:
             resize_vocabulary(model, vocab_size)
         else:
@@ -623,7 +623,7 @@ def _load_low(layer: LoRALayer, low: Mapping[str, Tensor], adapter: str, init: s
             f"{[tuple(own_A.shape), tuple(own_B.shape)]}"
         )
     if init:  # PEFT subtracted the start from the base
-        start_A, start_B, _ = start_of(
+        start_A, start_B, _ = init_factors(
             init, layer.matrix().detach(), len(A), layer.scaling[adapter]
         )
         layer.lora_start_A[adapter] = Factor(start_A, False)
@@ -680,7 +680,7 @@ def _check_base(
         p = params.get(name)
         # The rows of new tokens are not the base's
         rows = vocab_size if name.endswith(_VOCABULARY) else len(t)
-        if p is None or p.shape != t.shape or differs(p[:rows], t[:rows]):
+        if p is None or p.shape != t.shape or tensors_differ(p[:rows], t[:rows]):
             raise ValueError(
                 f"{folder} was trained over a base with another '{name}': "
                 "is it the right base model?"

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from ..display import plural
 from ..files import atomic_folder, read_json, reading, show_bytes
-from .adapters import adapter_parts, check_adapter_base, differs, lora_config
+from .adapters import adapter_parts, check_adapter_base, tensors_differ, lora_config
 from .adapters import read_adapter
-from .inject import adapted, put
+from .inject import adapted, replace_layer
 from .layers import LoRALayer, ModulesToSaveWrapper
 from .targets import rank_and_alpha
 from ..progress import note
@@ -53,15 +53,15 @@ def merge_lora(
         if isinstance(layer, ModulesToSaveWrapper):
             if not keep:
                 stored = next(layer.original_module.parameters()).dtype
-                put(model, name, layer.current.requires_grad_(False).to(stored))
+                replace_layer(model, name, layer.current.requires_grad_(False).to(stored))
         elif not layer.active and not keep:
-            put(model, name, layer.base_layer)
+            replace_layer(model, name, layer.base_layer)
         elif layer.kind == "quantized":
-            put(model, name, _merged_quantized_layer(layer, plain_dtype))
+            replace_layer(model, name, _merged_quantized_layer(layer, plain_dtype))
         else:
             _merge_in_place(layer, keep)
             if not keep:
-                put(model, name, layer.base_layer)
+                replace_layer(model, name, layer.base_layer)
     if not keep:
         for attribute in ("lora_configs", "lora_biases", "lora_trained_biases"):
             if hasattr(model, attribute):
@@ -165,19 +165,19 @@ def merged_lora(
     try:
         for name, layer in layers.items():
             if isinstance(layer, ModulesToSaveWrapper):
-                put(model, name, layer.current)
+                replace_layer(model, name, layer.current)
             elif not layer.active or layer.original is not None:
-                put(model, name, layer.base_layer)
+                replace_layer(model, name, layer.base_layer)
             elif layer.kind != "quantized" and type(layer.weight).__name__ in in_memory:
                 W, plain = layer.merged_weight().to(layer.weight.dtype), copy.copy(layer.base_layer)
                 W = W if layer.kind == "linear" else W.T.contiguous()
                 weight = nn.Parameter(W, requires_grad=False)
                 plain._parameters = {**plain._parameters, "weight": weight}
-                put(model, name, plain)
+                replace_layer(model, name, plain)
         yield model
     finally:
         for name, layer in layers.items():
-            put(model, name, layer)
+            replace_layer(model, name, layer)
 
 # %% ../../nbs/05_lora/07_merging.ipynb #e89ea3f4
 @dataclass
@@ -260,7 +260,7 @@ def merge_quantized(
         for name, W in weights.items():
             cast(nn.Linear, model.get_submodule(name)).weight.copy_(W)
         for name, module in requantized.items():
-            put(model, name, module)
+            replace_layer(model, name, module)
         result = agreement(before, model(input_ids).logits)
     finally:
         model.train(training)
@@ -591,7 +591,7 @@ class _FolderMerge:
                 mean = W.float().mean(0).to(W.dtype)
                 rows = mean.expand(self.base.vocab_size - old, *W.shape[1:])
             W = torch.cat([W, rows])
-        if saved is not None and differs(W[:old], saved[:old]):
+        if saved is not None and tensors_differ(W[:old], saved[:old]):
             raise ValueError(
                 f"{self.adapter} was trained over a base with another '{source}': "
                 "is it the right base model?"

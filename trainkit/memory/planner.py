@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from ..config import nearest
 from ..display import PALETTE, Picture, svg, text
 from ..files import show_bytes
-from ..lora.inject import add_lora, put, with_vocabulary
+from ..lora.inject import add_lora, replace_layer, with_vocabulary
 from ..lora.targets import LoRAConfig
 from .estimate import predict_memory
 from .offload import OffloadedOptimizer, checkpoint_blocks
@@ -90,7 +90,7 @@ def make_setup(
             weight: torch.Tensor = layer.weight  # type: ignore
             transposed = hasattr(layer, "nf")  # GPT-2's
             d_in, d_out = weight.shape if transposed else reversed(weight.shape)
-            put(net, name, kind(d_in, d_out, layer.bias is not None, dtype=weight.dtype))
+            replace_layer(net, name, kind(d_in, d_out, layer.bias is not None, dtype=weight.dtype))
     if setup.lora_rank:
         lora = replace(setup.lora or LoRAConfig(target_modules="all-linear"), r=setup.lora_rank)
         net = add_lora(net, with_vocabulary(net, lora) if setup.new_tokens else lora)

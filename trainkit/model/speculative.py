@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention import BACK, KVCache
+from .attention import MAX_CROP, KVCache
 from .decoding import DecodePlan, unsupported_reason
 from .generation import Processor, SamplingConfig, adjust, check_request, draw
 from .generation import Prompts, Tokenizer, eval_mode
@@ -129,8 +129,8 @@ def speculate(
 ) -> Any:  # Prompt and continuation, in the form of `input_ids`
     "Continue a prompt with the help of a draft model: tokens of `model`, in fewer of its steps."
     _check_models(model, draft_model)
-    if not 1 <= draft_tokens < BACK:
-        raise ValueError(f"draft_tokens is {draft_tokens}, and must be 1 to {BACK - 1}")
+    if not 1 <= draft_tokens < MAX_CROP:
+        raise ValueError(f"draft_tokens is {draft_tokens}, and must be 1 to {MAX_CROP - 1}")
     knobs |= dict(max_new_tokens=max_new_tokens, temperature=temperature)
     rows, config, eos, _, (text, *more) = check_request(
         model, input_ids, tokenizer, stop, eos_token_id, knobs

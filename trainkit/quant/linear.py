@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..model.layers import autocast_dtype, by_hand, fast_products
+from ..model.layers import autocast_dtype, use_manual_backward, fast_products
 from .int8 import int8_linear, quantize_rows
 from .nf4 import CODEBOOKS, QuantizedTensor, dequantize_4bit, dynamic_codebook
 from .nf4 import quantize_4bit
@@ -150,7 +150,7 @@ class _FrozenProduct(torch.autograd.Function):
             return fused(grad, ctx.layer.quantized, True), None, None
         weight = ctx.layer.dequantize(grad.dtype)
         flat = grad.reshape(-1, grad.shape[-1])
-        with fast_products() if by_hand(grad) else nullcontext():
+        with fast_products() if use_manual_backward(grad) else nullcontext():
             return (flat @ weight).view(*grad.shape[:-1], -1), None, None
 
 
@@ -304,7 +304,7 @@ class Linear4bit(_FrozenLinear):
         if fused := _fused(x):
             return fused(x, self.quantized)
         weight = self.dequantize(x.dtype)
-        with fast_products() if by_hand(x) else nullcontext():
+        with fast_products() if use_manual_backward(x) else nullcontext():
             return F.linear(x, weight)
 
     def extra_repr(self) -> str:

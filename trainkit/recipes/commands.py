@@ -15,7 +15,7 @@ Python, call the functions behind the commands instead."""
 # %% auto #0
 __all__ = ['config', 'tokenizer', 'export', 'Folder', 'FlagCommand', 'Group', 'with_flags', 'show_config', 'convert_command',
            'presets_command', 'train_tokenizer', 'encode_command', 'show_tokenizer', 'merge', 'export_gguf_command',
-           'export_hf_command', 'names_model', 'evaluate', 'chat']
+           'export_hf_command', 'with_model_name', 'evaluate', 'chat']
 
 # %% ../../nbs/11_recipes/17_commands.ipynb #imports-commands
 import json
@@ -518,7 +518,7 @@ def export_hf_command(
     say(f"Model   {output}")
 
 
-def names_model(
+def with_model_name(
     command: Callable[..., None],  # With a parameter `model`
 ) -> Callable[..., None]:  # The same command
     "Name the model's folder in errors of its numbers or its chat template."
@@ -539,7 +539,7 @@ def names_model(
     return named
 
 
-@names_model
+@with_model_name
 def evaluate(
     model: Annotated[
         Path, typer.Argument(help="A model folder, such as runs/demo/model.", show_default=False)
@@ -647,7 +647,7 @@ def _print_answer(talk: "Conversation", line: str) -> None:
         sys.stdout.flush()
 
 
-@names_model
+@with_model_name
 def chat(
     model: Annotated[
         Path,

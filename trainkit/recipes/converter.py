@@ -14,8 +14,9 @@ setting, several, nothing because it always happens, or a refusal with its reaso
 
 # %% auto #0
 __all__ = ['WHOLE_VALUES', 'Bindings', 'Meaning', 'Reader', 'PRECISIONS', 'WORDS', 'CONTEXTS', 'METHOD_GROUPS', 'Setting',
-           'flatten_words', 'Computed', 'Made', 'read_python', 'read_settings', 'No', 'Always', 'look_up', 'takes_list',
-           'flag_changes', 'method_group', 'device_group', 'height', 'SettingVerdict', 'Translation', 'convert_config']
+           'flatten_settings', 'Computed', 'ScriptObject', 'read_python', 'read_settings', 'Refused', 'Implied',
+           'look_up', 'takes_list', 'flag_changes', 'method_group', 'device_group', 'priority', 'SettingVerdict',
+           'Translation', 'convert_config']
 
 # %% ../../nbs/11_recipes/04_convert_configs.ipynb #imports-convert_configs
 import ast
@@ -37,7 +38,7 @@ from ..display import table
 from .config import ALIGNED, METHODS, METHOD_NAMES, NAMING, RunConfig, lora_words
 from .config import method_config, method_words
 from .launcher import LaunchConfig
-from .launcher import translate as translate_launch
+from .launcher import translate_launch as translate_launch
 from ..tokenizer.chat_template import TEMPLATES
 from ..train.runs import text_table
 
@@ -75,7 +76,7 @@ WHOLE_VALUES = frozenset(  # Groups that are one value
 )
 
 
-def flatten_words(
+def flatten_settings(
     data: Mapping,  # Nested groups
     lines: Mapping[str, int] = {},  # Dotted name -> line # noqa: B006
     above: tuple[str, ...] = (),  # The names of the groups that contain `data`
@@ -84,7 +85,7 @@ def flatten_words(
     for key, value in data.items():
         path = (*above, str(key))
         if isinstance(value, Mapping) and value and key not in WHOLE_VALUES:
-            yield from flatten_words(value, lines, path)
+            yield from flatten_settings(value, lines, path)
         else:
             yield Setting(path, value, lines.get(".".join(path)), data)
 
@@ -93,7 +94,7 @@ class Computed(str):
     "An expression whose value is known only when the script runs."
 
 
-class Made(Computed):
+class ScriptObject(Computed):
     "An object that the script creates elsewhere, such as a model or the rows of a data set."
 
 
@@ -658,10 +659,10 @@ class _ScriptSettings:
     def _add(self, path: tuple[str, ...], node: ast.expr, call: bool = False) -> None:
         value = self.script.value(node)
         if isinstance(value, Mapping) and path[-1] not in WHOLE_VALUES:
-            inner = flatten_words(value, {}, path)
+            inner = flatten_settings(value, {}, path)
             self.settings.extend(s._replace(line=node.lineno) for s in inner)
         elif call and isinstance(value, Computed) and path[-1] in _OBJECTS:
-            self.settings.append(Setting(path, Made(value), node.lineno))
+            self.settings.append(Setting(path, ScriptObject(value), node.lineno))
         else:
             self.settings.append(Setting(path, value, node.lineno))
 
@@ -677,7 +678,7 @@ class _ScriptSettings:
             if keyword.arg:
                 self._add((name, keyword.arg), keyword.value, True)
             elif isinstance(rest := self.script.value(keyword.value), Mapping):
-                inner = flatten_words(rest, {}, (name,))
+                inner = flatten_settings(rest, {}, (name,))
                 self.settings.extend(s._replace(line=node.lineno) for s in inner)
             else:
                 self.settings.append(Setting((name, f"**{rest}"), rest, node.lineno))
@@ -801,7 +802,7 @@ def read_settings(
     "The settings of a config, in the order of the file."
     if isinstance(source, Mapping):
         plain = json.loads(json.dumps(source, default=str))
-        return list(flatten_words(_recognized(plain, "config")))
+        return list(flatten_settings(_recognized(plain, "config")))
     path = Path(source)
     if not path.is_file():
         raise FileNotFoundError(
@@ -816,19 +817,19 @@ def read_settings(
     if path.suffix not in (".yaml", ".yml", ".json", ""):
         raise ValueError(f"{path}: must be a .yaml, .json or .py file")
     data, lines = parse_config(text, str(path))
-    return list(flatten_words(_recognized(data, str(path)), lines))
+    return list(flatten_settings(_recognized(data, str(path)), lines))
 
 # %% ../../nbs/11_recipes/04_convert_configs.ipynb #68eb40df
-class No(str):
+class Refused(str):
     "Why a setting is refused."
 
 
-class Always(str):
+class Implied(str):
     "Why a setting needs no knob."
 
 
 # {'group.knob': value}; '@…' is a word about the method, '?…' a default for other words to replace
-Meaning = dict[str, Any] | No | Always
+Meaning = dict[str, Any] | Refused | Implied
 Reader = Callable[[Any, Mapping], Meaning]  # Of a value and the values of its group
 
 PRECISIONS = {
@@ -847,7 +848,7 @@ def _dtype(value: object, _: Mapping) -> Meaning:
     form = PRECISIONS.get(str(value).removeprefix("torch."))
     if form:
         return {"train.mixed_precision": form}
-    return No(f"must be one of {', '.join(PRECISIONS)}")
+    return Refused(f"must be one of {', '.join(PRECISIONS)}")
 
 
 def _if(
@@ -858,7 +859,7 @@ def _if(
 
     def meaning(value: object, _: Mapping) -> Meaning:
         if value in (False, None, 0, "false", "no", "none"):
-            return Always(off)
+            return Implied(off)
         return on(value) if callable(on) else on
 
     return meaning
@@ -866,7 +867,7 @@ def _if(
 
 def _stopping(value: object, _: Mapping) -> Meaning:
     if not value:
-        return Always("off is the default")
+        return Implied("off is the default")
     return {
         "?train.early_stopping_patience": 3 if value is True else value,
         "?train.eval_strategy": "epoch",
@@ -890,9 +891,9 @@ _PACKINGS = {
 
 def _packing(value: Any, siblings: Mapping) -> Meaning:
     if value == "wrapped":
-        return No("cuts examples in two: take first_fit or best_fit")
+        return Refused("cuts examples in two: take first_fit or best_fit")
     if any(siblings.get(k) is False for k in _SWITCHES):
-        return Always("packing is off")
+        return Implied("packing is off")
     return {"sft.packing": _PACKINGS.get(value, value)}
 
 
@@ -901,9 +902,9 @@ def _rope(value: object, _: Mapping) -> Meaning:
         scaling = {"rope_type" if k == "type" else k: v for k, v in value.items()}
         return {"model.rope_scaling": scaling}
     if value in (None, False, "none"):
-        return Always("the model keeps its own")
+        return Implied("the model keeps its own")
     example = f"{{rope_type: {value}, factor: 2.0, original_max_position_embeddings: 4096}}"
-    return No(
+    return Refused(
         f'says no factor: model.rope_scaling="{example}" for a new model; '
         "one that was trained keeps its own"
     )
@@ -925,7 +926,7 @@ _FLASH = {
 def _flash(value: object, _: Mapping) -> Meaning:
     if str(value) in _FLASH:
         return {"model.attention": _FLASH[str(value)]}
-    return No(f"must be one of {', '.join(_FLASH)}")
+    return Refused(f"must be one of {', '.join(_FLASH)}")
 
 
 def _half(form: str) -> Reader:
@@ -936,12 +937,12 @@ def _half(form: str) -> Reader:
         if value in (False, "false", "no") and other in (None, False, "false", "no"):
             return {"?train.mixed_precision": "no"}
         if value in (None, False, "false", "no"):
-            return Always("off is the default")
+            return Implied("off is the default")
         if value == "auto":
             return {"train.mixed_precision": "auto"}
         if value in (True, "true", "yes", "full"):
             return {"train.mixed_precision": form}
-        return No("must be true, false or auto")
+        return Refused("must be true, false or auto")
 
     return meaning
 
@@ -964,10 +965,10 @@ def _min_lr_ratio(options: Mapping, siblings: Mapping) -> float | None:
 
 def _schedule_knobs(value: object, siblings: Mapping) -> Meaning:
     if not value:
-        return Always("empty is the default")
+        return Implied("empty is the default")
     if isinstance(value, Mapping) and (ratio := _min_lr_ratio(value, siblings)) is not None:
         return {"optim.min_lr_ratio": ratio}
-    return No("only min_lr_rate has an equivalent here, optim.min_lr_ratio")
+    return Refused("only min_lr_rate has an equivalent here, optim.min_lr_ratio")
 
 
 def _preference(value: object, siblings: Mapping) -> Meaning:
@@ -979,7 +980,7 @@ def _preference(value: object, siblings: Mapping) -> Meaning:
 
 def _trained(value: object, siblings: Mapping) -> Meaning:
     if not value and siblings.get("mask_history"):
-        return Always("set by mask_history")
+        return Implied("set by mask_history")
     return {"sft.train_on": "all" if value else "assistant"}
 
 
@@ -1000,7 +1001,7 @@ def _packs(value: object, siblings: Mapping) -> Meaning:
     if not value:
         return {"sft.packing": "none"}
     if siblings.get("packing_strategy"):
-        return Always("set by packing_strategy")
+        return Implied("set by packing_strategy")
     return {"sft.packing": "best_fit"}
 
 
@@ -1017,10 +1018,10 @@ def _targets(value: object, siblings: Mapping) -> Meaning:
 
 def _held_out(value: Any, _: Mapping) -> Meaning:
     if not value:
-        return No("must be above 0: a run is evaluated on rows that it has not seen")
+        return Refused("must be above 0: a run is evaluated on rows that it has not seen")
     if value < 1:
         return {"data.eval_fraction": value}
-    return No(f"is a fraction here, below 1, and not a number of rows such as {value}")
+    return Refused(f"is a fraction here, below 1, and not a number of rows such as {value}")
 
 
 _TEMPLATES = {
@@ -1037,11 +1038,11 @@ _TEMPLATES = {
 
 def _template(value: Any, _: Mapping) -> Meaning:
     if value in (None, "default", "auto", "tokenizer_default"):
-        return Always("the tokenizer's own chat format is used")
+        return Implied("the tokenizer's own chat format is used")
     name = _TEMPLATES.get(value, value)
     if name in TEMPLATES or "{" in str(value):
         return {"sft.template": name}
-    return No(
+    return Refused(
         f"is not a chat format that is known here ({', '.join(TEMPLATES)}); "
         "without one the tokenizer's own is used"
     )
@@ -1053,7 +1054,7 @@ def _every(event: str) -> Reader:
             return {f"train.{event}_strategy": "no"}
         if value == 1:
             return {f"train.{event}_strategy": "epoch"}
-        return No(
+        return Refused(
             f"more than one in an epoch is given in steps: "
             f"train.{event}_strategy=steps train.{event}_steps=N"
         )
@@ -1084,7 +1085,7 @@ def _component(group: str) -> Reader:
         if group == "optim":
             if name in _OPTIMIZERS:
                 return {"optim.optim": _OPTIMIZERS[name]}
-            return No(f"must be one of {', '.join(_OPTIMIZERS)}")
+            return Refused(f"must be one of {', '.join(_OPTIMIZERS)}")
         if group == "schedule":
             name = name.removeprefix("get_")
             name = name.removesuffix("_schedule_with_warmup").removesuffix("_with_warmup")
@@ -1093,12 +1094,12 @@ def _component(group: str) -> Reader:
         if group == "model":
             if "lora" in name:
                 return {"@finetuning_type": "qlora" if name.startswith("qlora") else "lora"}
-            return Always("the shape is in the folder of the model")
+            return Implied("the shape is in the folder of the model")
         if group == "data":
             if name in _DATASETS:
                 return {"data.kind": _DATASETS[name]}
-            return Always("the columns of the rows tell what they are")
-        return Always("taken from the run")
+            return Implied("the columns of the rows tell what they are")
+        return Implied("taken from the run")
 
     return meaning
 
@@ -1113,7 +1114,7 @@ _AXOLOTL_TYPES = {
 
 def _datasets(value: object, _: Mapping) -> Meaning:  # axolotl's
     if not isinstance(value, list) or len(value) != 1:
-        return No(
+        return Refused(
             "several data sets are mixed first (trainkit data mix), and their file is named here"
         )
     dataset = value[0] if isinstance(value[0], Mapping) else {"path": value[0]}
@@ -1129,7 +1130,7 @@ def _datasets(value: object, _: Mapping) -> Meaning:  # axolotl's
 
 # %% ../../nbs/11_recipes/04_convert_configs.ipynb #b07b9959
 _MODEL = "init_from"
-WORDS: dict[str, str | Reader | No | Always] = {
+WORDS: dict[str, str | Reader | Refused | Implied] = {
     # the method
     "training_type": "@training_type",
     "stage": "@stage",
@@ -1141,65 +1142,67 @@ WORDS: dict[str, str | Reader | No | Always] = {
     "use_lora": "@use_lora",
     "use_peft": "@use_lora",
     "lora.enabled": "@use_lora",
-    "peft_type": Always("adapters are LoRA"),
+    "peft_type": Implied("adapters are LoRA"),
     "fine_tuner.type": lambda v, _: {"engine": {"pytorch": "trainkit"}.get(v, v)},
-    "do_train": Always("a run trains"),
-    "do_eval": Always("a run evaluates itself"),
+    "do_train": Implied("a run trains"),
+    "do_eval": Implied("a run evaluates itself"),
     # the model
     "base.name": lambda v, siblings: (
-        Always("a label") if siblings.get("huggingface_id") or siblings.get("path") else {_MODEL: v}
+        Implied("a label")
+        if siblings.get("huggingface_id") or siblings.get("path")
+        else {_MODEL: v}
     ),
     "base.path": _MODEL,
     "model.name": _MODEL,
     "model.model_name": _MODEL,
     "model": _MODEL,
     "hf_model_id": _MODEL,
-    "model.type": Always("read from the model itself"),
+    "model.type": Implied("read from the model itself"),
     "torch_dtype": _dtype,
     "dtype": _dtype,
     "base.dtype": _dtype,
     "use_bf16": _if({"train.mixed_precision": "bf16"}),
     "use_fp16": _if({"train.mixed_precision": "fp16"}),
-    "model_type": Always("read from the model itself"),
-    "tokenizer_type": Always("read from the model itself"),
-    "is_llama_derived_model": Always("read from the model itself"),
+    "model_type": Implied("read from the model itself"),
+    "tokenizer_type": Implied("read from the model itself"),
+    "is_llama_derived_model": Implied("read from the model itself"),
     "device_map": lambda v, _: (
         {"device_map": v}
         if isinstance(v, str)
-        else Always("a run finds its device; trainkit launch shards a model")
+        else Implied("a run finds its device; trainkit launch shards a model")
     ),
-    "device": Always("a run finds its device"),
-    "use_cuda": Always("a run finds its device"),
+    "device": Implied("a run finds its device"),
+    "use_cuda": Implied("a run finds its device"),
     **dict.fromkeys(  # Elsewhere it is about training
         ("generation.use_cache", "sampling.use_cache"), lambda v, _: {"sampling.use_cache": v}
     ),
-    "use_cache": Always("training keeps no cache, and what is saved is left as it was"),
-    "use_fast": Always("tokenizers are always fast"),
-    "low_cpu_mem_usage": Always("weights are read one at a time"),
+    "use_cache": Implied("training keeps no cache, and what is saved is left as it was"),
+    "use_fast": Implied("tokenizers are always fast"),
+    "low_cpu_mem_usage": Implied("weights are read one at a time"),
     "use_auth_token": "token",
     "hf_token": "token",
     "hub_token": "token",
     "token": _if(
-        Always("the hub reads the token from the environment: HF_TOKEN=… trainkit train …"),
+        Implied("the hub reads the token from the environment: HF_TOKEN=… trainkit train …"),
         "no token is the default",
     ),
-    "trust_remote_code": _if(No("code that comes with a model is never run")),
+    "trust_remote_code": _if(Refused("code that comes with a model is never run")),
     "use_flash_attention": lambda v, _: {"model.attention": "flash_attention_2" if v else "sdpa"},
     "flash_attention": lambda v, _: {"model.attention": "flash_attention_2" if v else "sdpa"},
     "flash_attn": _flash,
     "rope_scaling": _rope,
     "sdp_attention": _if({"model.attention": "sdpa"}),
     "use_flash_attention_2": lambda v, _: {"model.attention": "flash_attention_2" if v else "sdpa"},
-    "xformers_attention": _if(No("is gone: torch has its own now, model.attention=sdpa")),
-    "use_unsloth": _if(No("is a library of its own: this run does the same in plain torch")),
-    "use_ipex": _if(No("is gone from transformers: its optimizations are in torch itself")),
-    "no_cuda": _if(No("is gone: CUDA_VISIBLE_DEVICES= before the command")),
-    "use_mps_device": Always("found by itself"),
-    "upcast_layernorm": Always("weights and norms are float32"),
+    "xformers_attention": _if(Refused("is gone: torch has its own now, model.attention=sdpa")),
+    "use_unsloth": _if(Refused("is a library of its own: this run does the same in plain torch")),
+    "use_ipex": _if(Refused("is gone from transformers: its optimizations are in torch itself")),
+    "no_cuda": _if(Refused("is gone: CUDA_VISIBLE_DEVICES= before the command")),
+    "use_mps_device": Implied("found by itself"),
+    "upcast_layernorm": Implied("weights and norms are float32"),
     "enable_liger_kernel": _if(
-        No("is a library of its own; the loss is computed in pieces here as well")
+        Refused("is a library of its own; the loss is computed in pieces here as well")
     ),
-    "cut_cross_entropy": Always("the loss is computed in pieces"),
+    "cut_cross_entropy": Implied("the loss is computed in pieces"),
     "model.vocab_size": "tokenizer.vocab_size",
     "num_layers": "model.n_layers",
     "num_heads": "model.n_heads",
@@ -1209,12 +1212,12 @@ WORDS: dict[str, str | Reader | No | Always] = {
     "model.preset": "preset",
     "model.size": "preset",
     "tokenizer.name": "tokenizer.path",
-    "tokenizer.type": Always("tokenizers are byte-pair encodings"),
+    "tokenizer.type": Implied("tokenizers are byte-pair encodings"),
     "enable_activation_checkpointing": "model.gradient_checkpointing",
     "use_gradient_checkpointing": "model.gradient_checkpointing",
     "activation_checkpointing": "model.gradient_checkpointing",
-    "gradient_checkpointing_kwargs": Always("never reentrant"),
-    "resize_vocab": _if(No("trainkit.lora.adapters.resize_vocabulary, before the run")),
+    "gradient_checkpointing_kwargs": Implied("never reentrant"),
+    "resize_vocab": _if(Refused("trainkit.lora.adapters.resize_vocabulary, before the run")),
     # the adapter and the bits
     "lora_target_modules": _targets,
     "target_modules": _targets,
@@ -1222,34 +1225,34 @@ WORDS: dict[str, str | Reader | No | Always] = {
     "lora_attn_modules": _targets,
     "lora_target_linear": _if({"lora.target_modules": "all-linear"}),
     "apply_lora_to_mlp": lambda v, siblings: (
-        Always("is in lora.target_modules")
+        Implied("is in lora.target_modules")
         if siblings.get("lora_attn_modules") or not v
         else {"lora.target_modules": ["gate_proj", "up_proj", "down_proj"]}
     ),
-    "apply_lora_to_output": _if(No("name the head in lora.target_modules")),
+    "apply_lora_to_output": _if(Refused("name the head in lora.target_modules")),
     "lora_task_type": "lora.task_type",
     "lora_modules_to_save": "lora.modules_to_save",
     "lora_bias": "lora.bias",
     "use_bnb_nested_quant": "quant.double_quant",
     "quantization_method": lambda v, _: (
-        Always("the same codes")
+        Implied("the same codes")
         if v in ("bnb", "bitsandbytes")
-        else No("only bnb has an equivalent here")
+        else Refused("only bnb has an equivalent here")
     ),
     "quant.type": lambda v, _: {
         "quant.bits": {"4bit": 4, "8bit": 8, "int4": 4, "int8": 8, "nf4": 4}.get(str(v), v)
     },
-    "quant.enabled": Always("follows from quant.bits"),
-    "inference_mode": Always("set when an adapter is opened"),
-    "fan_in_fan_out": Always("read from the layer itself"),
-    "lora_fan_in_fan_out": Always("read from the layer itself"),
+    "quant.enabled": Implied("follows from quant.bits"),
+    "inference_mode": Implied("set when an adapter is opened"),
+    "fan_in_fan_out": Implied("read from the layer itself"),
+    "lora_fan_in_fan_out": Implied("read from the layer itself"),
     "loraplus_lr_ratio": lambda v, _: (
-        {"optim.lr_factors": {"lora_B": float(v)}} if v else Always("off is the default")
+        {"optim.lr_factors": {"lora_B": float(v)}} if v else Implied("off is the default")
     ),
-    "save_adapter_weights_only": Always("the adapter and the merged model are both saved"),
+    "save_adapter_weights_only": Implied("the adapter and the merged model are both saved"),
     # data
     "datasets": _datasets,
-    "dataset_dir": No("give the whole path in data.path"),
+    "dataset_dir": Refused("give the whole path in data.path"),
     "sequence_len": "data.max_length",
     "cutoff_len": "data.max_length",
     "max_seq_len": "data.max_length",
@@ -1264,16 +1267,16 @@ WORDS: dict[str, str | Reader | No | Always] = {
     "eval_percentage": lambda v, _: _held_out(v / 100, {}),
     "data.source": "data.path",
     "data.name": "data.path",
-    "data.type": Always("read from the columns"),
+    "data.type": Implied("read from the columns"),
     "data_files": "data.path",
     "dataset_train_split": "data.split",
     "dataset_test_split": "data.validation_split",
     "data.max_seq_len": "data.max_length",
-    "test_file": No("a run reads no test data: data.test_fraction holds some out"),
+    "test_file": Refused("a run reads no test data: data.test_fraction holds some out"),
     "packing_strategy": _packing,
     **dict.fromkeys(_SWITCHES, _packs),
-    "eval_sample_packing": Always("held-out rows are not packed"),
-    "pad_to_sequence_len": Always("rows are padded to the longest of their batch"),
+    "eval_sample_packing": Implied("held-out rows are not packed"),
+    "pad_to_sequence_len": Implied("rows are padded to the longest of their batch"),
     "template": _template,
     "chat_template": _template,
     "train_on_inputs": lambda v, _: {"sft.train_on": "all" if v else "assistant"},
@@ -1282,27 +1285,29 @@ WORDS: dict[str, str | Reader | No | Always] = {
     "assistant_only_loss": lambda v, _: {"sft.train_on": "assistant" if v else "all"},
     "completion_only_loss": lambda v, _: {"sft.train_on": "assistant" if v else "all"},
     "mask_history": _if({"sft.train_on": "last"}),
-    "overwrite_cache": Always("there is no stale cache"),
+    "overwrite_cache": Implied("there is no stale cache"),
     "train_sampling_strategy": lambda v, _: (
-        {"data.group_by_length": True} if v == "group_by_length" else Always("rows are shuffled")
+        {"data.group_by_length": True} if v == "group_by_length" else Implied("rows are shuffled")
     ),
     "shuffle": lambda v, _: (
-        Always("rows are shuffled")
+        Implied("rows are shuffled")
         if v
-        else No("rows are shuffled, unless a curriculum orders them")
+        else Refused("rows are shuffled, unless a curriculum orders them")
     ),
-    "special_tokens": No(
+    "special_tokens": Refused(
         "the tokenizer keeps its own; "
         "trainkit.lora.adapters.resize_vocabulary adds some before a run"
     ),
-    "padding_side": Always("right for training, left for generation"),
+    "padding_side": Implied("right for training, left for generation"),
     "data.seed": "train.data_seed",
     "curriculum.enabled": lambda v, _: (
-        Always("set by its strategy") if v else {"curriculum.strategy": "none"}
+        Implied("set by its strategy") if v else {"curriculum.strategy": "none"}
     ),
-    "truncation": lambda v, _: Always("see sft.truncation") if v is True else {"sft.truncation": v},
-    "padding": Always("to the longest row of a batch"),
-    "use_multiprocessing": Always("see data.preprocessing_num_workers"),
+    "truncation": lambda v, _: (
+        Implied("see sft.truncation") if v is True else {"sft.truncation": v}
+    ),
+    "padding": Implied("to the longest row of a batch"),
+    "use_multiprocessing": Implied("see data.preprocessing_num_workers"),
     # the loop
     "micro_batch_size": "train.per_device_train_batch_size",
     "optim.type": "optim.optim",
@@ -1322,7 +1327,7 @@ WORDS: dict[str, str | Reader | No | Always] = {
     "fused": lambda v, siblings: (
         {"optim.optim": "adamw_torch_fused"}
         if v and "_component_" not in siblings
-        else Always("chosen by the device")
+        else Implied("chosen by the device")
     ),
     "cosine_min_lr_ratio": "optim.min_lr_ratio",
     # torchtune clips only where it is told to
@@ -1340,10 +1345,10 @@ WORDS: dict[str, str | Reader | No | Always] = {
     "compile": "train.torch_compile",
     "use_compile": "train.torch_compile",
     "compile_model": "train.torch_compile",
-    "max_steps_per_epoch": _if(No("train.max_steps counts the steps of the whole run")),
+    "max_steps_per_epoch": _if(Refused("train.max_steps counts the steps of the whole run")),
     "evals_per_epoch": _every("eval"),
     "saves_per_epoch": _every("save"),
-    "strict": Always("unknown keys are always refused"),
+    "strict": Implied("unknown keys are always refused"),
     "early_stopping": _stopping,
     "stopping.enabled": _stopping,
     "stopping.patience": "train.early_stopping_patience",
@@ -1352,62 +1357,66 @@ WORDS: dict[str, str | Reader | No | Always] = {
     "stopping.min_delta": "train.early_stopping_threshold",
     "use_cpu_offload": "train.offload_optimizer",
     "offload_optimizer_states": "train.offload_optimizer",
-    "empty_cache": Always("done between phases"),
-    "enable_activation_offloading": _if(No("trainkit.memory.offload, around the loop in Python")),
-    "resume_from_checkpoint": _if(No("is not a property of a run: trainkit train --resume FOLDER")),
+    "empty_cache": Implied("done between phases"),
+    "enable_activation_offloading": _if(
+        Refused("trainkit.memory.offload, around the loop in Python")
+    ),
+    "resume_from_checkpoint": _if(
+        Refused("is not a property of a run: trainkit train --resume FOLDER")
+    ),
     "auto_resume_from_checkpoints": _if(
-        No("is not a property of a run: trainkit train --resume FOLDER")
+        Refused("is not a property of a run: trainkit train --resume FOLDER")
     ),
     "save_only_model": _if(
-        No("checkpoints hold all that a resume needs; the model alone is in model/")
+        Refused("checkpoints hold all that a resume needs; the model alone is in model/")
     ),
-    "save_safetensors": Always("nothing else is written"),
-    "save_best": Always("best_model/ is always kept"),
-    "save_last": Always("the last checkpoint is always kept"),
-    "plot_loss": Always("curves are drawn from the first step on"),
-    "include_num_input_tokens_seen": Always("always counted"),
-    "ddp_timeout": Always("the default is long enough"),
-    "eval_on_start": Always("the base model is evaluated first"),
+    "save_safetensors": Implied("nothing else is written"),
+    "save_best": Implied("best_model/ is always kept"),
+    "save_last": Implied("the last checkpoint is always kept"),
+    "plot_loss": Implied("curves are drawn from the first step on"),
+    "include_num_input_tokens_seen": Implied("always counted"),
+    "ddp_timeout": Implied("the default is long enough"),
+    "eval_on_start": Implied("the base model is evaluated first"),
     "disable_tqdm": lambda v, _: {"train.progress": not v},
-    "compute_metrics": Always("metrics are computed"),
-    "average_tokens_across_devices": Always("the loss is weighted by tokens"),
+    "compute_metrics": Implied("metrics are computed"),
+    "average_tokens_across_devices": Implied("the loss is weighted by tokens"),
     # what a run reports
     "report_to": _trackers,
     "log_with": _trackers,
     "use_wandb": _if({"report_to": ["wandb"]}),
     "use_tensorboard": _if({"report_to": ["tensorboard"]}),
     "wandb_project": _if(
-        lambda v: Always(f"the environment names the project: WANDB_PROJECT={v} trainkit train …"),
+        lambda v: Implied(f"the environment names the project: WANDB_PROJECT={v} trainkit train …"),
         "none",
     ),
     "wandb_name": "name",
     "wandb_run_id": "name",
     "run_name": "name",
-    "wandb_entity": _if(No("WANDB_ENTITY in the environment")),
-    "wandb_watch": _if(No("gradients are in the log of the run")),
-    "wandb_log_model": _if(No("weights stay here")),
+    "wandb_entity": _if(Refused("WANDB_ENTITY in the environment")),
+    "wandb_watch": _if(Refused("gradients are in the log of the run")),
+    "wandb_log_model": _if(Refused("weights stay here")),
     "tensorboard_dir": "logging_dir",
-    "log_level": Always("the log has everything"),
-    "log_dir": Always("logs are in the folder of the run"),
-    "logging_dir": Always("logs are in the folder of the run"),
-    "logging_strategy": Always("see train.logging_steps"),
+    "log_level": Implied("the log has everything"),
+    "log_dir": Implied("logs are in the folder of the run"),
+    "logging_dir": Implied("logs are in the folder of the run"),
+    "logging_strategy": Implied("see train.logging_steps"),
     "checkpointer.output_dir": "train.output_dir",
     "checkpointer.checkpoint_dir": _MODEL,
-    "checkpointer.checkpoint_files": Always("read from the index of the folder"),
-    "checkpointer.recipe_checkpoint": Always("trainkit train --resume FOLDER"),
-    "checkpointer.model_type": Always("read from the model itself"),
+    "checkpointer.checkpoint_files": Implied("read from the index of the folder"),
+    "checkpointer.recipe_checkpoint": Implied("trainkit train --resume FOLDER"),
+    "checkpointer.model_type": Implied("read from the model itself"),
     "optim._component_": _component("optim"),
     "schedule._component_": _component("schedule"),
     "model._component_": _component("model"),
     "data._component_": _component("data"),
     "_component_": _component(""),
-    "profiler": Always("off"),
-    "loss": Always("the loss is that of the method"),
+    "profiler": Implied("off"),
+    "loss": Implied("the loss is that of the method"),
     # preferences
     "pref_beta": "dpo.beta",
     "pref_loss": _preference,
     "pref_ftx": lambda v, siblings: (
-        Always("is a weight in dpo.loss_weights")
+        Implied("is a weight in dpo.loss_weights")
         if "pref_loss" in siblings or not v
         else _preference("sigmoid", dict(pref_ftx=v))
     ),
@@ -1426,17 +1435,17 @@ WORDS: dict[str, str | Reader | No | Always] = {
     "lr_scheduler_type": _schedule,
     "use_muon": _if({"optim.optim": "muon"}),
     "optim": lambda v, siblings: (
-        Always("set by use_muon") if siblings.get("use_muon") else {"optim.optim": v}
+        Implied("set by use_muon") if siblings.get("use_muon") else {"optim.optim": v}
     ),
     "dpo_beta": "dpo.beta",
     "rl_beta": "dpo.beta",
     "max_prompt_length": "dpo.max_prompt_length",
     "max_completion_length": "rl.max_completion_length",
     "use_auxiliary_loss": _if(
-        No("an objective of your own is a function: Trainer(model, objective, …)")
+        Refused("an objective of your own is a function: Trainer(model, objective, …)")
     ),
-    "auxiliary_loss_weight": Always("see use_auxiliary_loss"),
-    "ref_model": Always("the reference is the model as it began"),
+    "auxiliary_loss_weight": Implied("see use_auxiliary_loss"),
+    "ref_model": Implied("the reference is the model as it began"),
     "precompute_ref_log_probs": "dpo.precompute_ref_log_probs",
 }
 
@@ -1461,9 +1470,11 @@ _UNSUPPORTED = """
     compute_accuracy
 """.split()
 _NO_EQUIVALENT = "has no equivalent here: leave it out, or run the config with its own library"
-WORDS |= {word: _if(No(_NO_EQUIVALENT)) for word in _UNSUPPORTED if word not in WORDS}
+WORDS |= {word: _if(Refused(_NO_EQUIVALENT)) for word in _UNSUPPORTED if word not in WORDS}
 WORDS |= {
-    word: _if(No("vLLM is a library of its own: rollouts are written by the model in training"))
+    word: _if(
+        Refused("vLLM is a library of its own: rollouts are written by the model in training")
+    )
     for word in (
         "use_vllm",
         "vllm_mode",
@@ -1475,46 +1486,48 @@ WORDS |= {
 }
 WORDS |= {
     "use_liger_kernel": _if(
-        No("is a library of its own; the loss is computed in pieces here as well")
+        Refused("is a library of its own; the loss is computed in pieces here as well")
     ),
-    "use_cpu": _if(No("goes before the command: ACCELERATE_USE_CPU=true trainkit train …")),
-    "full_determinism": Always("a run on one device is the same for the same seed"),
-    "bf16_full_eval": Always("held-out rows are read in the precision of the run"),
-    "fp16_full_eval": Always("held-out rows are read in the precision of the run"),
-    "logging_nan_inf_filter": Always("see train.on_nan"),
-    "ddp_backend": Always("follows from the device"),
-    "local_rank": Always("the launcher sets it"),
-    "padding_free": Always("see sft.packing"),
-    "eval_packing": Always("held-out rows are not packed"),
-    "shuffle_dataset": Always("rows are shuffled"),
-    "activation_offloading": _if(No("trainkit.memory.offload, around the loop in Python")),
-    "disable_dropout": _if(No("model.dropout is 0 unless you set it")),
+    "use_cpu": _if(Refused("goes before the command: ACCELERATE_USE_CPU=true trainkit train …")),
+    "full_determinism": Implied("a run on one device is the same for the same seed"),
+    "bf16_full_eval": Implied("held-out rows are read in the precision of the run"),
+    "fp16_full_eval": Implied("held-out rows are read in the precision of the run"),
+    "logging_nan_inf_filter": Implied("see train.on_nan"),
+    "ddp_backend": Implied("follows from the device"),
+    "local_rank": Implied("the launcher sets it"),
+    "padding_free": Implied("see sft.packing"),
+    "eval_packing": Implied("held-out rows are not packed"),
+    "shuffle_dataset": Implied("rows are shuffled"),
+    "activation_offloading": _if(Refused("trainkit.memory.offload, around the loop in Python")),
+    "disable_dropout": _if(Refused("model.dropout is 0 unless you set it")),
     "truncation_mode": lambda v, _: (
         {"sft.truncation": v}
         if v in ("keep_end", "keep_start")
-        else No("must be keep_end or keep_start")
+        else Refused("must be keep_end or keep_start")
     ),
     "chat_template_path": "sft.template",
-    "eos_token": Always("comes with the chat format"),
-    "pad_token": Always("comes with the tokenizer"),
+    "eos_token": Implied("comes with the chat format"),
+    "pad_token": Implied("comes with the tokenizer"),
     "center_rewards_coefficient": _if(
-        No("is an argument in Python, not a knob: reward_objective(center=0.01)")
+        Refused("is an argument in Python, not a knob: reward_objective(center=0.01)")
     ),
-    "generation_batch_size": No("is rl.num_prompts times rl.num_generations here"),
-    "model_revision": Always("the folder of the model holds one revision"),
-    "revision": Always("the folder of the model holds one revision"),
+    "generation_batch_size": Refused("is rl.num_prompts times rl.num_generations here"),
+    "model_revision": Implied("the folder of the model holds one revision"),
+    "revision": Implied("the folder of the model holds one revision"),
     **dict.fromkeys(("data_path", "dataset_path", "train_data_path", "train_data"), "data.path"),
-    "ignore_bias_buffers": Always("DistributedDataParallel never gets them"),
+    "ignore_bias_buffers": Implied("DistributedDataParallel never gets them"),
     "reward_funcs": _rewards,
     "reward_model": _rewards,
     "reward_model_name_or_path": _rewards,
     "base_model_name_or_path": _MODEL,
     "max_samples": "data.max_examples",
-    "peft_version": Always("a label"),
-    "auto_mapping": Always("read from the model itself"),
-    "hub_always_push": Always("see hub.hub_strategy"),
-    "fsdp": _if(No("is about processes: trainkit launch FILE --processes N --strategy fsdp")),
-    "deepspeed": _if(No("is about processes: trainkit launch FILE --processes N --strategy zero2")),
+    "peft_version": Implied("a label"),
+    "auto_mapping": Implied("read from the model itself"),
+    "hub_always_push": Implied("see hub.hub_strategy"),
+    "fsdp": _if(Refused("is about processes: trainkit launch FILE --processes N --strategy fsdp")),
+    "deepspeed": _if(
+        Refused("is about processes: trainkit launch FILE --processes N --strategy zero2")
+    ),
 }
 
 CONTEXTS = {
@@ -1608,7 +1621,7 @@ def _groups_of() -> dict[str, dict[str, str]]:  # Name -> group -> knob
     return groups
 
 
-def _knob_of(key: str, places: list[str], groups: Mapping[str, str]) -> str | No:
+def _knob_of(key: str, places: list[str], groups: Mapping[str, str]) -> str | Refused:
     "The knob of this name, in the group where it stands or is usually meant."
     if "" in groups:
         group = ""
@@ -1618,24 +1631,24 @@ def _knob_of(key: str, places: list[str], groups: Mapping[str, str]) -> str | No
         group = next((p for p in places if p in groups), _USUAL_GROUP.get(key, ""))
     if group in groups:
         return f"{group}.{groups[group]}".lstrip(".")
-    return No(f"could be meant for {' or '.join(groups)}: put it into its group")
+    return Refused(f"could be meant for {' or '.join(groups)}: put it into its group")
 
 
 def _renamed(replacement: str | Callable, value: object) -> Meaning:
     "The meaning of a name that transformers used before: new settings, or why there are none."
     if not callable(replacement):
-        return No(replacement)
+        return Refused(replacement)
     settings = replacement(value)
     if isinstance(settings, str):
-        return No(settings)
-    return {f"train.{k}": v for k, v in settings.items()} or Always("as it is by default")
+        return Refused(settings)
+    return {f"train.{k}": v for k, v in settings.items()} or Implied("as it is by default")
 
 
-def _unknown(key: str, value: object) -> No:
+def _unknown(key: str, value: object) -> Refused:
     if value is None:
-        return No("is not known, and empty")
+        return Refused("is not known, and empty")
     plain = (word for word in WORDS if "." not in word)
-    return No(f"is not known.{nearest(key, [*_groups_of(), *plain])}")
+    return Refused(f"is not known.{nearest(key, [*_groups_of(), *plain])}")
 
 
 def look_up(
@@ -1653,7 +1666,7 @@ def look_up(
         word = f"{inside}.{groups[inside]}"
     if word is None:
         word = WORDS.get(key)
-    if isinstance(word, (No, Always)):
+    if isinstance(word, (Refused, Implied)):
         return word
     if isinstance(word, str) and word in WORDS and word not in groups:
         return look_up(word, value)
@@ -1663,11 +1676,11 @@ def look_up(
         train = next(k.type for k in declared(RunConfig) if k.name == "train")
         renamed = getattr(train, "RENAMED_KEYS", {})
         return _renamed(renamed[key], value) if key in renamed else _unknown(key, value)
-    if isinstance(word, No):
+    if isinstance(word, Refused):
         return word
     if callable(word):
         return word(value, siblings)
-    return Always("empty is the default") if value is None else {word: value}
+    return Implied("empty is the default") if value is None else {word: value}
 
 # %% ../../nbs/11_recipes/04_convert_configs.ipynb #5d1f0a02
 @cache
@@ -1693,7 +1706,7 @@ def _try_look_up(word: str, value: object) -> Meaning:
     try:
         return look_up(word, value)
     except (TypeError, ValueError, LookupError, AttributeError):
-        return No(f"has a value that it does not take: {value!r}")
+        return Refused(f"has a value that it does not take: {value!r}")
 
 
 def _parsed(text: str | None) -> Any:  # True for a flag without a value
@@ -1716,9 +1729,9 @@ def flag_changes(
     for word, text in flags:
         value = _parsed(text)
         meaning = {word: value} if word in _knob_types() else _try_look_up(word, value)
-        if isinstance(meaning, No):
+        if isinstance(meaning, Refused):
             raise ValueError(f"--{word}{'' if text is None else ' ' + text}: {meaning}")
-        if isinstance(meaning, Always):
+        if isinstance(meaning, Implied):
             notes.append(f"--{word}: {meaning}")
             continue
         for key, setting in meaning.items():
@@ -1787,7 +1800,7 @@ def device_group(
     return _inner_group(path, ("optimization",), ("cuda", "mps", "cpu"))
 
 
-def height(
+def priority(
     path: tuple[str, ...],
 ) -> int:  # The higher wins
     "The priority of a setting, from its place in the file."
@@ -2022,14 +2035,14 @@ def _meaning(s: Setting, file: str) -> Meaning:
     try:
         meaning = look_up(s.path[-1], s.value, s.path[:-1], s.siblings)
     except (TypeError, ValueError, LookupError, AttributeError):
-        return No(f"has a value that this word does not take: {s.value!r}")
-    if not isinstance(s.value, Computed) or isinstance(WORDS.get(s.path[-1]), Always):
+        return Refused(f"has a value that this word does not take: {s.value!r}")
+    if not isinstance(s.value, Computed) or isinstance(WORDS.get(s.path[-1]), Implied):
         return meaning
     reason = f"is computed in the script ({file}, line {s.line}), and not translated"
     if isinstance(meaning, dict):
         if knob_name := next((k for k in meaning if k[0] not in "@?"), ""):
             reason += f": give {knob_name}=VALUE"
-    return No(reason)
+    return Refused(reason)
 
 
 _KNOB_OF_OBJECT = {"model": "init_from", "train_dataset": "data.path", "dataset": "data.path"}
@@ -2039,9 +2052,9 @@ def _object_meaning(s: Setting, file: str, named: set[str]) -> Meaning:
     "What an object of a script means: the arguments that create it are read elsewhere."
     knob_name = _KNOB_OF_OBJECT.get(s.path[-1])
     if knob_name is None or knob_name in named:
-        return Always("the script creates it; its arguments are read where it is created")
+        return Implied("the script creates it; its arguments are read where it is created")
     value = "FOLDER" if knob_name == "init_from" else "FILE"
-    return No(
+    return Refused(
         f"is created in the script ({file}, line {s.line}), and not translated: "
         f"give {knob_name}={value}"
     )
@@ -2164,7 +2177,7 @@ class _Conversion:
         plain = {
             i: _meaning(s, self.file)
             for i, s in enumerate(settings)
-            if not isinstance(s.value, Made)
+            if not isinstance(s.value, ScriptObject)
         }
         named = {k for meaning in plain.values() if isinstance(meaning, dict) for k in meaning}
         meanings = []
@@ -2212,7 +2225,7 @@ class _Conversion:
                 continue
             for key, value in meaning.items():
                 if key[0] not in "@?":
-                    self._choose(choices, key, _Choice(height(s.path), s, value))
+                    self._choose(choices, key, _Choice(priority(s.path), s, value))
         return choices
 
     def _choose(self, choices: dict[str, _Choice], key: str, new: _Choice) -> None:
@@ -2279,9 +2292,9 @@ class _Conversion:
             return "refused", "", f"is for {device}, and this run is on {self.device}"
         if group and group not in self.groups:
             return "refused", "", f"is for {group}, and this run is {self.method}"
-        if isinstance(meaning, No):
+        if isinstance(meaning, Refused):
             return "refused", "", str(meaning)
-        if isinstance(meaning, Always):
+        if isinstance(meaning, Implied):
             return "replaced", "", str(meaning)
         if all(k[0] == "@" for k in meaning):
             same = s.value == self.method and s.path[-1] == "method"
@@ -2297,7 +2310,7 @@ class _Conversion:
         becomes = ", ".join(f"{k} = {self.final.get(k)}" for k in names)
         for name in names:
             choice = self.choices.get(name)
-            if choice and choice.height > height(s.path) and choice.value != meaning.get(name):
+            if choice and choice.height > priority(s.path) and choice.value != meaning.get(name):
                 return "replaced", becomes, f"{choice.setting.name} wins"
         verdict = "replaced"
         if len(names) == 1 and list(meaning.values())[0] == s.value:

@@ -90,10 +90,10 @@ def read_file(
 
 def _may_write(paths: list[Path], source: str, force: bool, forms: tuple[str, ...] = ()) -> None:
     "Before anything is read: refuse to overwrite files, and names without a known format."
-    from trainkit.data.readers import written_as
+    from trainkit.data.readers import output_format
 
     for path in paths:
-        if (form := written_as(path)) not in (forms or (form,)):
+        if (form := output_format(path)) not in (forms or (form,)):
             raise ValueError(f"{path}: these rows are written as {', '.join(forms)}")
         if Path(source).exists() and path.resolve() == Path(source).resolve():
             raise ValueError(f"{path}: this is the file that is read")

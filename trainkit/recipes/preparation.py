@@ -45,7 +45,7 @@ from ..data.shards import open_shards
 from ..data.tokenization import Examples, tokenize_examples
 from ..display import plural
 from ..eval.code_eval import find_isolation, run_code
-from ..files import alone
+from ..files import transformers_lock
 from ..lora.inject import add_lora, with_vocabulary
 from ..model.config import ModelConfig
 from ..model.generation import context_length, text_to_ids
@@ -681,7 +681,7 @@ def _prepare_labels(
             "about mismatched answers too, at each step: leave it out"
         )
     with (
-        alone,
+        transformers_lock,
         warnings.catch_warnings(record=True) as heard,
         timed(seconds, "encoding"),
     ):  # Filters belong to the process: two that put them back would do so in the wrong order

@@ -39,7 +39,7 @@ from ..data.readers import write_examples
 from ..display import plural
 from ..eval.evaluator import AnswerMetrics
 from ..files import atomic_folder, show_bytes
-from ..interop.families import FAMILIES, hf_architecture, obstacles
+from ..interop.families import FAMILIES, hf_architecture, unsupported_knobs
 from ..interop.hub import HubPush
 from ..interop.llamafactory import llamafactory_plan, run_llamafactory
 from ..interop.trl import engine_line, make_loop
@@ -47,7 +47,7 @@ from ..lora.inject import trainable_report
 from ..memory.estimate import MemoryWatch, check_size, extrapolate, predict_run, room
 from ..memory.estimate import rows_at_once
 from ..memory.offload import OffloadedOptimizer
-from ..progress import find_place, note
+from ..progress import detect_display, note
 from .config import RunConfig
 from .control import Remote
 from .evaluation import TextEvaluator, make_judge, write_run_report
@@ -248,7 +248,7 @@ def plan_lines(
     rows = c.per_device_train_batch_size * trainer.window_size
     kind = (
         hf_architecture(model)
-        or f"trainkit's own: no transformers class has {', '.join(obstacles(model))}"
+        or f"trainkit's own: no transformers class has {', '.join(unsupported_knobs(model))}"
     )
     begun = f" from {inputs.config.init_from}" * bool(inputs.config.init_from)
     at_most = "" if isinstance(inputs, TextInputs) else " at most"
@@ -425,7 +425,7 @@ def _run_callbacks(
     "The callbacks of every run: monitors, logs, and the push to the hub."
     config = inputs.config
     # Lines instead of a bar
-    lines = verbose and not config.train.progress and find_place() in ("lines", "terminal")
+    lines = verbose and not config.train.progress and detect_display() in ("lines", "terminal")
     log = MetricsLog(folder, config.report_to if main else (), console=lines)
     longest = inputs.longest if isinstance(inputs, AnswerInputs) else inputs.max_length
     watched = config.watch_memory and config.engine == "trainkit"

@@ -26,7 +26,7 @@ from ..files import read_json, reading, write_together
 from .bpe import Merges, count_words, learn_merges
 from .encoder import Encoder
 from .formats import TIKTOKEN_PATTERNS, all_pairs, from_json, read_ranks
-from .formats import tokenizer_json, usual_template, write_ranks
+from .formats import tokenizer_json, default_template, write_ranks
 from .pretokenize import GPT4_PATTERN, PATTERNS, cut_specials, join_pairs, to_utf8
 
 if TYPE_CHECKING:
@@ -402,7 +402,7 @@ class BPETokenizer:
             tok.chat_template = (
                 template.read_text("utf-8")
                 if template.is_file()
-                else usual_template(config.get("chat_template"))
+                else default_template(config.get("chat_template"))
             )
         return tok
 
@@ -428,7 +428,7 @@ class BPETokenizer:
             unk_token=_text_of(getattr(source, "unk_token", None)),
             backend=backend,
         )
-        tok.chat_template = usual_template(getattr(source, "chat_template", None))
+        tok.chat_template = default_template(getattr(source, "chat_template", None))
         return tok
 
     def to_hf(self) -> "PreTrainedTokenizerFast":

@@ -8,7 +8,7 @@ files, and `all_pairs` recovers the merges that those files leave out."""
 
 # %% auto #0
 __all__ = ['TIKTOKEN_PATTERNS', 'byte_letters', 'spell', 'unspell', 'tokenizer_json', 'TokenizerParts', 'read_pattern',
-           'from_json', 'usual_template', 'all_pairs', 'read_ranks', 'write_ranks']
+           'from_json', 'default_template', 'all_pairs', 'read_ranks', 'write_ranks']
 
 # %% ../../nbs/01_tokenizer/05_file_formats.ipynb #imports-file_formats
 import base64
@@ -213,7 +213,7 @@ def from_json(
     )
 
 # %% ../../nbs/01_tokenizer/05_file_formats.ipynb #7a8390dc
-def usual_template(
+def default_template(
     # The value under `chat_template`: one, several by name, or a list of these
     templates: str | dict | list | None,
 ) -> str | None:  # Jinja

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from ..display import clean, number
-from ..files import alone
+from ..files import transformers_lock
 from ..progress import note
 from .reports import parse_yaml, write_curves
 from .runs import Record, RunFolder, is_number, mask_secrets, read_run
@@ -138,7 +138,7 @@ TRACKERS = {"tensorboard": open_tensorboard, "trackio": open_trackio, "wandb": o
 def quiet(folder: RunFolder) -> Iterator[None]:
     "What a library prints goes into the log of the run."
     output = io.StringIO()
-    with alone, contextlib.redirect_stdout(output):
+    with transformers_lock, contextlib.redirect_stdout(output):
         yield  # Two that put standard output back would do so in the wrong order
     if output.getvalue().strip():
         folder.log(output.getvalue().strip())

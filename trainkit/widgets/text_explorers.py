@@ -31,7 +31,7 @@ from ..data.dataloader import STRATEGIES, Batches, CurriculumConfig, assign
 from ..data.tokenization import TRUNCATIONS, mask_problems, show_mask, tokenize_examples
 from ..display import PALETTE, Picture, clean, grid, svg, table, text, token_boxes, visible
 from ..tokenizer.bpe_tokenizer import BPETokenizer
-from ..tokenizer.chat import is_ours, set_template
+from ..tokenizer.chat import is_bpe_tokenizer, set_template
 from ..tokenizer.chat_template import TEMPLATES
 from ..tokenizer.pretokenize import split_words
 from .explorer import CHART, Explorer
@@ -124,7 +124,7 @@ def as_ours(
     tokenizer: "BPETokenizer | PreTrainedTokenizerBase",  # Or a tokenizer of tokenizers
 ) -> BPETokenizer | None:  # None: it does not work by merges of bytes
     "The tokenizer as a `BPETokenizer`, whose merges can be shown."
-    if is_ours(tokenizer):
+    if is_bpe_tokenizer(tokenizer):
         return cast(BPETokenizer, tokenizer)
     try:
         return BPETokenizer.from_hf(tokenizer)
