@@ -688,7 +688,7 @@ def launch(
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #77e55084
 @app.command()
-@tools.names_model
+@tools.with_model_name
 def generate(
     model: Annotated[
         Path, typer.Option("--model", "-m", help="A model folder, such as runs/demo/model.")
