@@ -720,7 +720,7 @@ def real_inputs(n, tokens):
         @ torch.randn(8, n, generator=g)
         * torch.logspace(-5, 1, n)
     )
-    return calibrated.Inputs(x.T @ x / tokens, x.abs().mean(0), tokens)
+    return calibrated.InputStats(x.T @ x / tokens, x.abs().mean(0), tokens)
 
 
 def test_gptq_on_inputs_of_few_directions():
@@ -732,14 +732,14 @@ def test_gptq_on_inputs_of_few_directions():
         assert rounded.isfinite().all() and calibrated.output_error(
             weight, rounded, inputs
         ) < calibrated.output_error(weight, calibrated.round_to_nearest(weight, bits=3), inputs)
-    silent = calibrated.Inputs(torch.zeros(256, 256), torch.zeros(256), 9)
+    silent = calibrated.InputStats(torch.zeros(256, 256), torch.zeros(256), 9)
     assert torch.allclose(
         calibrated.gptq(weight, silent), calibrated.round_to_nearest(weight), atol=1e-5
     )
     gram = inputs.gram.clone()
     gram[3, 3] = torch.nan
     with pytest.raises(ValueError, match="has no inverse"):
-        calibrated.gptq(weight, calibrated.Inputs(gram, inputs.size, 9))
+        calibrated.gptq(weight, calibrated.InputStats(gram, inputs.size, 9))
 
 
 def plain_gptq(weight, gram, bits, group, damp=0.01):
@@ -769,7 +769,7 @@ def test_gptq_is_the_plain_algorithm(seed, group):
     x = torch.randn(300, 48, generator=generator) @ torch.randn(48, 48, generator=generator)
     x[:, 5] = 0
     x[0] *= 50  # A first token as loud as those of real models
-    inputs = calibrated.Inputs(x.T @ x / 300, x.abs().mean(0), 300)
+    inputs = calibrated.InputStats(x.T @ x / 300, x.abs().mean(0), 300)
     ours, plain = (
         calibrated.gptq(weight, inputs, 3, group),
         plain_gptq(weight, inputs.gram, 3, group),
@@ -800,7 +800,7 @@ def test_each_layer_is_rounded_for_what_the_rounded_ones_before_it_make(method):
     wanted, first = copy.deepcopy(model), copy.deepcopy(model)
     for name in calibrated.collect_inputs(model, [ids]):  # In the order in which they are reached
         layer = wanted.get_submodule(name)
-        layer.weight.data = calibrated.METHODS[method](
+        layer.weight.data = calibrated.CALIBRATION_METHODS[method](
             layer.weight, calibrated.collect_inputs(wanted, [ids])[name], bits=3, group=16
         )
     tensors = [p.data_ptr() for p in model.parameters()]
@@ -820,7 +820,7 @@ def test_awq_cuts_off_what_suits_each_group_of_each_row():
     weight = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
     weight[0, 3] = weight[4, 39] = 9
     clipped = calibrated.awq(
-        weight, calibrated.Inputs(torch.eye(40), torch.ones(40), 99), bits=3, group=16
+        weight, calibrated.InputStats(torch.eye(40), torch.ones(40), 99), bits=3, group=16
     )
     for row in range(6):
         for columns in torch.arange(40).split(16):
@@ -870,7 +870,7 @@ def test_real_layers_are_closer_on_text_that_calibration_has_not_seen(smollm2):
         weight = model.get_submodule(name).weight.detach()
         off = {
             method: calibrated.output_error(
-                weight, calibrated.METHODS[method](weight, inputs, bits=3), judged[name]
+                weight, calibrated.CALIBRATION_METHODS[method](weight, inputs, bits=3), judged[name]
             )
             for method in ("nearest", "awq", "gptq")
         }
