@@ -10,7 +10,7 @@ only the first call of each function counts, and what modules do while they are 
 not. It prints
 
 - modules: modules of trainkit that are entered, apart from those outside packages (files, ...),
-- returns: how often the reader has to open a module again that was left for another one,
+- returns: calls into a module that was entered before; going back to the caller is no return,
 - climbs: calls from a package into one above it (`LAYERS` in tests/test_package.py is the order).
 """
 
@@ -33,9 +33,9 @@ class Road(NamedTuple):
     "What a run passed."
 
     modules: list[str]  # In the order in which they are first entered
-    visits: list[str]  # Every change of module
+    visits: list[str]  # The module of every call from another one
     climbs: Counter  # (from, to) -> how often
-    returns: Counter  # Module -> how often it was entered again
+    returns: Counter  # Module -> how often it was called again from another one
 
     def figures(self) -> dict[str, int]:
         return dict(
@@ -64,6 +64,7 @@ class Tracer:
     def __init__(self):
         self.visits: list[str] = []
         self.climbs: Counter = Counter()
+        self.returns: Counter = Counter()
         self.heights = levels()
         self.names: dict[str, str | None] = {}
         self.read: set = set()  # The code of each function that was entered
@@ -98,18 +99,16 @@ class Tracer:
         if name is None:
             return
         self.read.add(code)
-        if self.visits and self.visits[-1] == name:
-            return
-        self.visits.append(name)
         above = self.caller(frame.f_back)
+        if above == name:
+            return
+        self.returns[name] += name in self.visits
+        self.visits.append(name)
         if above and self.heights[name.split(".")[0]] > self.heights[above.split(".")[0]]:
             self.climbs[above, name] += 1
 
     def road(self) -> Road:
-        modules = list(dict.fromkeys(self.visits))
-        returns = Counter(self.visits)
-        returns.subtract(modules)
-        return Road(modules, self.visits, self.climbs, +returns)
+        return Road(list(dict.fromkeys(self.visits)), self.visits, self.climbs, +self.returns)
 
 
 def command(method: str, source: str, *changes: str) -> list[str]:

@@ -26,7 +26,7 @@ LIMITS = {
     "Any": 500,
     "trainer: Any": 0,
     "modules on the road": 24,
-    "returns on the road": 68,
+    "returns on the road": 46,
     "climbs on the road": 2,
 }
 
