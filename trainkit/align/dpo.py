@@ -163,7 +163,8 @@ class DPOConfig:
 
     def _without_effect(self) -> list[Problem]:
         "Knobs that the losses of this config would ignore."
-        problems, losses = [], {*self.loss_type}
+        problems = []
+        losses = {*self.loss_type}
         names = ", ".join(self.loss_type)
 
         def no_effect(knob: str, why: str) -> None:
@@ -271,7 +272,8 @@ def _smooth(h: Tensor, c: DPOConfig) -> Tensor:
 
 # %% ../../nbs/08_align/04_preference_losses.ipynb #77f3a548
 def _exo(p: Pair, c: DPOConfig) -> Tensor:
-    e, h = c.label_smoothing, p.margin
+    e = c.label_smoothing
+    h = p.margin
     right = torch.sigmoid(h) * (F.logsigmoid(h) - math.log1p(-e))
     return right + torch.sigmoid(-h) * (F.logsigmoid(-h) - math.log(e))
 
@@ -282,7 +284,8 @@ def _discopop(p: Pair, c: DPOConfig) -> Tensor:
 
 
 def _orpo(p: Pair, c: DPOConfig) -> Tensor:
-    a, b = p.chosen / p.chosen_tokens.clamp(min=1), p.rejected / p.rejected_tokens.clamp(min=1)
+    a = p.chosen / p.chosen_tokens.clamp(min=1)
+    b = p.rejected / p.rejected_tokens.clamp(min=1)
 
     def log_not(x: Tensor) -> Tensor:  # log(1 - probability)
         return torch.log(-torch.expm1(x.clamp(max=-1e-7)))
@@ -303,12 +306,14 @@ def _kto(p: Pair, c: DPOConfig) -> Tensor:
 
 
 def _robust(p: Pair, c: DPOConfig) -> Tensor:
-    e, h = c.label_smoothing, p.margin
+    e = c.label_smoothing
+    h = p.margin
     return (-(1 - e) * F.logsigmoid(h) + e * F.logsigmoid(-h)) / (1 - 2 * e)
 
 
 def _nca(p: Pair, c: DPOConfig) -> Tensor:
-    chosen, rejected = c.beta * p.chosen_ratio, c.beta * p.rejected_ratio
+    chosen = c.beta * p.chosen_ratio
+    rejected = c.beta * p.rejected_ratio
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 
@@ -381,7 +386,9 @@ def preference_loss(
     kl: Tensor | float = 0.0,  # For kto
 ) -> Tensor:  # (B,)
     "The loss of each pair: the weighted sum of the losses that the config names."
-    c, zero, one = config or DPOConfig(), torch.zeros_like(chosen), torch.ones_like(chosen)
+    c = config or DPOConfig()
+    zero = torch.zeros_like(chosen)
+    one = torch.ones_like(chosen)
     if c.reference_free or ref_chosen is None or ref_rejected is None:
         ref_chosen = ref_rejected = zero
     pair = Pair(
@@ -400,10 +407,12 @@ def preference_loss(
 # %% ../../nbs/08_align/05_dpo.ipynb #a0ca357e
 def _desensitize(log_probs: PairLogProbs, config: DPOConfig) -> tuple[Tensor, Tensor]:
     "Both log-probabilities; LD-DPO weighs tokens that only the longer has (Liu et al. 2024)."
-    chosen, rejected = log_probs.chosen, log_probs.rejected
+    chosen = log_probs.chosen
+    rejected = log_probs.rejected
     if config.ld_alpha is None:
         return chosen, rejected
-    part_chosen, part_rejected = log_probs.chosen_shared, log_probs.rejected_shared
+    part_chosen = log_probs.chosen_shared
+    part_rejected = log_probs.rejected_shared
     return (
         part_chosen + config.ld_alpha * (chosen - part_chosen),
         part_rejected + config.ld_alpha * (rejected - part_rejected),
@@ -495,7 +504,8 @@ def _dpo_metrics(
 ) -> dict[str, tuple[Tensor, Tensor | int]]:  # name -> (sum, count)
     "Rewards, log-probabilities and the distance to the reference."
     c, B = pair.config, len(pair.chosen)
-    chosen, rejected = c.beta * pair.chosen_ratio, c.beta * pair.rejected_ratio
+    chosen = c.beta * pair.chosen_ratio
+    rejected = c.beta * pair.rejected_ratio
     if c.weights.keys() <= {"simpo", "orpo", "sft"} and "sft" not in c.loss_type:
         # A long answer is not worse for its length
         chosen = chosen / pair.chosen_tokens.clamp(min=1)
@@ -589,7 +599,9 @@ class Converged:
         patience: int = 3,  # So many evaluations in a row
         threshold: float = 0.01,  # A gain is more than this share of what the metric was before
     ):
-        self.metric, self.patience, self.threshold = metric, patience, threshold
+        self.metric = metric
+        self.patience = patience
+        self.threshold = threshold
 
     def flat(
         self,

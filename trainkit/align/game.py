@@ -37,7 +37,9 @@ class TokenGame:
             raise ValueError(
                 f"{letters}**{length} = {letters**length:,} answers are too many to list"
             )
-        self.vocab_size, self.length, self.rule = letters, length, reward
+        self.vocab_size = letters
+        self.length = length
+        self.rule = reward
         answers = list(itertools.product(range(letters), repeat=length))
         self.answers = torch.tensor(answers)  # (N, length)
         self.rewards = torch.tensor([float(reward(list(a))) for a in answers])  # (N,)

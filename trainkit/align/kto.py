@@ -68,9 +68,13 @@ def tokenize_unpaired(
             raise ValueError(f"row {i}: {re.sub('^row [0-9]+: ', '', str(error))}") from None
     examples = tokenize_examples(texts, tokenizer, template=template, num_workers=num_workers)
     bos_id = getattr(tokenizer, "bos_token_id", None)
-    out, prompts_cut, answers_cut, dropped = [], 0, 0, 0
+    out = []
+    prompts_cut = 0
+    answers_cut = 0
+    dropped = 0
     for i, (row, example) in enumerate(zip(rows, examples, strict=True)):
-        ids, labels = np.asarray(example["input_ids"]), np.asarray(example["labels"])
+        ids = np.asarray(example["input_ids"])
+        labels = np.asarray(example["labels"])
         learned = (labels != -100).nonzero()[0]
         first, end = int(learned[0]), int(learned[-1]) + 1  # Nothing is learned from what follows
         answer = end - first
@@ -87,7 +91,8 @@ def tokenize_unpaired(
                 continue
             n = max(1, min(n, max_length - answer))
         stop = end if max_length is None else min(end, first + max_length - n)
-        prompts_cut, answers_cut = prompts_cut + (n < first), answers_cut + (stop < end)
+        prompts_cut = prompts_cut + (n < first)
+        answers_cut = answers_cut + (stop < end)
         bos = int(n < first and n > 1 and ids[0] == bos_id)
         out.append(
             dict(
@@ -123,7 +128,8 @@ def collate_unpaired(
     width = max(len(p) + len(a["completion"]) for p, a in both)
     ids, labels, mask = (np.full((len(both), width), fill, np.int64) for fill in (pad_id, -100, 0))
     for i, (prompt, answer) in enumerate(both):
-        first, end = len(prompt), len(prompt) + len(answer["completion"])
+        first = len(prompt)
+        end = len(prompt) + len(answer["completion"])
         ids[i, :first], ids[i, first:end] = prompt, answer["completion"]
         labels[i, first:end], mask[i, :end] = answer["labels"], 1
     return dict(

@@ -89,7 +89,8 @@ def layout_pairs(
     before = (place - 1).where((place != P) & (place != P + C), P - 1)
     learned = (labels != -100) & (before >= 0) & real[:, before.clamp(min=0)]
     rows, places = learned.nonzero(as_tuple=True)
-    answer, source = rows + B * (part[places] == 2), before[places]
+    answer = rows + B * (part[places] == 2)
+    source = before[places]
     counts = learned[:, : P + C].cumsum(1), learned[:, P + C :].cumsum(1)
     common = dict(ids=ids[rows, places], answer=answer, rank=torch.cat(counts, 1)[rows, places])
     size = real[:, :P].sum(1, keepdim=True)  # (B, 1), of the prompts
@@ -99,7 +100,8 @@ def layout_pairs(
     if not share:  # Two rows for a pair, padded on the right as any model takes it
         ids, real = (_two_rows(x, P, C) for x in (ids, real))
         order = (~real).int().argsort(dim=1, stable=True)[:, : int(real.sum(1).max())]
-        ids, real = ids.gather(1, order), real.gather(1, order)
+        ids = ids.gather(1, order)
+        real = real.gather(1, order)
         inputs = dict(input_ids=ids)
         if not real.all():
             inputs["attention_mask"] = real.long()
@@ -109,7 +111,8 @@ def layout_pairs(
     if total <= MAX_FLAT_TOKENS and total < 0.95 * real.numel():  # All in one row, without padding
         pick = real.flatten().nonzero()[:, 0]
         inside = (real.flatten().cumsum(0) - 1).view_as(real)
-        segment, pair = part.repeat(B)[pick], pick // (P + C + R)
+        segment = part.repeat(B)[pick]
+        pair = pick // (P + C + R)
         order = torch.arange(len(pick), device=device)
         sees = (
             (pair[:, None] == pair)
@@ -140,7 +143,9 @@ def _two_rows(
     Tensor
 ):  # (2B, P + max(C, R)): the prompt and the chosen answer; the prompt and the rejected one
     "Each pair as two rows, filled up with zeros."
-    prompt, chosen, rejected = x[:, :P], x[:, P : P + C], x[:, P + C :]
+    prompt = x[:, :P]
+    chosen = x[:, P : P + C]
+    rejected = x[:, P + C :]
     width = max(chosen.shape[1], rejected.shape[1])
     return torch.cat(
         [
@@ -235,13 +240,15 @@ def shares_prompts(
         ]
     )
     unwrapped = getattr(model, "module", model)
-    own, forward = vars(unwrapped), vars(unwrapped).get("forward")
+    own = vars(unwrapped)
+    forward = vars(unwrapped).get("forward")
     if "_original_forward" in own:
         # Without accelerate's autocast, which rounds both differently
         unwrapped.forward = own["_original_forward"]
     try:
         with evaluating(model), torch.autocast(next(inner.parameters()).device.type, enabled=False):
-            a, b = pair_log_probs(model, batch, False), pair_log_probs(model, batch, True)
+            a = pair_log_probs(model, batch, False)
+            b = pair_log_probs(model, batch, True)
     except (ValueError, TypeError, RuntimeError, NotImplementedError):
         return False
     finally:

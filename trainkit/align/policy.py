@@ -52,7 +52,8 @@ class _LogProb(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, ids: Tensor
     ) -> tuple[Tensor, Tensor]:  # (N, V), (N,) -> (N,), (N,)
-        total, probs = logits.logsumexp(-1), logits.softmax(-1)
+        total = logits.logsumexp(-1)
+        probs = logits.softmax(-1)
         log_probs = logits.gather(-1, ids[:, None]).squeeze(-1) - total
         entropy = total - torch.linalg.vecdot(probs, logits)
         if not entropy.isfinite().all():
@@ -75,14 +76,18 @@ class _LogProbFromHidden(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, learn: bool
     ) -> tuple[Tensor, Tensor]:
-        n, size, rows = len(hidden), len(weight), max(64, 2**19 // len(weight))
+        n = len(hidden)
+        size = len(weight)
+        rows = max(64, 2**19 // len(weight))
         every = hidden.new_empty(n if learn else min(n, rows), size)  # Probabilities
         store = hidden.new_empty(min(n, rows), size)
-        log_probs, entropy = hidden.new_empty(n), hidden.new_empty(n)
+        log_probs = hidden.new_empty(n)
+        entropy = hidden.new_empty(n)
         with fast_products():
             for a in range(0, n, rows):
                 b = min(a + rows, n)
-                logits, probs = store[: b - a], every[a:b] if learn else every[: b - a]
+                logits = store[: b - a]
+                probs = every[a:b] if learn else every[: b - a]
                 torch.mm(hidden[a:b], weight.T, out=logits)
                 if temperature != 1:
                     logits.div_(temperature)
@@ -160,7 +165,8 @@ def token_scores(
     finally:
         if hook is not None:
             hook.remove()
-    logits, ids = out if isinstance(out, Tensor) else out.logits, labels[mask]
+    logits = out if isinstance(out, Tensor) else out.logits
+    ids = labels[mask]
     if not states:
         logits = logits[before]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays as it is

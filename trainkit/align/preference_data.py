@@ -123,7 +123,8 @@ class PairReport:
         def lengths(tokens: np.ndarray) -> str:
             return f"median {int(np.median(tokens))} tokens, longest {tokens.max()}"
 
-        chosen, rejected = self.answers[:, 0], self.answers[:, 1]
+        chosen = self.answers[:, 0]
+        rejected = self.answers[:, 1]
         return {
             "pairs": f"{n:,}",
             "prompt": lengths(self.prompts),
@@ -210,7 +211,8 @@ def _encode_pairs(
 
 def _until_last_label(example: Mapping) -> tuple[np.ndarray, np.ndarray]:
     "Ids and labels up to the last token that is learned: nothing is learned from what follows."
-    ids, labels = np.asarray(example["input_ids"]), np.asarray(example["labels"])
+    ids = np.asarray(example["input_ids"])
+    labels = np.asarray(example["labels"])
     end = int((labels != -100).nonzero()[0][-1]) + 1
     return ids[:end], labels[:end]
 
@@ -232,7 +234,9 @@ def tokenize_pairs(
         raise ValueError(f"truncation = {truncation!r}: must be 'error', 'prompt' or 'drop'")
     examples = _encode_pairs(rows, tokenizer, template, num_workers)
     bos = getattr(tokenizer, "bos_token_id", None)
-    pairs, lengths, same = Pairs(), [], 0
+    pairs = Pairs()
+    lengths = []
+    same = 0
     pairs.numbers = []
     for i in range(len(examples) // 2):
         both = [_until_last_label(example) for example in examples[2 * i : 2 * i + 2]]
@@ -242,7 +246,8 @@ def tokenize_pairs(
             *(int((labels != -100).argmax()) for _, labels in both),
         )
         answers = [len(ids) - shared for ids, _ in both]
-        fit, equal = None, np.array_equal(whole, both[1][0])
+        fit = None
+        equal = np.array_equal(whole, both[1][0])
         if not equal:
             fit = _fit_lengths(shared, max(answers), max_length, max_prompt_length, truncation)
             if truncation == "error" and fit is not None and fit[1] < max(answers):
@@ -275,7 +280,9 @@ def tokenize_pairs(
         )
         pairs.numbers.append(i)
     counts = np.array(lengths, np.int64).reshape(-1, 6)
-    prompts, cut_prompts, answers = counts[:, 0], counts[:, 3], counts[:, 1:3]
+    prompts = counts[:, 0]
+    cut_prompts = counts[:, 3]
+    answers = counts[:, 1:3]
     pairs.report = PairReport(
         max_length, max_prompt_length, prompts, answers, cut_prompts, counts[:, 4:], same
     )

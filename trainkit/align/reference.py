@@ -274,7 +274,8 @@ def _reference_log_probs(
     reference: Reference, model: nn.Module, pairs: Sequence[dict], tokens: int
 ) -> np.ndarray:  # (4, N), a row for each of `FIELDS`
     "Run the reference on groups of pairs of similar length."
-    groups, done = [[]], 0
+    groups = [[]]
+    done = 0
     for i in sorted(range(len(pairs)), key=lambda i: pairs[i]["length"]):
         size = sum(pairs[j]["length"] for j in groups[-1])
         if groups[-1] and size + pairs[i]["length"] > tokens:

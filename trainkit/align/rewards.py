@@ -168,7 +168,8 @@ def score(
     columns: Mapping[str, Sequence],
 ) -> tuple[Tensor, dict[str, Tensor]]:  # (B,) their weighted sum; name -> (B,)
     "Call every reward function, and add up; NaN where a function, or none of them, applies."
-    n, by_name = len(columns["completions"]), {}
+    n = len(columns["completions"])
+    by_name = {}
     weights = [1.0] * len(functions) if weights is None else weights
     if len(weights) != len(functions):
         raise ValueError(f"{len(weights)} reward_weights and {len(functions)} reward functions")

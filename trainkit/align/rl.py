@@ -84,7 +84,8 @@ def discount(
     gamma: float = 1.0,  # How much a reward one token later is worth
 ) -> Tensor:  # (B, T), 0 outside the answer
     "The return of each token: its reward, and the discounted ones after it."
-    out, later = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
+    out = torch.zeros_like(rewards)
+    later = torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
         later = (rewards[:, t] + gamma * later) * mask[:, t]
         out[:, t] = later
@@ -99,8 +100,10 @@ def gae(
     lam: float = 0.95,  # 0: trust the values, 1: trust the rewards
 ) -> tuple[Tensor, Tensor]:  # Advantages; returns for the value function. (B, T), 0 outside
     "Generalised advantage estimation (Schulman et al. 2015, eq. 16)."
-    values, out = values * mask, torch.zeros_like(rewards)
-    after, later = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
+    values = values * mask
+    out = torch.zeros_like(rewards)
+    after = torch.zeros_like(rewards[:, 0])
+    later = torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + gamma * after - values[:, t]
         later = (delta + gamma * lam * later) * mask[:, t]
@@ -134,7 +137,8 @@ def clipped_surrogate(
     epsilon_high: float | None = None,  # How much likelier a good token; None: as `epsilon`
 ) -> Tensor:  # (B, T), to be minimised
     "PPO's clipped objective, negated (Schulman et al. 2017, eq. 7; two bounds: Yu et al. 2025)."
-    ratio, high = log_ratio.exp(), epsilon if epsilon_high is None else epsilon_high
+    ratio = log_ratio.exp()
+    high = epsilon if epsilon_high is None else epsilon_high
     return -torch.min(ratio * advantages, ratio.clamp(1 - epsilon, 1 + high) * advantages)
 
 # %% ../../nbs/08_align/11_rl.ipynb #bff979cd
@@ -349,7 +353,8 @@ def _reward_metrics(batch: dict) -> _Metrics:
 def _metrics(batch: dict, scores: TokenScores, log_ratio: Tensor, config: RLConfig) -> _Metrics:
     "What to watch: sums and counts over tokens, or over answers."
     mask, n = _mask(batch), len(batch["labels"])
-    tokens, ratio = mask.sum(), log_ratio.exp()
+    tokens = mask.sum()
+    ratio = log_ratio.exp()
     high = config.epsilon if config.epsilon_high is None else config.epsilon_high
     advantages = batch["advantages"]
     if advantages.ndim == 1:

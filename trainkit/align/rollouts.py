@@ -88,7 +88,8 @@ def pack_answers(
     "Questions and answers side by side; labels are -100 outside the answers."
     longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
     ids = torch.full((len(prompts), longest), pad_id)
-    labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
+    labels = torch.full_like(ids, -100)
+    mask = torch.zeros_like(ids)
     for i, (p, a) in enumerate(zip(prompts, answers, strict=True)):
         end = len(p) + len(a)
         ids[i, :end], mask[i, :end] = torch.tensor([*p, *a]), 1
@@ -133,7 +134,9 @@ class Rollouts:
         # The one that trains, so that old log-probabilities are in its number format
         accelerator: "Accelerator | None" = None,
     ):
-        self.model, self.tokenizer, self.accelerator = model, tokenizer, accelerator
+        self.model = model
+        self.tokenizer = tokenizer
+        self.accelerator = accelerator
         self.policy: nn.Module = getattr(model, "policy", model)
         self.config = config = config or RLConfig()
         room = context_length(self.policy) - config.max_completion_length
@@ -154,7 +157,8 @@ class Rollouts:
         if config.beta and isinstance(reference, str):
             reference = make_reference(self.policy, reference)
         self.reference: Any = reference  # Still a text where no divergence has a price
-        self.epoch, self.index = 0, 0
+        self.epoch = 0
+        self.index = 0
         self.baseline: float | None = None
         # Epoch and first batch of the last rounds; the baseline before each
         self.baselines: list[tuple[int, int, float | None]] = []
@@ -182,7 +186,8 @@ class Rollouts:
 
     def _map_parts(self, batch: dict, scorer: Callable[[dict], _Out]) -> list[_Out]:
         "A function of each part of a round, without gradient, as training would compute it."
-        device, parts = next(self.policy.parameters()).device, []
+        device = next(self.policy.parameters()).device
+        parts = []
         context = precision(self.accelerator) if self.accelerator else nullcontext()
         with torch.no_grad(), eval_mode(self.model), context:
             for at in range(0, len(batch["labels"]), self.batch_size):
@@ -258,7 +263,8 @@ class Rollouts:
         """Take the memory that answering such a round takes.
 
         That is: weights merged and rearranged, the cache, two tokens of each answer."""
-        c, width = self.config, batch["input_ids"].shape[1]
+        c = self.config
+        width = batch["input_ids"].shape[1]
         policy: nn.Module = getattr(model, "policy", model)
         count = min(c.num_prompts, len(self.prompt_ids)) * c.num_generations
         answer = min(c.max_completion_length, int((batch["labels"] != -100).sum(1).max()))
@@ -356,7 +362,8 @@ class Rollouts:
 
     def _log_probs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         "Log-probabilities of the policy and of the reference, and values, where they are needed."
-        c, columns = self.config, {}
+        c = self.config
+        columns = {}
 
         def scorer(part: dict) -> TokenScores:
             return token_scores(self.model, part, c.temperature)
@@ -420,7 +427,9 @@ class Rollouts:
             known = mean if self.baseline is None else self.baseline
             self.baseline = c.baseline_decay * known + (1 - c.baseline_decay) * mean
             return dict(advantages=(net - known).nan_to_num())
-        judged, rewards, everywhere = ~rewards.isnan()[:, None], rewards.nan_to_num(), mask
+        judged = ~rewards.isnan()[:, None]
+        rewards = rewards.nan_to_num()
+        everywhere = mask
         mask = mask * judged
         if not judged.any():
             return dict(advantages=torch.zeros_like(mask), returns=batch["values"] * everywhere)
@@ -440,14 +449,17 @@ class Rollouts:
         "The rest of this epoch; each round is answered by the model as it is then."
         starts = np.cumsum([0, *self.sizes()]).tolist()
         for number, which in enumerate(self.order(self.epoch)):
-            start, stop = starts[number], starts[number + 1]
+            start = starts[number]
+            stop = starts[number + 1]
             if self.index >= stop:
                 continue
             if self.round is None or self.round[0] != start:
                 seeds = np.random.SeedSequence([self.config.seed, self.epoch, number])
                 self.baselines = [*self.baselines[-255:], (self.epoch, start, self.baseline)]
                 self.round = start, self.collect(which, int(seeds.generate_state(1)[0]))
-            answers, plan, size = self.round[1], [], self.batch_size
+            answers = self.round[1]
+            plan = []
+            size = self.batch_size
             for i in range(self.config.num_iterations):
                 rows = self._permutation(len(answers["labels"]), self.epoch, number, i)
                 plan += [rows[at : at + size] for at in range(0, len(rows), size)]
@@ -455,7 +467,9 @@ class Rollouts:
                 batch = take_rows(answers, plan[self.index - start])
                 self.index += 1
                 yield batch
-        self.epoch, self.index, self.round = self.epoch + 1, 0, None
+        self.epoch = self.epoch + 1
+        self.index = 0
+        self.round = None
 
     def _fingerprint(self) -> dict[str, Any]:
         prompts = zlib.crc32(repr(self.prompt_ids).encode())
@@ -495,7 +509,9 @@ class Rollouts:
             raise ValueError(
                 f"These are not the rollouts that the saved place belongs to ({'; '.join(wrong)})."
             )
-        self.epoch, self.index, self.baseline = state["epoch"], state["index"], state["baseline"]
+        self.epoch = state["epoch"]
+        self.index = state["index"]
+        self.baseline = state["baseline"]
         self.round = (state["start"], dict(state["answers"])) if state["answers"] else None
         # Older checkpoints have none
         self.baselines = [tuple(b) for b in state.get("baselines", [])]
@@ -503,5 +519,6 @@ class Rollouts:
         passed = sum((epoch, start) <= place for epoch, start, _ in self.baselines)
         if passed < len(self.baselines):  # This round is not the last one: it is answered again
             first = max(0, passed - 1)
-            self.baseline, self.round = self.baselines[first][2], None
+            self.baseline = self.baselines[first][2]
+            self.round = None
             del self.baselines[first:]

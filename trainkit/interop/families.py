@@ -155,7 +155,8 @@ def to_hf_config(
     "The same shape and choices in the words of transformers."
     import transformers
 
-    name, windows = hf_architecture(config), sorted(_windows(config))
+    name = hf_architecture(config)
+    windows = sorted(_windows(config))
     if name is None:
         raise ValueError(
             f"no class of transformers computes this: {', '.join(unsupported_knobs(config))}"
@@ -305,7 +306,8 @@ def _llama_values(hf: Any, kind: str) -> dict[str, Any]:
             attn_softcap=hf.attn_logit_softcapping,
             logit_softcap=hf.final_logit_softcapping,
         )
-    window, layers = getattr(hf, "sliding_window", None), getattr(hf, "layer_types", None)
+    window = getattr(hf, "sliding_window", None)
+    layers = getattr(hf, "layer_types", None)
     if layers is None:
         windows = [window or 0] * hf.num_hidden_layers
     else:
@@ -322,7 +324,8 @@ def _without_type(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 def _lost(hf: Any, config: ModelConfig) -> list[str]:
     "The settings that our config does not keep: it is written back and compared."
-    there, back = hf.to_dict(), to_hf_config(config).to_dict()
+    there = hf.to_dict()
+    back = to_hf_config(config).to_dict()
     if isinstance(rope := there.get("rope_parameters"), dict):
         there["rope_parameters"] = _without_type(rope)
     return [
@@ -378,7 +381,8 @@ def from_hf_weights(
     weights: Mapping[str, Tensor],  # Of a model of transformers, from memory or from its file
 ) -> dict[str, Tensor]:  # In the same memory where that is possible
     "Weights under the names, and in the layout, of our `Transformer`."
-    gpt2, ours = hf_architecture(config) == "GPT2LMHeadModel", {}
+    gpt2 = hf_architecture(config) == "GPT2LMHeadModel"
+    ours = {}
     for name, tensor in weights.items():
         if name.endswith(CONSTANTS):
             continue
@@ -487,7 +491,8 @@ def from_hf(
     model: "transformers.PreTrainedModel",  # Of a family that `from_hf_config` knows
 ) -> Transformer:  # With a copy of the weights; raises `ValueError` with what we do not compute
     "The same model as our `Transformer`."
-    config, state = from_hf_config(model.config), model.state_dict()
+    config = from_hf_config(model.config)
+    state = model.state_dict()
     if packed := [k for k, v in state.items() if not v.is_floating_point()]:
         raise ValueError(
             f"{packed[0]} is stored as {state[packed[0]].dtype}: "

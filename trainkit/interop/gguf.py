@@ -86,7 +86,9 @@ def chat_parts(
         return render_text(_probe(turns), template, names, add_generation_prompt=prompt)[0]
 
     reason = "this chat format is not the same text around each message: "
-    one, two, three = render("u"), render("ua"), render("uau")
+    one = render("u")
+    two = render("ua")
+    three = render("uau")
     if not (two.startswith(one) and three.startswith(two)):
         raise ValueError(reason + "a turn looks otherwise when another follows")
     opening, closing = one.split("«0»")
@@ -94,7 +96,8 @@ def chat_parts(
     front = three[len(two) :].split("«2»")[0]
     if not opening.endswith(front):
         raise ValueError(reason + "the first question looks otherwise than the next")
-    start, default = opening.removesuffix(front), ""
+    start = opening.removesuffix(front)
+    default = ""
     around = {"user": (front, closing), "assistant": (before, after)}
     try:
         system = render("su")
@@ -160,10 +163,12 @@ def _as_list(ids: int | list[int] | None) -> list[int]:
 
 
 def _special(folder: Path) -> tuple[str, str, list[str]]:  # bos, eos, all tokens that end a text
-    config, data = _read(folder / "tokenizer_config.json"), _read(folder / "tokenizer.json")
+    config = _read(folder / "tokenizer_config.json")
+    data = _read(folder / "tokenizer.json")
     names = {t["id"]: t["content"] for t in data.get("added_tokens", [])}
     ends = _as_list(_read(folder / "generation_config.json").get("eos_token_id"))
-    bos, eos = _token_text(config.get("bos_token")), _token_text(config.get("eos_token"))
+    bos = _token_text(config.get("bos_token"))
+    eos = _token_text(config.get("eos_token"))
     stops = [eos] if eos else []
     return bos, eos, [*dict.fromkeys([*stops, *(names[i] for i in ends if i in names)])]
 
@@ -179,7 +184,8 @@ def write_modelfile(
     system: str | None = None,  # System prompt of every chat
 ) -> Path:
     "A Modelfile for `ollama create NAME -f Modelfile`, with the format of the training."
-    gguf_file, folder = Path(gguf_file), Path(folder)
+    gguf_file = Path(gguf_file)
+    folder = Path(folder)
     template = read_template(folder)
     if template is None:
         raise ValueError(
@@ -363,7 +369,8 @@ def describe_tokenizer(
     pre: str | None = None,  # llama.cpp's name of the splitting pattern; detected if not given
 ) -> None:  # Raises `ValueError` where llama.cpp would make other tokens of a text
     "Write tokens, kinds, merges, special ids and the chat template."
-    gguf, folder = _gguf(), Path(folder)
+    gguf = _gguf()
+    folder = Path(folder)
     data = _read(folder / "tokenizer.json")
     if not data:
         raise FileNotFoundError(f"{folder} has no tokenizer.json")
@@ -439,7 +446,8 @@ def read_tensors(
     "The tensors of a GGUF file; each is read, as float32, when its function is called."
     names = gguf_names(config)
     swap = architecture_of(config) == "llama"  # Qwen's keep their pairs half a head apart
-    heads, readers = {"q_proj": config.n_heads, "k_proj": config.kv_heads}, {}
+    heads = {"q_proj": config.n_heads, "k_proj": config.kv_heads}
+    readers = {}
 
     def reader(name: str, file: Path) -> Callable[[], np.ndarray]:
         def read() -> np.ndarray:
@@ -479,19 +487,24 @@ def export_gguf(
     progress: bool = True,
 ) -> dict[str, Any]:  # path, bytes, tensors, and `wide`: matrices that do not fit that type
     "Write a model folder as one GGUF file, read it back, and only then give it its name."
-    gguf, folder, path = _gguf(), Path(folder), Path(path)
+    gguf = _gguf()
+    folder = Path(folder)
+    path = Path(path)
     if quant_type not in QUANT_TYPES:
         raise ValueError(f"quant_type = {quant_type!r} is none of {', '.join(QUANT_TYPES)}")
     if path.suffix != ".gguf":
         raise ValueError(f"{path} must end with .gguf: programs go by it")
     config = read_config(folder)
-    kinds, wanted, sums = gguf.GGMLQuantizationType, QUANT_TYPES[quant_type], {}
+    kinds = gguf.GGMLQuantizationType
+    wanted = QUANT_TYPES[quant_type]
+    sums = {}
     writer = gguf.GGUFWriter(None, architecture_of(config))
     describe_model(writer, config, name or folder.resolve().name)
     writer.add_file_type(_FILE_TYPES[quant_type])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     describe_tokenizer(writer, folder, config.vocab_size, pre)
-    tensors, wide = read_tensors(folder, config), []
+    tensors = read_tensors(folder, config)
+    wide = []
     types = {}
     for title, (shape, _) in tensors.items():
         fits = shape[-1] % 32 == 0 or quant_type in ("f32", "f16", "bf16")

@@ -54,7 +54,8 @@ def read_weights(
     folder: str | Path,  # With `model.safetensors`, or with parts and their index
 ) -> dict[str, Tensor]:  # Raises `FileNotFoundError`, or `ValueError` for a damaged file
     "The tensors of a model folder, as they are stored; pickles are never opened."
-    folder, weights = Path(folder), {}
+    folder = Path(folder)
+    weights = {}
     index = folder / "model.safetensors.index.json"
     parts = {"model.safetensors"}
     if index.is_file():
@@ -84,7 +85,8 @@ def _quiet() -> Iterator[None]:
     "Without progress bars and warnings of transformers; one thread at a time, as both are global."
     log = transformers.logging
     with transformers_lock:
-        level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+        level = log.get_verbosity()
+        bars = log.is_progress_bar_enabled()
         log.set_verbosity_error()
         log.disable_progress_bar()
         try:
@@ -144,7 +146,8 @@ def read_config(
     folder: str | Path,  # With `config.json`, `trainkit.json`, or both
 ) -> ModelConfig:  # Raises `ValueError` with what we do not compute, or `FileNotFoundError`
     "The shape and the choices of the model in a folder."
-    theirs, ours = Path(folder) / "config.json", Path(folder) / "trainkit.json"
+    theirs = Path(folder) / "config.json"
+    ours = Path(folder) / "trainkit.json"
     if not theirs.is_file():
         _refuse_adapter(Path(folder))
         if ours.is_file():
@@ -180,7 +183,8 @@ def _find(
     code: bool = False,
 ) -> Path:
     "A folder or a GGUF file: here, else fetched from the hub."
-    path, name = Path(source).expanduser(), str(source)
+    path = Path(source).expanduser()
+    name = str(source)
     if path.suffix == ".gguf" and path.is_file() and not path.stat().st_size:
         raise ValueError(f"{path} is empty: copy or download it again")
     if path.is_dir():
@@ -244,7 +248,9 @@ def _open_theirs(
             raise ValueError(f"{path} {words} {min(names)}: copy or download it again")
     if not gguf:
         return model
-    weights, config, ending = model.state_dict(), copy(model.config), model.generation_config
+    weights = model.state_dict()
+    config = copy(model.config)
+    ending = model.generation_config
     if hasattr(config, "quantization_config"):
         # Newer versions set it, and refuse to save weights that are plain numbers by now
         del config.quantization_config
@@ -419,7 +425,8 @@ def _write_json(file: Path, data: dict) -> None:
 
 
 def _write_model(model: Transformer, folder: Path) -> None:
-    config, weights = model.config, model.state_dict()
+    config = model.config
+    weights = model.state_dict()
     check_family_weights(
         config, weights, "the model", "merge or remove what was added to it, then save"
     )
@@ -470,15 +477,18 @@ def _write_ids(tokenizer: _Tokenizer | None, folder: Path) -> None:
 def _verify(model: nn.Module, tokenizer: _Tokenizer | None, folder: Path) -> None:
     "Open the folder again, and compare logits and ids."
     again, opened = load_pretrained(folder, native=not (folder / "config.json").is_file())
-    first, config = next(model.parameters()), cast(Any, model.config)
+    first = next(model.parameters())
+    config = cast(Any, model.config)
     length = min(16, getattr(config, "max_seq_len", 16))
     ids = (torch.arange(1, length + 1, device=first.device) * 7919 % config.vocab_size)[None]
     training = [module for module in model.modules() if module.training]
     model.eval()
-    ours, theirs = model(ids).logits.float(), again.to(first.device)(ids).logits.float()
+    ours = model(ids).logits.float()
+    theirs = again.to(first.device)(ids).logits.float()
     for module in training:
         module.training = True
-    gap, exact = (ours - theirs).abs().max().item(), first.dtype in (torch.float32, torch.float64)
+    gap = (ours - theirs).abs().max().item()
+    exact = first.dtype in (torch.float32, torch.float64)
     if not gap <= (1e-4 if exact else 0.05) * max(1.0, ours.abs().max().item()):
         raise RuntimeError(
             f"nothing was saved: opened again, the model gives other logits, by up to {gap:.2g}"

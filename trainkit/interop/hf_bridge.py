@@ -127,7 +127,8 @@ def offline() -> Iterator[None]:
     "Without telemetry, and with only the errors of transformers."
     import transformers
 
-    level, before = transformers.logging.get_verbosity(), os.environ.get("HF_HUB_DISABLE_TELEMETRY")
+    level = transformers.logging.get_verbosity()
+    before = os.environ.get("HF_HUB_DISABLE_TELEMETRY")
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     transformers.logging.set_verbosity_error()
     try:
@@ -200,7 +201,8 @@ def _their_classifier(model: RewardModel, **token_ids: int | None) -> "PreTraine
     "A reward model as transformers' classifier with one label."
     import transformers
 
-    name, config = type(model.body).__name__, cast(Any, model.config)
+    name = type(model.body).__name__
+    config = cast(Any, model.config)
     if isinstance(config, transformers.PreTrainedConfig):
         config = deepcopy(config)
     else:
@@ -258,7 +260,8 @@ def _quantize_theirs(
 
 def _tie(model: nn.Module, theirs: "PreTrainedModel | PeftModel") -> None:
     "Tie in theirs what is tied in ours: PEFT copies an embedding and its head apart."
-    rename, first = _their_name(model, theirs), {}
+    rename = _their_name(model, theirs)
+    first = {}
     parameters = dict(theirs.named_parameters(remove_duplicate=False))
     for name, ours in model.named_parameters(remove_duplicate=False):
         if rename(name) not in parameters:
@@ -271,7 +274,8 @@ def _tie(model: nn.Module, theirs: "PreTrainedModel | PeftModel") -> None:
 
 def _check_twin(model: nn.Module) -> None:  # Raises `ImportError` or `ValueError`
     "Check that the libraries can open the model, its adapter and its quantized layers."
-    layers, adapters = adapted(model), getattr(model, "lora_configs", {})
+    layers = adapted(model)
+    adapters = getattr(model, "lora_configs", {})
     if layers:
         check_peft()
     check_few_bits(model, next(model.parameters()).device)

@@ -194,7 +194,9 @@ class HubPush:
         adapter: bool = False,  # Upload the run's adapter next to its model
         say: Callable[[str], object] = print,
     ):
-        self.config, self.adapter, self.say = config, adapter, say
+        self.config = config
+        self.adapter = adapter
+        self.say = say
         self.repo = config.hub_model_id or re.sub(r"[^\w.-]+", "-", name)
 
     def on_start(self, trainer: "Trainer", record: Mapping):
@@ -219,7 +221,8 @@ class HubPush:
 
     def on_save(self, trainer: "Trainer", record: Mapping):
         "Upload what was saved, if this is the time."
-        path, step = Path(record["path"]), record["step"]
+        path = Path(record["path"])
+        step = record["step"]
         if record["kind"] == "final":
             self.push(path, f"The model after step {step}")
             if self.adapter and (path.parent / "adapter").is_dir():

@@ -298,7 +298,8 @@ def _schedule(o: "OptimConfig", steps: int) -> _Arguments:
             f"optim.min_lr_ratio = {o.min_lr_ratio:g}: LLaMA-Factory ends {kind} at 0; "
             "take a cosine, or engine: trainkit"
         )
-    warmup, more = warmup_steps(o, steps), {}
+    warmup = warmup_steps(o, steps)
+    more = {}
     if kind.startswith("cosine") or kind == "warmup_stable_decay":
         if o.num_cycles is not None:
             more["num_cycles"] = o.num_cycles
@@ -338,7 +339,8 @@ def has_template(
 
 
 def _loop(config: Any, steps: int) -> _Arguments:
-    c, o = config.train, config.optim
+    c = config.train
+    o = config.optim
     for name, off in (
         ("optimizer_in_backward", False),
         ("offload_optimizer", False),
@@ -447,7 +449,8 @@ def llamafactory_arguments(
 
 def _chat_arguments(config: "RunConfig", stage: str) -> _Arguments:
     "The chat template, what is learned of a conversation, and packing."
-    sft, arguments = config.sft, {}
+    sft = config.sft
+    arguments = {}
     if sft.template and stage != "pt":
         if sft.template not in TEMPLATE_NAMES:
             raise ValueError(

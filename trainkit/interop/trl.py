@@ -287,7 +287,9 @@ def trl_arguments(
 ) -> Any:  # TRL's config
     "Our knobs as TRL's arguments, with no default left that matters."
     trl = importlib.import_module("trl")
-    c, o, a = trainer.config, trainer.optim, trainer.accelerator
+    c = trainer.config
+    o = trainer.optim
+    a = trainer.accelerator
     check_trl_config(c)
     checkpointing = getattr(trainer.model.config, "gradient_checkpointing", False)
     values: _Values = dict(
@@ -428,7 +430,8 @@ class BatchOrderSampler(torch.utils.data.Sampler):
         self,
         batches: Batches,
     ):
-        self.batches, self.epoch = batches, 0
+        self.batches = batches
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -454,7 +457,9 @@ class PairsAsSingles:
         self,
         batches: Batches,  # Of pairs
     ):
-        self.inner, self.rows, self.batch_size = batches, batches.rows, 2 * batches.batch_size
+        self.inner = batches
+        self.rows = batches.rows
+        self.batch_size = 2 * batches.batch_size
 
     def plan(self, epoch: int) -> list[np.ndarray]:
         return [np.stack((2 * p, 2 * p + 1), 1).reshape(-1) for p in self.inner.plan(epoch)]
@@ -564,7 +569,9 @@ class TRLTrainer(Trainer):
                 "layer of bitsandbytes gives no gradient after that: take engine: trainkit"
             )
         self.batches: Any = self.train_batches
-        self.kind, self.settings, self.tokenizer = kind, settings, tokenizer
+        self.kind = kind
+        self.settings = settings
+        self.tokenizer = tokenizer
         self.rewards = list(rewards) or getattr(self.train_batches, "rewards", [])
         self.batch_size = getattr(
             self.train_batches, "batch_size", self.config.per_device_train_batch_size
@@ -575,7 +582,8 @@ class TRLTrainer(Trainer):
         self.theirs: Any = None
         self.shapes: list[tuple[int, ...]] = []
         if kind == "kto":
-            self.batches, self.batch_size = PairsAsSingles(self.train_batches), 2 * self.batch_size
+            self.batches = PairsAsSingles(self.train_batches)
+            self.batch_size = 2 * self.batch_size
 
     # --- before the first step
 
@@ -605,7 +613,8 @@ class TRLTrainer(Trainer):
         if path is None:
             return TrainState()
         saved = json.loads((path / "trainkit.json").read_text(encoding="utf-8"))
-        then, now = saved["identity"], self.identity()
+        then = saved["identity"]
+        now = self.identity()
         for key in now:
             if then.get(key) == now[key]:
                 continue
@@ -623,11 +632,17 @@ class TRLTrainer(Trainer):
 
     def begin(self, stack: ExitStack, resume: Any, force: bool = False) -> None:
         "Prepare the twin, TRL's trainer, and the state before the first step."
-        c, path = self.config, self.find(resume)
+        c = self.config
+        path = self.find(resume)
         seed_everything(c.seed)
         self.state = self.recall(path, force)
-        self.history, self.notes, self.pending, self.reason = [], [], [], ""
-        self.checkpoint, self.came_from, self.waited = (str(path) if path else None), path, 0.0
+        self.history = []
+        self.notes = []
+        self.pending = []
+        self.reason = ""
+        self.checkpoint = str(path) if path else None
+        self.came_from = path
+        self.waited = 0.0
         stack.enter_context(tf32(c.tf32))
         stack.enter_context(offline())
         stack.enter_context(_no_progress_bars())
@@ -718,14 +733,17 @@ class TRLTrainer(Trainer):
 
     def after_step(self, logs: _Values, control: "TrainerControl") -> None:
         "Do what is due after a step of TRL."
-        c, s, epochs = self.config, self.state, float(logs.pop("epoch", 0.0))
+        c = self.config
+        s = self.state
+        epochs = float(logs.pop("epoch", 0.0))
         s.step = self.theirs.state.global_step
         if self.kind in ("grpo", "rloo"):  # TRL counts epochs of prompts, and we of answers
             epochs = s.step * c.gradient_accumulation_steps / (self.epoch_length or 1)
             s.tokens = int(logs.get("num_tokens", 0))
         s.epoch = int(epochs + 1e-6)
         s.batch = round((epochs - s.epoch) * (self.epoch_length or 0))
-        loss, self.grad_norm = logs.pop("loss"), logs.pop("grad_norm", None)
+        loss = logs.pop("loss")
+        self.grad_norm = logs.pop("grad_norm", None)
         self.learning_rate = logs.pop("learning_rate")
         if not math.isfinite(loss):
             raise TrainingError(
@@ -751,7 +769,8 @@ class TRLTrainer(Trainer):
         )
         self.shapes = []
         self.bar.update(s.step)
-        ends, last = not s.batch, s.step == self.total_steps
+        ends = not s.batch
+        last = s.step == self.total_steps
         if last or s.step % c.logging_steps == 0 or (s.step == 1 and c.logging_first_step):
             self.log()
         with self.pause_clock():
@@ -762,7 +781,8 @@ class TRLTrainer(Trainer):
             if self.folder is not None and due(c.save_strategy, c.save_steps, s.step, ends):
                 self.save()
         if reason := self.stop_reason():
-            self.reason, control.should_training_stop = reason, True
+            self.reason = reason
+            control.should_training_stop = True
 
     def pull(self) -> None:
         "Copy the weights of the twin into our model."
@@ -847,7 +867,8 @@ def make_loop(
         raise ValueError(f"engine = '{engine}' runs by itself: run_llamafactory(config, folder)")
     kind, settings = trl_kind(parts.config)
     # A reward model's body carries the adapter, and the model around it what PEFT must know
-    inner, model = cast(Any, getattr(parts, "causal", None)), cast(Any, parts.model)
+    inner = cast(Any, getattr(parts, "causal", None))
+    model = cast(Any, parts.model)
     if hasattr(inner, "lora_configs") and not hasattr(model, "lora_configs"):
         model.lora_configs = inner.lora_configs
     return TRLTrainer(*args, kind=kind, settings=settings, tokenizer=parts.tokenizer, **kwargs)
@@ -858,7 +879,8 @@ def run_trl(
     **kwargs: Any,  # Further arguments of `Trainer`
 ) -> Result:  # The model in `parts` is trained in place
     "Train a prepared run with TRL."
-    c, knobs = parts.config, parts.config.train
+    c = parts.config
+    knobs = parts.config.train
     if parts.eval_batches is None:
         # Nothing is held out
         knobs = replace(knobs, eval_strategy="no", load_best_model_at_end=False)

@@ -138,7 +138,8 @@ def adapters_off(
         raise RuntimeError(
             "an adapter is merged into the weights, so it cannot be turned off: unmerge_lora first"
         )
-    before, parked = [layer.active for layer in layers], hasattr(model, "lora_trained_biases")
+    before = [layer.active for layer in layers]
+    parked = hasattr(model, "lora_trained_biases")
     try:
         for layer in layers:
             layer.active = {}
@@ -174,7 +175,8 @@ def combine_adapters(
         if not layer.active:
             continue
         terms = [(*layer.factors(n), layer.scaling[n] * w) for n, w in layer.active.items()]
-        A, B = torch.cat([A for A, _, _ in terms]), torch.cat([B * s for _, B, s in terms], 1)
+        A = torch.cat([A for A, _, _ in terms])
+        B = torch.cat([B * s for _, B, s in terms], 1)
         layer.place(name, A, B, False)
         layer.scaling[name], layer.dropout[name], total = 1.0, 0.0, max(total, len(A))
     holder.lora_configs = {**holder.lora_configs, name: LoRAConfig(r=total, lora_alpha=total)}
@@ -216,7 +218,8 @@ def _resize(model: nn.Module, old: int, vocab_size: int) -> nn.Module:
         resize = cast(Callable[..., nn.Module], model.resize_token_embeddings)
         resize(vocab_size, mean_resizing=False)
     else:
-        embedding, head = ours.model.embed_tokens, ours.lm_head
+        embedding = ours.model.embed_tokens
+        head = ours.lm_head
         tied = head.weight is embedding.weight
         for layer in (embedding, head):
             rows = layer.weight.new_zeros(vocab_size - old, layer.weight.shape[1])
@@ -228,7 +231,8 @@ def _resize(model: nn.Module, old: int, vocab_size: int) -> nn.Module:
     for layer in (ours.get_input_embeddings(), ours.get_output_embeddings()):
         if layer is None:
             continue
-        weight, bias = cast(Tensor, layer.weight), getattr(layer, "bias", None)
+        weight = cast(Tensor, layer.weight)
+        bias = getattr(layer, "bias", None)
         weight[old:] = weight[:old].float().mean(0).to(weight.dtype)
         if bias is not None:
             bias[old:] = bias[:old].mean()
@@ -359,7 +363,8 @@ def save_adapter(
             f"{folder} contains '{others[0]}', which is not part of an adapter: "
             "choose another folder"
         )
-    tensors, config = adapter_tensors(model, adapter), peft_config(model, adapter, base)
+    tensors = adapter_tensors(model, adapter)
+    config = peft_config(model, adapter, base)
     if bad := [name for name, t in tensors.items() if not t.isfinite().all()]:
         raise ValueError(f"{bad[0]} is not finite: the adapter is broken, and nothing was saved")
     own = dict(vocab_size=vocabulary_size(model))
@@ -413,7 +418,8 @@ def adapter_parts(
         layers_pattern=None,
         init_lora_weights=True,
     )
-    parts, copies = AdapterParts({}, {}, [], {}, {}), {}
+    parts = AdapterParts({}, {}, [], {}, {})
+    copies = {}
     for name, t in tensors.items():
         if not t.isfinite().all():
             raise ValueError(f"{name} is not finite: the adapter is broken")
@@ -445,7 +451,8 @@ def _sort_plain(parts: AdapterParts, config: LoRAConfig, name: str, tensor: Tens
     layer, _, last = name.rpartition(".")
     if not layer:
         raise ValueError(f"'{name}' is in no layer")
-    words, whole = tuple(config.modules_to_save or ()), None
+    words = tuple(config.modules_to_save or ())
+    whole = None
     if words:
         names = layer.split(".")
         paths = (".".join(names[: i + 1]) for i in range(len(names)))
@@ -579,7 +586,8 @@ def load_adapter(
 ) -> nn.Module:  # The same model, with this adapter active; after an error, as it was
     "Load an adapter; a model whose vocabulary is too small gets more rows first."
     config, tensors, vocab_size = read_adapter(folder)
-    parts, init = adapter_parts(config, tensors), check_adapter_base(config, folder)
+    parts = adapter_parts(config, tensors)
+    init = check_adapter_base(config, folder)
     with all_or_nothing(model):
         before = vocabulary_size(model)
         if 0 < before < vocab_size:
@@ -615,7 +623,8 @@ def load_adapter(
 def _load_low(layer: LoRALayer, low: Mapping[str, Tensor], adapter: str, init: str | None) -> None:
     "The matrices of one layer."
     own_A, own_B = layer.factors(adapter)
-    A, B = low.get(layer.A_name), low.get(layer.B_name)
+    A = low.get(layer.A_name)
+    B = low.get(layer.B_name)
     if A is None or B is None or A.shape != own_A.shape or B.shape != own_B.shape:
         shapes = {name: tuple(t.shape) for name, t in low.items()}
         raise ValueError(
@@ -652,7 +661,9 @@ def _check_base(
     folder: str | Path,
 ) -> None:
     "Raise `ValueError` if a tensor of the folder has no place in the model."
-    layers, params, kind = adaptable(model), _plain_parameters(model), type(model).__name__
+    layers = adaptable(model)
+    params = _plain_parameters(model)
+    kind = type(model).__name__
     if missing := [n for n in parts.low if n not in layers]:
         raise ValueError(
             f"{folder} has an update for '{missing[0]}', and {kind} has no such layer."
@@ -690,7 +701,8 @@ def _check_base(
 def _load_whole(model: nn.Module, parts: AdapterParts, adapter: str) -> None:
     "The layers that learned as a whole, and the biases."
     loaded: dict[int, Tensor] = {}
-    layers, params = adapted(model), _plain_parameters(model)
+    layers = adapted(model)
+    params = _plain_parameters(model)
     for path in parts.layers:
         module = layers[path].modules_to_save[adapter]
         for name, old in list(module.named_parameters()):

@@ -246,10 +246,8 @@ def exchange_biases(
 
     Nothing happens where they are right already.
     """
-    before, parked = (
-        getattr(model, "lora_biases", None),
-        getattr(model, "lora_trained_biases", None),
-    )
+    before = getattr(model, "lora_biases", None)
+    parked = getattr(model, "lora_trained_biases", None)
     if before is None or trained == (parked is None):
         return
     biases = {name: p for name, p in model.named_parameters() if name in before}

@@ -46,7 +46,8 @@ class _Adapted(torch.autograd.Function):
         dropout: float,
     ):
         dtype = autocast_dtype(x)
-        inner, noise = x.to(dtype), None
+        inner = x.to(dtype)
+        noise = None
         if dropout:
             noise = torch.empty_like(inner).bernoulli_(1 - dropout)
         with fast_products():
@@ -59,7 +60,8 @@ class _Adapted(torch.autograd.Function):
         if bias is not None:
             y += bias
         ctx.save_for_backward(inner, weight, A, B, low, None if noise is None else noise != 0)
-        ctx.scale, ctx.dropout = scale, dropout
+        ctx.scale = scale
+        ctx.dropout = dropout
         ctx.dtypes = (x.dtype, None if bias is None else bias.dtype)
         return y
 
@@ -67,8 +69,10 @@ class _Adapted(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore
         x, weight, A, B, low, noise = ctx.saved_tensors
-        keep, need = 1 - ctx.dropout, ctx.needs_input_grad
-        narrow_A, grad = A.to(x.dtype), grad.to(x.dtype)
+        keep = 1 - ctx.dropout
+        need = ctx.needs_input_grad
+        narrow_A = A.to(x.dtype)
+        grad = grad.to(x.dtype)
         grad_x = grad_A = grad_B = None
         with fast_products():
             back = (grad @ B.to(x.dtype)).mul_(ctx.scale)  # (N, r)
@@ -107,7 +111,8 @@ _OF_THE_BASE = (
 class LoRALayer(nn.Module):
     "The base class of adapted layers: a frozen layer and its adapters, by name."
 
-    A_name, B_name = "lora_A", "lora_B"
+    A_name = "lora_A"
+    B_name = "lora_B"
     lora_magnitude_vector: nn.ModuleDict  # DoRA's lengths
     lora_start_A: nn.ModuleDict  # Where a variant starts that is subtracted from the base
     lora_start_B: nn.ModuleDict
@@ -145,10 +150,12 @@ class LoRALayer(nn.Module):
         adapter: str,
     ) -> tuple[Tensor, Tensor]:  # A and B, and appended minus the start, where it is subtracted
         "The two matrices of one adapter."
-        A, B = self.factor(self.A_name, adapter), self.factor(self.B_name, adapter)
+        A = self.factor(self.A_name, adapter)
+        B = self.factor(self.B_name, adapter)
         if adapter not in self.lora_start_A:
             return A, B
-        A0, B0 = self.factor("lora_start_A", adapter), self.factor("lora_start_B", adapter)
+        A0 = self.factor("lora_start_A", adapter)
+        B0 = self.factor("lora_start_B", adapter)
         return torch.cat([A, A0]), torch.cat([B, -B0], 1)
 
     def matrix(self) -> Tensor:  # (out, in)
@@ -235,7 +242,8 @@ class LoRALinear(LoRALayer):
             updates = [(A, B, 1.0)]
         A, B, scale = updates[0]
         if len(updates) == 1 and self._has_own_backward(x, A):
-            W, bias = self.matrix(), self.base_layer.bias
+            W = self.matrix()
+            bias = self.base_layer.bias
             rows = x.flatten(0, -2)
             y: Tensor = _Adapted.apply(rows, W, bias, A, B, scale, drops[0])  # type: ignore
             return y.unflatten(0, x.shape[:-1])
@@ -253,7 +261,8 @@ class LoRALinear(LoRALayer):
         "DoRA (Liu et al. 2024, eq. 5); the norm counts as a constant (section 4.3)."
         ((name, _),) = self.active.items()
         A, B = self.factors(name)
-        W, s = self.matrix().to(A.dtype), self.scaling[name]
+        W = self.matrix().to(A.dtype)
+        s = self.scaling[name]
         bias = getattr(self.base_layer, "bias", None)
         bias = None if bias is None else bias.to(A.dtype)
         norm = (W + s * (B @ A)).detach().norm(dim=1)
@@ -271,7 +280,8 @@ class LoRALinear(LoRALayer):
 class LoRAEmbedding(LoRALayer):
     "An embedding with low-rank updates: row i gains s·B·A[:, i]."
 
-    A_name, B_name = "lora_embedding_A", "lora_embedding_B"
+    A_name = "lora_embedding_A"
+    B_name = "lora_embedding_B"
 
     def __init__(self, base: nn.Module):
         super().__init__(base)
@@ -292,7 +302,8 @@ class LoRAEmbedding(LoRALayer):
                 "are, or name no embedding in target_modules"
             )
         W = cast(nn.Embedding, self.base_layer).weight
-        A, B = torch.zeros(r, len(W), device=W.device), torch.randn(W.shape[1], r, device=W.device)
+        A = torch.zeros(r, len(W), device=W.device)
+        B = torch.randn(W.shape[1], r, device=W.device)
         self.place(adapter, A if config.init_lora_weights else torch.randn_like(A), B, False)
         self.scaling[adapter], self.dropout[adapter] = scale, 0.0
 
@@ -455,7 +466,8 @@ def eva_init(
         model.train(training)
     if not sums:
         raise ValueError("eva_init needs at least one batch")
-    shares, directions = {}, {}
+    shares = {}
+    directions = {}
     for name, (squares, total, count) in sums.items():
         spread = squares - total[:, None] * total / count
         A = matrix(name, "lora_A")

@@ -47,7 +47,8 @@ def merge_lora(
     dtype: torch.dtype | None = None,
 ) -> nn.Module:  # The same model; without `keep` it has no adapters any more
     "Fold every update into its layer (Hu et al. 2021, section 4.1); quantized layers become plain."
-    plain_dtype, layers = dtype or _plain_dtype(model), adapted(model)
+    plain_dtype = dtype or _plain_dtype(model)
+    layers = adapted(model)
     _check_merge(layers, keep, plain_dtype)
     for name, layer in layers.items():
         if isinstance(layer, ModulesToSaveWrapper):
@@ -80,7 +81,8 @@ def _plain_dtype(model: nn.Module) -> torch.dtype:  # Of the first parameter out
 
 
 def _merge_in_place(layer: LoRALayer, keep: bool) -> None:
-    weight, merged = cast(Tensor, layer.base_layer.weight), layer.merged_weight()
+    weight = cast(Tensor, layer.base_layer.weight)
+    merged = layer.merged_weight()
     if keep:
         layer.original = weight.detach().clone()
     # In place: a weight that is shared stays shared
@@ -88,7 +90,8 @@ def _merge_in_place(layer: LoRALayer, keep: bool) -> None:
 
 
 def _merged_quantized_layer(layer: LoRALayer, dtype: torch.dtype) -> nn.Linear:
-    W, bias = layer.merged_weight(), layer.bias
+    W = layer.merged_weight()
+    bias = layer.bias
     sizes = layer.in_features, layer.out_features
     plain = nn.Linear(*sizes, bias is not None, device=W.device, dtype=dtype)
     plain.weight.copy_(W)
@@ -169,7 +172,8 @@ def merged_lora(
             elif not layer.active or layer.original is not None:
                 replace_layer(model, name, layer.base_layer)
             elif layer.kind != "quantized" and type(layer.weight).__name__ in in_memory:
-                W, plain = layer.merged_weight().to(layer.weight.dtype), copy.copy(layer.base_layer)
+                W = layer.merged_weight().to(layer.weight.dtype)
+                plain = copy.copy(layer.base_layer)
                 W = W if layer.kind == "linear" else W.T.contiguous()
                 weight = nn.Parameter(W, requires_grad=False)
                 plain._parameters = {**plain._parameters, "weight": weight}
@@ -243,7 +247,8 @@ def merge_quantized(
     }
     if not layers:
         raise ValueError("no quantized layer has an active adapter: use merge_lora")
-    training, plain_dtype = model.training, dtype or _plain_dtype(model)
+    training = model.training
+    plain_dtype = dtype or _plain_dtype(model)
     weights: dict[str, Tensor] = {}
     requantized: dict[str, nn.Module] = {}
     for name, layer in layers.items():  # All of it before the model changes: arguments may be wrong
@@ -275,7 +280,8 @@ def _over_original(
     dtype: torch.dtype,
 ) -> Tensor:  # (out, in)
     "The weight from before quantization plus the update."
-    key, shape = f"{name}.weight", (layer.out_features, layer.in_features)
+    key = f"{name}.weight"
+    shape = (layer.out_features, layer.in_features)
     try:
         W = original(key) if callable(original) else original[key]
     except LookupError:
@@ -311,7 +317,8 @@ def read_header(
 ) -> tuple[dict[str, dict], int]:  # Name -> dtype, shape, data_offsets; where the data begins
     "The names, dtypes and shapes of a file's tensors, without reading them."
     with open(path, "rb") as file:
-        size, whole = int.from_bytes(file.read(8), "little"), path.stat().st_size
+        size = int.from_bytes(file.read(8), "little")
+        whole = path.stat().st_size
         try:
             header = json.loads(file.read(size)) if size < whole else {}
             end = max(
@@ -452,7 +459,9 @@ class _BaseFolder:
 
     def read(self, name: str) -> Tensor:
         "One tensor; the file is not mapped, for mapped pages stay in memory."
-        path, entry, dtype = self.file_of[name], self.entry(name), self.dtype(name)
+        path = self.file_of[name]
+        entry = self.entry(name)
+        dtype = self.dtype(name)
         first, last = entry["data_offsets"]
         with open(path, "rb") as file:
             file.seek(self.begins[path] + first)
@@ -471,7 +480,8 @@ class _FolderMerge:
         config: Mapping[str, Any],
         tensors: Mapping[str, Tensor],
     ):
-        self.base, self.adapter = base, adapter
+        self.base = base
+        self.adapter = adapter
         self.config = lora_config(config, init_lora_weights=True)
         self.parts = parts = adapter_parts(config, tensors)
         across = bool(config.get("fan_in_fan_out"))
@@ -497,7 +507,8 @@ class _FolderMerge:
         self.total = len({*base.file_of, *self.untied})  # Tensors after the merge
 
     def check_names(self, changes: list[str]) -> None:
-        base, parts = self.base, self.parts
+        base = self.base
+        parts = self.parts
         for name in (*changes, *parts.same):
             if base.find(name) is None:
                 raise ValueError(
@@ -515,7 +526,8 @@ class _FolderMerge:
                     )
 
     def check_shapes(self) -> None:
-        base, parts = self.base, self.parts
+        base = self.base
+        parts = self.parts
         for name, t in (parts.whole | parts.biases | parts.same).items():
             shape = base.shape(cast(str, base.find(name)))
             if tuple(t.shape) != shape:
@@ -646,7 +658,8 @@ def merge_folder(
     progress: Callable[[int, int], None] | None = None,  # Called with tensors done and their total
 ) -> Path:  # The output, whole or not at all
     "Merge on disk, a tensor at a time; raises `OSError` before it starts if the disk is too full."
-    base, output = Path(base), Path(output)
+    base = Path(base)
+    output = Path(output)
     if output.exists():
         raise FileExistsError(f"{output} is there already: choose a new folder")
     config, tensors, vocab_size = read_adapter(adapter)

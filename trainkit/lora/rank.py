@@ -95,14 +95,18 @@ def grow_rank(
     for name, layer in layers.items():
         if (old := ranks[name]) >= r:
             continue
-        A, B = layer.factor(layer.A_name, adapter), layer.factor(layer.B_name, adapter)
-        rows, columns = A.new_zeros(r - old, A.shape[1]), B.new_zeros(len(B), r - old)
+        A = layer.factor(layer.A_name, adapter)
+        B = layer.factor(layer.B_name, adapter)
+        rows = A.new_zeros(r - old, A.shape[1])
+        columns = B.new_zeros(len(B), r - old)
         if layer.kind == "embedding":
             columns.normal_()  # There B has the noise, and A starts at zero
         else:
             rows = init_factors(True, layer.matrix().detach(), r - old, 1.0)[0].to(A)
-        first, every = slice(old), slice(None)
-        A, B = torch.cat([A, rows]), torch.cat([B, columns], 1)
+        first = slice(old)
+        every = slice(None)
+        A = torch.cat([A, rows])
+        B = torch.cat([B, columns], 1)
         _replace(layer, layer.A_name, adapter, A, optimizer, (first, every))
         _replace(layer, layer.B_name, adapter, B, optimizer, (every, first))
     return model
@@ -125,7 +129,8 @@ class GrowRank:
         plan: Mapping[int, int],  # Step -> rank from then on, {100: 8, 200: 16} say
         adapter: str = "default",
     ):
-        self.plan, self.adapter = dict(plan), adapter
+        self.plan = dict(plan)
+        self.adapter = adapter
 
     def on_step(self, trainer: _Loop, record: Mapping[str, Any]) -> None:
         if (r := self.plan.get(record["step"])) is None:
@@ -166,7 +171,8 @@ def shrink_rank(
     "Keep the r largest directions of every update (Eckart and Young 1936)."
     if r < 1:
         raise ValueError(f"r = {r}: must be at least 1")
-    report, layers = {}, _low(model, adapter)
+    report = {}
+    layers = _low(model, adapter)
     for name, layer in layers.items():  # All of them, before the first one changes
         if adapter in layer.lora_magnitude_vector:
             raise ValueError(
@@ -179,7 +185,8 @@ def shrink_rank(
         if len(A) <= r:
             continue
         U, S, Vt = thin_svd(A, B)
-        root, s = S[:r].sqrt(), layer.scaling[adapter]
+        root = S[:r].sqrt()
+        s = layer.scaling[adapter]
         for part in (layer.lora_start_A, layer.lora_start_B):
             if adapter in part:
                 del part[adapter]  # It is part of the product now

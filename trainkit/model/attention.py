@@ -74,10 +74,13 @@ def _yarn_ramp(width: int, theta: float, scaling: dict) -> Tensor:
     def pair(turns: float) -> float:  # The one that turns so often within the trained length
         return width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
+    low = pair(scaling.get("beta_fast") or 32)
+    high = pair(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, width - 1)
     return ((torch.arange(width // 2, device="cpu") - low) / max(high - low, 1e-3)).clamp(0, 1)
 
 
@@ -104,7 +107,8 @@ def rope_frequencies(
     if kind != "llama3":
         return freq
     turns = trained * freq / (2 * math.pi)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return keep * freq + (1 - keep) * freq / factor
 
@@ -134,9 +138,11 @@ def rope_angles(
 ) -> tuple[Tensor, Tensor]:  # (B, T, 1, D / 2) each, to be broadcast over heads
     "Cosines and sines for `rotate`."
     angles = (positions[..., None].float() * frequencies).unsqueeze(2)
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     if magnitude != 1:
-        cos, sin = cos * magnitude, sin * magnitude
+        cos = cos * magnitude
+        sin = sin * magnitude
     return cos.to(dtype), sin.to(dtype)
 
 # %% ../../nbs/03_model/03_attention.ipynb #8fd521d2
@@ -253,9 +259,11 @@ def find_spans(
     starts = border.flatten().nonzero().squeeze(1)
     lengths = F.pad(starts, (0, 1), value=border.numel()).diff()
     by_length = lengths.argsort(stable=True)
-    order, in_order = None, torch.arange(len(lengths), device=lengths.device)
+    order = None
+    in_order = torch.arange(len(lengths), device=lengths.device)
     if not torch.equal(by_length, in_order):
-        begin, sizes = starts[by_length], lengths[by_length]
+        begin = starts[by_length]
+        sizes = lengths[by_length]
         shift = (begin - (sizes.cumsum(0) - sizes)).repeat_interleave(sizes)
         order = torch.arange(border.numel(), device=lengths.device) + shift
     return Spans(lengths.tolist(), 0, order)
@@ -271,11 +279,10 @@ def make_masks(
     dense: int | None = None,  # Largest matrix, in numbers; `DENSE` when None
 ) -> dict[int, Tensor | Spans | None]:  # Window -> the mask for `attend`
     "Which token may attend to which, as a matrix if it is small, and else as `Spans`."
-    limit, each = (
-        MAX_DENSE_MASK if dense is None else dense,
-        padding if document is None else document,
-    )
-    rows, spans = 1 if each is None else len(each), None
+    limit = MAX_DENSE_MASK if dense is None else dense
+    each = padding if document is None else document
+    rows = 1 if each is None else len(each)
+    spans = None
     # With a cache there are few queries. The number of documents depends on the data, so a compiled
     # model takes the matrix
     large = queries == keys and rows * queries * keys > limit and queries > 1
@@ -297,14 +304,16 @@ Engine = Callable[..., Tensor]  # (q, k, v, mask, dropout, softcap, scale) -> (B
 
 def _windowed(engine: Engine, q: Tensor, k: Tensor, v: Tensor, spans: Spans, *rest) -> Tensor:
     "Queries in blocks, each with the keys in its reach."
-    window, T = spans.window, q.shape[2]
+    window = spans.window
+    T = q.shape[2]
     if not 0 < window < T:
         return engine(q, k, v, None, *rest)
     if T <= 2 * QUERY_BLOCK:
         return engine(q, k, v, spans.mask(T, T, q), *rest)
     pieces = []
     for a in range(0, T, QUERY_BLOCK):
-        b, first = min(a + QUERY_BLOCK, T), max(0, a - window + 1)
+        b = min(a + QUERY_BLOCK, T)
+        first = max(0, a - window + 1)
         mask = spans.mask(b - a, b - first, q)
         pieces.append(engine(q[:, :, a:b], k[:, :, first:b], v[:, :, first:b], mask, *rest))
     return torch.cat(pieces, 2)
@@ -314,7 +323,9 @@ def _apart(engine: Engine, q: Tensor, k: Tensor, v: Tensor, spans: Spans, *rest)
     "Each document by itself, those of equal length as a batch."
     if spans.lengths is None:
         return _windowed(engine, q, k, v, spans, *rest)
-    rows, batches, pieces = len(q), spans.batches(), []
+    rows = len(q)
+    batches = spans.batches()
+    pieces = []
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # (B·T, heads, D)
     if spans.order is not None:
         flat = [x.index_select(0, spans.order) for x in flat]
@@ -434,7 +445,9 @@ class KVCache:
         # How many tokens back each layer sees, itself included; 0 for all
         windows: Sequence[int] | None = None,
     ):
-        self.max_length, self.length, self.windows = max_length, 0, list(windows or [0] * n_layers)
+        self.max_length = max_length
+        self.length = 0
+        self.windows = list(windows or [0] * n_layers)
         self.first = [0] * n_layers  # Position of the first token that a layer still has
         self.keys: list[Tensor | None] = [None] * n_layers  # (B, H_kv, room, D)
         self.values: list[Tensor | None] = [None] * n_layers
@@ -463,7 +476,9 @@ class KVCache:
         v: Tensor,  # (B, H_kv, T, D)
     ) -> tuple[Tensor, Tensor]:  # (B, H_kv, S, D) each, the newest last; views if possible
         "Append the new tokens, and return all that they may see; the caller then moves `length`."
-        old_k, old_v, end = self.keys[layer], self.values[layer], self.length + k.shape[2]
+        old_k = self.keys[layer]
+        old_v = self.values[layer]
+        end = self.length + k.shape[2]
         if end > self.max_length:
             raise ValueError(f"the cache has room for {self.max_length} tokens, not for {end}")
         if old_k is None or old_v is None:

@@ -134,7 +134,8 @@ class ModelConfig:
         def problem(name: str, text: str) -> None:
             problems.append(Problem(name, getattr(self, name), text))
 
-        windows, heads = self.layer_windows, self.n_heads
+        windows = self.layer_windows
+        heads = self.n_heads
         if self.head_dim is None and self.d_model % heads:
             width = -(-self.d_model // heads) * heads
             problem(
@@ -293,8 +294,11 @@ def parameters_by_part(
 ) -> dict[str, int]:  # Kind of layer -> parameters of the whole model
     "Count the parameters of each kind of layer, in closed form."
     c = config
-    d, queries, keys = c.d_model, c.n_heads * c.head_width, c.kv_heads * c.head_width
-    every, some = c.bias == "all", c.bias != "none"
+    d = c.d_model
+    queries = c.n_heads * c.head_width
+    keys = c.kv_heads * c.head_width
+    every = c.bias == "all"
+    some = c.bias != "none"
     attention = 2 * d * (queries + keys) + some * (queries + 2 * keys) + every * d
     inner = 2 if c.activation in GATED else 1  # Matrices from d_model to d_ff
     mlp = d * c.d_ff * (inner + 1) + every * (d + c.d_ff * inner)
@@ -338,9 +342,13 @@ def flops_by_part(
     cached: int = 0,  # Tokens of each row that a cache remembers already
 ) -> dict[str, int]:  # Of one forward pass, logits for all positions included
     "Count the FLOPs of each kind of matrix product, in closed form: two for each multiplication."
-    c, length = config, length or config.max_seq_len
-    queries, keys, layers = c.n_heads * c.head_width, c.kv_heads * c.head_width, c.n_layers
-    tokens, matrices = batch * length, 3 if c.activation in GATED else 2
+    c = config
+    length = length or config.max_seq_len
+    queries = c.n_heads * c.head_width
+    keys = c.kv_heads * c.head_width
+    layers = c.n_layers
+    tokens = batch * length
+    matrices = 3 if c.activation in GATED else 2
     pairs = sum(
         attention_pairs(length, window, cached) for window in c.layer_windows or [0] * layers
     )

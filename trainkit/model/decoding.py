@@ -49,7 +49,8 @@ def joint_product(
     rows: int,  # B
 ) -> Product:
     "The products of all layers, concatenated, from the weights as they are."
-    sizes, first = [len(w) for w in weights], weights[0]
+    sizes = [len(w) for w in weights]
+    first = weights[0]
     if first.dtype.itemsize < 4 or rows > 8:  # Half precision, and many rows, have good routines
         linear = F.linear
         if first.dtype == torch.float32 and torch.backends.mkldnn.is_available():
@@ -58,7 +59,8 @@ def joint_product(
             return lambda x: linear(x, first)
         return lambda x: torch.cat([linear(x, w) for w in weights], -1)
     out = first.new_empty(sum(sizes), rows)
-    result, pairs = out.t(), []
+    result = out.t()
+    pairs = []
     for weight, part in zip(weights, out.split(sizes), strict=True):
         even = len(weight) // 64 * 64 if rows == 1 else 0
         blocks, places = weight[:even].view(-1, 64, weight.shape[1]), part[:even].view(-1, 64, 1)
@@ -109,7 +111,8 @@ def quick_norm(
     if norm.weight.dtype.itemsize < 4:
         return norm.forward
     weight, width = norm.weight.detach(), len(norm.weight)
-    eps, weight = weight.new_tensor((width * norm.eps) ** 0.5), weight * width**0.5
+    eps = weight.new_tensor((width * norm.eps) ** 0.5)
+    weight = weight * width**0.5
     return lambda x: torch.mul(x, weight).div_(torch.linalg.vector_norm(x, 2, -1, True).hypot_(eps))
 
 # %% ../../nbs/03_model/11_fast_decoding.ipynb #77dde938
@@ -131,16 +134,22 @@ class _Layer:
         rows: int,
         make: Callable[[list[nn.Linear]], Product],
     ):
-        attn, mlp, self.rows, self.index = block.self_attn, block.mlp, rows, block.self_attn.layer
-        self.heads, self.kv_heads = config.n_heads, config.kv_heads
-        self.scale, self.softcap = attn.scale, attn.softcap
+        attn = block.self_attn
+        mlp = block.mlp
+        self.rows = rows
+        self.index = block.self_attn.layer
+        self.heads = config.n_heads
+        self.kv_heads = config.kv_heads
+        self.scale = attn.scale
+        self.softcap = attn.softcap
         self.qkv, self.o = make([attn.q_proj, attn.k_proj, attn.v_proj]), make([attn.o_proj])
         self.head_norms = None
         if config.qk_norm:
             self.head_norms = quick_norm(attn.q_norm), quick_norm(attn.k_norm)
         heads = self.heads + self.kv_heads
         self.turned = attn.q_proj.weight.new_empty(rows, heads, config.head_width)
-        self.gated, self.bend = mlp.gate_proj is not None, mlp.bend
+        self.gated = mlp.gate_proj is not None
+        self.bend = mlp.bend
         self.down = make([mlp.down_proj])
         self.up = make([mlp.up_proj] if mlp.gate_proj is None else [mlp.gate_proj, mlp.up_proj])
         names = ["input_layernorm", "post_attention_layernorm"]
@@ -149,18 +158,27 @@ class _Layer:
         norms = [quick_norm(getattr(block, name)) for name in names]
         none = [_same, _same]
         if config.sandwich_norm:
-            self.before, self.after, self.end = norms[::2], norms[1::2], none
+            self.before = norms[::2]
+            self.after = norms[1::2]
+            self.end = none
         elif config.pre_norm:
-            self.before, self.after, self.end = norms, none, none
+            self.before = norms
+            self.after = none
+            self.end = none
         else:
-            self.before, self.after, self.end = none, none, norms
+            self.before = none
+            self.after = none
+            self.end = norms
 
     def attention(
         self, x: Tensor, angles: tuple[Tensor, Tensor] | None, look: CacheLookup
     ) -> Tensor:
-        heads, kv_heads, turned = self.heads, self.kv_heads, self.turned
+        heads = self.heads
+        kv_heads = self.kv_heads
+        turned = self.turned
         qkv = self.qkv(x).unflatten(1, (heads + 2 * kv_heads, -1))  # (B, H + 2·H_kv, D)
-        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        qk = qkv[:, : heads + kv_heads]
+        v = qkv[:, heads + kv_heads :]
         if self.head_norms is not None:
             parts = zip(self.head_norms, qk.split([heads, kv_heads], 1), strict=True)
             qk = torch.cat([norm(part) for norm, part in parts], 1)
@@ -204,7 +222,9 @@ class DecodePlan:
         gaps: Tensor | None = None,  # (B,), empty places at the left of each row
         weights: str | None = None,  # A copy, one of `PRODUCTS`; None: the weights as they are
     ):
-        config, decoder, head = model.config, model.model, model.lm_head
+        config = model.config
+        decoder = model.model
+        head = model.lm_head
         if weights is not None and weights not in PRODUCTS:
             raise ValueError(
                 f"weights is '{weights}', and must be None or one of {', '.join(PRODUCTS)}"
@@ -225,11 +245,14 @@ class DecodePlan:
             blocks = cast("Iterable[Block]", decoder.layers)
             self.layers = [_Layer(block, config, rows, make) for block in blocks]
             self.head, self.norm = make([head]), quick_norm(decoder.norm)
-            self.embed, self.places = decoder.embed_tokens.weight.detach(), decoder.embed_positions
+            self.embed = decoder.embed_tokens.weight.detach()
+            self.places = decoder.embed_positions
             self.scale = self.bias = self.angles = None
             if config.scale_embeddings:
                 self.scale = self.embed.new_tensor(config.d_model**0.5)
-            self.cache, self.gaps, self.softcap = cache, gaps, config.logit_softcap
+            self.cache = cache
+            self.gaps = gaps
+            self.softcap = config.logit_softcap
             room = torch.arange(cache.max_length, device=self.embed.device)
             if (angles := decoder.angles(room[None], self.embed.dtype)) is not None:
                 cos, sin = angles
@@ -241,7 +264,8 @@ class DecodePlan:
     def _look(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         k, v = self.cache.update(layer, k, v)
         if 0 < (window := self.cache.windows[layer]) < k.shape[2]:
-            k, v = k[:, :, -window:], v[:, :, -window:]
+            k = k[:, :, -window:]
+            v = v[:, :, -window:]
         if self.bias is None:
             return k, v, None
         end = self.cache.length + 1
@@ -256,7 +280,8 @@ class DecodePlan:
         position: int | Tensor = self.cache.length
         if self.gaps is not None:
             position = (position - self.gaps).clamp_(min=0)
-        x, angles = F.embedding(ids, self.embed), None
+        x = F.embedding(ids, self.embed)
+        angles = None
         if self.scale is not None:
             x *= self.scale
         if self.places is not None:
@@ -288,11 +313,13 @@ def unsupported_reason(
     model: nn.Module,
 ) -> str:  # Empty if it can have one
     "Why a model cannot have a `DecodePlan`."
-    kind, config = type(model), getattr(model, "config", None)
+    kind = type(model)
+    config = getattr(model, "config", None)
     ours = ("Transformer", "trainkit.model.transformer")
     if config is None or (kind.__name__, kind.__module__) != ours:
         return f"{kind.__name__} is not our Transformer"
-    weights, scaling = list(model.parameters()), config.rope_scaling or {}
+    weights = list(model.parameters())
+    scaling = config.rope_scaling or {}
     for field in fields(config):
         if (
             field.name not in SUPPORTED_FIELDS
@@ -324,7 +351,9 @@ class _Memory:
     "Stands in for a `KVCache`: writes at one position, and returns all of its places."
 
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], position: Tensor):
-        self.keys, self.values, self.position = keys, values, position
+        self.keys = keys
+        self.values = values
+        self.position = position
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         self.keys[layer].index_copy_(2, self.position, k)
@@ -341,21 +370,24 @@ def fixed_step(
     values: Sequence[Tensor],
 ) -> Tensor:  # (B, V), logits of the next
     "One token a row with tensors of the same shapes at every position."
-    config, decoder = model.config, model.model
+    config = model.config
+    decoder = model.model
     x = decoder.embed_tokens(ids)[:, None]  # (B, 1, d)
     places = (position - gaps).clamp(min=0)[:, None]  # (B, 1)
     if config.scale_embeddings:
         x = x * torch.tensor(config.d_model**0.5, dtype=x.dtype, device=x.device)
     if decoder.embed_positions is not None:
         x = x + decoder.embed_positions(places)
-    angles, memory = decoder.angles(places, x.dtype), _Memory(keys, values, position)
+    angles = decoder.angles(places, x.dtype)
+    memory = _Memory(keys, values, position)
     room = torch.arange(keys[0].shape[2], device=ids.device)
     written = (room <= position) & (room >= gaps[:, None, None, None])  # (B, 1, 1, length)
     windows = config.layer_windows or [0] * config.n_layers
     for layer, window in zip(decoder.layers, windows, strict=True):
         mask = written & (room > position - window) if window else written
         x = layer(x, angles, mask, memory)
-    logits, cap = model.lm_head(decoder.norm(x))[:, -1], config.logit_softcap
+    logits = model.lm_head(decoder.norm(x))[:, -1]
+    cap = config.logit_softcap
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 # %% ../../nbs/03_model/12_static_shapes.ipynb #befa8672
@@ -375,10 +407,8 @@ class CompiledStep:
             options["isolate_recompiles"] = True
         options |= dict(fullgraph=True, dynamic=False, backend=backend)
         self.run = torch.compile(fixed_step, **options)
-        self.cache, shape = (
-            KVCache(config.n_layers, length),
-            (rows, config.kv_heads, length, config.head_width),
-        )
+        self.cache = KVCache(config.n_layers, length)
+        shape = (rows, config.kv_heads, length, config.head_width)
         for side in self.tensors():
             side[:] = [like.new_zeros(shape) for _ in side]
         self.position = torch.zeros(1, dtype=torch.int64, device=like.device)
@@ -434,9 +464,12 @@ def compiled_step(
     backend: str = "inductor",  # From `find_backend`; 'eager' compiles nothing
 ) -> Iterator[CompiledStep | None]:  # With an empty cache; None after a warning with the reason
     "A step for the texts written inside the block."
-    reason, step, like = unsupported_reason(model), None, next(model.parameters())
+    reason = unsupported_reason(model)
+    step = None
+    like = next(model.parameters())
     length = max(64, 1 << (length - 1).bit_length())
-    key, steps = (rows, length, backend, like.dtype, like.device), _STEPS.setdefault(model, {})
+    key = (rows, length, backend, like.dtype, like.device)
+    steps = _STEPS.setdefault(model, {})
     if not reason and (step := steps.pop(key, None)) is None:
         try:
             config = cast("Transformer", model).config
@@ -444,7 +477,8 @@ def compiled_step(
             with torch.no_grad():
                 step.step(model, torch.zeros(rows, dtype=torch.int64, device=like.device))
         except Exception as error:  # Whatever a compiler may fail with
-            step, error = None, getattr(error, "inner_exception", error)
+            step = None
+            error = getattr(error, "inner_exception", error)
             lines = str(error).strip().splitlines() or ["no message"]
             reason = f"{type(error).__name__}: {lines[0]}"
     if step is None:

@@ -62,7 +62,9 @@ def keep_top_p(
     "Cut all but the smallest set of tokens with mass `p` (Holtzman et al. 2020)."
     if p >= 1:
         return logits
-    probs, size, count = logits.softmax(-1), logits.shape[-1], 128
+    probs = logits.softmax(-1)
+    size = logits.shape[-1]
+    count = 128
     while True:
         likeliest, ids = probs.topk(min(count, size))  # (B, count), descending
         mass = likeliest.cumsum(-1)
@@ -209,7 +211,9 @@ class TextStreamer:
         prompt: Sequence[int] = (),  # The ids before
         stop: Sequence[str] = (),  # The text ends before any of these
     ):
-        self.tokenizer, self.stop, self.stopped = tokenizer, stop, False
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.stopped = False
         # A few are enough for a tokenizer to see that this is not the beginning of a text
         self.ids = list(prompt)[-8:]
         self.start, self.shown, self.pending = 0, len(self.ids), ""
@@ -237,12 +241,14 @@ class TextStreamer:
         stops = [at for s in self.stop if (at := self.pending.find(s)) >= 0]
         if stops:
             piece = self.pending[: min(stops)]
-            self.stopped, self.pending = True, ""
+            self.stopped = True
+            self.pending = ""
             return piece
         starts = (s[:n] for s in self.stop for n in range(1, len(s)))
         begun = 0 if last else max((len(s) for s in starts if self.pending.endswith(s)), default=0)
         cut = len(self.pending) - begun
-        piece, self.pending = self.pending[:cut], self.pending[cut:]
+        piece = self.pending[:cut]
+        self.pending = self.pending[cut:]
         return piece
 
 # %% ../../nbs/03_model/10_generation.ipynb #efa1b532
@@ -334,7 +340,8 @@ class _ModelStep:
     "The model itself, which reads all new columns of the rows."
 
     def __init__(self, model: nn.Module, rows: list[list[int]], gaps: Tensor, length: int):
-        self.model, self.ragged = model, len({len(row) for row in rows}) > 1
+        self.model = model
+        self.ragged = len({len(row) for row in rows}) > 1
         self.base = getattr(model, "get_base_model", lambda: model)()  # Inside of peft's wrapper
         accepts = inspect.signature(self.base.forward).parameters
         self.inputs = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
@@ -364,7 +371,8 @@ class _ModelStep:
         output = self.model(
             input_ids=ids[rows, start:], past_key_values=cache, use_cache=use_cache, **inputs
         )
-        logits, cache = output.logits[:, -1], output.past_key_values if use_cache else None
+        logits = output.logits[:, -1]
+        cache = output.past_key_values if use_cache else None
         if share and isinstance(cache, KVCache):
             logits = logits[self.prompt_of]
             for side in (cache.keys, cache.values):
@@ -384,7 +392,8 @@ def decode_rows(
     backend: str | None = None,  # For a compiled step instead, from `find_backend`
 ) -> Iterator[tuple[Tensor, Tensor]]:  # (B,) ids; (B,) bool, the rows alive: set False to end one
     "Continue all rows, a column a step, until all have ended or there is no room."
-    device, limit = next(model.parameters()).device, context_length(model)
+    device = next(model.parameters()).device
+    limit = context_length(model)
     lengths = torch.tensor([len(row) for row in rows])
     width = int(lengths.max())
     steps = int(min(config.max_new_tokens, limit - width))
@@ -393,12 +402,15 @@ def decode_rows(
             "use_cache = False: a compiled step writes into a cache; leave out one of the two"
         )
     padded = [row[:1] * (width - len(row)) + row + [0] * steps for row in rows]
-    ids, gaps = torch.tensor(padded, device=device), (width - lengths).to(device)
+    ids = torch.tensor(padded, device=device)
+    gaps = (width - lengths).to(device)
     ends = torch.tensor(list(eos), dtype=torch.int64, device=device)
     alive = torch.ones(len(rows), dtype=torch.bool, device=device)
     u = (1 - torch.rand(steps, len(rows), generator=config.generator())).to(device)
     reader = _ModelStep(model, rows, gaps, width + steps)
-    start, cache, plan = 0, None, None
+    start = 0
+    cache = None
+    plan = None
     compiled = nullcontext()
     if backend is not None and steps > 1:
         compiled = compiled_step(model, len(rows), width + steps - 1, backend)
@@ -458,7 +470,8 @@ def check_request(
 ) -> tuple[list[list[int]], SamplingConfig, list[int], int, list[TextStreamer]]:
     "Check all arguments: rows, config, the ids that end a row, the padding id, a streamer a row."
     config = SamplingConfig(**{name: value for name, value in knobs.items() if value is not None})
-    rows, limit = read_prompts(prompts, tokenizer), context_length(model)
+    rows = read_prompts(prompts, tokenizer)
+    limit = context_length(model)
     size = getattr(model.config, "vocab_size", math.inf)
     for i, row in enumerate(rows):
         if wrong := [token for token in row if not 0 <= token < size]:
@@ -539,7 +552,9 @@ def generate(
     backend = find_backend(compile)
     tensor = isinstance(input_ids, Tensor)
     single = isinstance(input_ids, str) or (not tensor and isinstance(input_ids[0], Integral))
-    texts, new, counts = [""] * len(rows), [], torch.zeros(len(rows), dtype=torch.int64)
+    texts = [""] * len(rows)
+    new = []
+    counts = torch.zeros(len(rows), dtype=torch.int64)
     with eval_mode(model):
         for ids, alive in decode_rows(model, rows, config, eos, processors, fast, weights, backend):
             new.append(ids.where(alive, fill))

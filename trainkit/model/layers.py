@@ -60,7 +60,8 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore
         x, weight, scale = ctx.saved_tensors
-        grad, mean = grad.to(x.dtype), torch.zeros_like(scale)
+        grad = grad.to(x.dtype)
+        mean = torch.zeros_like(scale)
         wanted = [True, ctx.needs_input_grad[1], False]  # Gradients of x, weight and bias
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
             grad, x, weight.shape, mean, scale, weight, None, wanted
@@ -75,7 +76,8 @@ class RMSNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float = 1e-5):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, eps={self.eps:g}"
@@ -118,7 +120,8 @@ def swiglu(
 def _onednn():
     "Allow float32 products to be rounded to bfloat16, so that they go to oneDNN."
     matmul = torch.backends.mkldnn.matmul  # type: ignore
-    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
     try:
         yield
     finally:
@@ -192,7 +195,8 @@ class _ShortAttention(torch.autograd.Function):
         B, H, T, D = q.shape
         q, k, v = (x.reshape(B * H, T, D) for x in (q * scale, k, v))
         future = q.new_full((QUERIES, QUERIES), -math.inf).triu_(1)
-        out, weights = q.new_empty(B, T, H, D), []
+        out = q.new_empty(B, T, H, D)
+        weights = []
         for a in range(0, T, QUERIES):
             b = min(a + QUERIES, T)
             scores = q[:, a:b] @ k[:, :b].mT
@@ -278,18 +282,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         wide = torch.promote_types(dtype, torch.float32)
-        head, total = weight.to(dtype), torch.zeros((), dtype=wide, device=hidden.device)
+        head = weight.to(dtype)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
         squares = torch.zeros_like(total)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if need_weight else None
         store = head.new_empty(min(rows, len(hidden)), len(head))  # Logits of one chunk, reused
         for start in range(0, len(hidden), rows):
-            h, y = hidden[start : start + rows].to(dtype), labels[start : start + rows, None]
+            h = hidden[start : start + rows].to(dtype)
+            y = labels[start : start + rows, None]
             logits = torch.mm(h, head.T, out=store[: len(h)]).to(wide)
             if softcap is not None:
                 logits.div_(softcap).tanh_().mul_(softcap)
             slope = 1 - (logits / softcap).square() if softcap is not None else None
-            trained, y = y >= 0, y.clamp(min=0)
+            trained = y >= 0
+            y = y.clamp(min=0)
             top = logits.amax(-1, keepdim=True)
             chosen = logits.gather(1, y) - top
             size = logits.sub_(top).exp_().sum(-1, keepdim=True)
@@ -338,16 +345,20 @@ def chunked_cross_entropy(
     "`F.cross_entropy(hidden @ weight.T, labels)` that never holds more than a chunk of the logits."
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is '{reduction}', and must be 'mean' or 'sum'")
-    hidden, labels = hidden.flatten(0, -2), labels.flatten()
-    trained, on_cpu = labels != ignore_index, hidden.device.type == "cpu"
+    hidden = hidden.flatten(0, -2)
+    labels = labels.flatten()
+    trained = labels != ignore_index
+    on_cpu = hidden.device.type == "cpu"
     check_ids(
         "labels", labels.masked_fill(~trained, 0), len(weight), "do they come from this vocabulary?"
     )
-    count, targets = trained.sum(), labels.masked_fill(~trained, -1)
+    count = trained.sum()
+    targets = labels.masked_fill(~trained, -1)
     # A GPU would have to wait for the count
     if on_cpu and not torch.compiler.is_compiling() and count < len(labels):
         some = trained.nonzero().squeeze(1)
-        hidden, targets = hidden.index_select(0, some), targets[some]
+        hidden = hidden.index_select(0, some)
+        targets = targets[some]
     # A short product reads the whole vocabulary for little
     rows = chunk_size or max(256, 2 ** (21 if on_cpu else 27) // len(weight))
     with fast_products():
@@ -355,5 +366,6 @@ def chunked_cross_entropy(
             hidden, weight, targets, softcap, z_loss, rows, torch.is_grad_enabled()
         )
     if reduction == "mean":
-        total, squares = total / count, squares / count
+        total = total / count
+        squares = squares / count
     return (total, squares) if return_squares else total

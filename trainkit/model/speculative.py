@@ -76,7 +76,8 @@ def speculate_row(
     device, begin, length = model.device, len(row), len(row)
     ids = torch.tensor(row + [0] * (limit - begin), device=device)
     generator = config.generator()
-    target, draft = _Reader(model, limit), _Reader(draft_model, limit)
+    target = _Reader(model, limit)
+    draft = _Reader(draft_model, limit)
 
     def probabilities(logits: Tensor, end: int) -> Tensor:  # (V,), for the token at position `end`
         forbidden = eos if end - begin < config.min_new_tokens else ()
@@ -86,16 +87,19 @@ def speculate_row(
         return torch.zeros_like(logits).index_fill_(0, logits.argmax(), 1)
 
     while length < limit:
-        guesses, q = min(draft_tokens, limit - length - 1), []
+        guesses = min(draft_tokens, limit - length - 1)
+        q = []
         u = (1 - torch.rand(guesses + 1, 3, generator=generator)).to(device)
         for i in range(guesses):
             q.append(probabilities(draft.read(ids[: length + i])[-1], length + i))
             ids[length + i] = draw(q[-1].log()[None], u[i, :1])[0]
-        logits, new = target.read(ids[: length + guesses], guesses + 1), []
+        logits = target.read(ids[: length + guesses], guesses + 1)
+        new = []
         for i in range(guesses + 1):
             p = probabilities(logits[i - guesses - 1], length + i)
             if i == guesses:
-                keep, token = torch.tensor(False), draw(p.log()[None], u[i, :1])[0]
+                keep = torch.tensor(False)
+                token = draw(p.log()[None], u[i, :1])[0]
             else:
                 (keep,), (token,) = verify(
                     p[None], q[i][None], ids[length + i, None], u[i, None, 1:]
@@ -140,7 +144,8 @@ def speculate(
         raise ValueError(
             f"speculate takes one prompt, not {len(rows)}: call it for each, or use generate"
         )
-    new, shown = [], ""
+    new = []
+    shown = ""
     options = (config, eos, processors, draft_tokens)
     with eval_mode(model), eval_mode(draft_model):
         for tokens, guesses in speculate_row(model, draft_model, rows[0], *options):
@@ -176,7 +181,8 @@ def _check_models(model: Transformer, draft_model: Transformer) -> None:
                 f"{name} has dynamic rotary scaling, which depends on the length of the text: "
                 "reading several tokens at a time would change the text. Use generate"
             )
-    size, draft_size = model.config.vocab_size, draft_model.config.vocab_size
+    size = model.config.vocab_size
+    draft_size = draft_model.config.vocab_size
     if size != draft_size:
         raise ValueError(
             f"the models have vocabularies of {size} and {draft_size} tokens, and must share one"

@@ -65,9 +65,13 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        width, bias, d_model = config.head_width, config.bias != "none", config.d_model
-        self.layer, self.head_width = layer, width
-        self.dropout, self.softcap = config.attention_dropout, config.attn_softcap
+        width = config.head_width
+        bias = config.bias != "none"
+        d_model = config.d_model
+        self.layer = layer
+        self.head_width = width
+        self.dropout = config.attention_dropout
+        self.softcap = config.attn_softcap
         self.scale = (config.query_pre_attn_scalar or width) ** -0.5
         self.implementation = config.attention
         self.q_proj = Linear(d_model, config.n_heads * width, bias)
@@ -86,7 +90,8 @@ class Attention(nn.Module):
     ) -> Tensor:  # (B, T, d_model)
         projections = self.q_proj, self.k_proj, self.v_proj
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_width)) for proj in projections)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
         if angles is not None:
             q, k = (rotate(t, *(a.to(t.dtype) for a in angles)) for t in (q, k))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, T, H, D) -> (B, H, T, D)
@@ -109,7 +114,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        bias, self.bend = config.bias == "all", ACTIVATIONS[config.activation]
+        bias = config.bias == "all"
+        self.bend = ACTIVATIONS[config.activation]
         gated = config.activation in GATED
         self.gate_proj = Linear(config.d_model, config.d_ff, bias) if gated else None
         self.up_proj = Linear(config.d_model, config.d_ff, bias)
@@ -135,7 +141,8 @@ class Block(nn.Module):
                 make_norm(config),
                 make_norm(config),
             )
-        self.pre_norm, self.sandwich = config.pre_norm, config.sandwich_norm
+        self.pre_norm = config.pre_norm
+        self.sandwich = config.sandwich_norm
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -193,7 +200,9 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.config, learned, width = config, config.position == "learned", config.head_width
+        self.config = config
+        learned = config.position == "learned"
+        width = config.head_width
         if config.attention == "flash_attention_2":
             need_flash()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
@@ -215,7 +224,9 @@ class Decoder(nn.Module):
             return None
         if self.frequencies.device != position_ids.device:
             self.frequencies = self.frequencies.to(position_ids.device)
-        config, frequencies, scaling = self.config, self.frequencies, self.config.rope_scaling
+        config = self.config
+        frequencies = self.frequencies
+        scaling = self.config.rope_scaling
         if (
             scaling is not None and scaling["rope_type"] == "dynamic"
         ):  # Depends on the text's length
@@ -225,7 +236,8 @@ class Decoder(nn.Module):
         return rope_angles(position_ids, frequencies, rope_magnitude(scaling), dtype)
 
     def _check_input(self, input_ids: Tensor, past: int, position_ids: Tensor | None) -> None:
-        config, question = self.config, "does the tokenizer belong to this model?"
+        config = self.config
+        question = "does the tokenizer belong to this model?"
         if input_ids.ndim != 2:
             raise ValueError(
                 f"input_ids has shape {tuple(input_ids.shape)}, and must have (batch, tokens)"
@@ -254,12 +266,15 @@ class Decoder(nn.Module):
         position_ids: Tensor | None = None,
         past_key_values: KVCache | None = None,  # Extended in place
     ) -> Tensor:  # (B, T, d_model)
-        config, cache, document = self.config, past_key_values, None
+        config = self.config
+        cache = past_key_values
+        document = None
         past = cache.length if cache is not None else 0
         self._check_input(input_ids, past, position_ids)
         (rows, new), device = input_ids.shape, input_ids.device
         total = past + new
-        matrix, padding = _matrix(attention_mask, new, total, config), None
+        matrix = _matrix(attention_mask, new, total, config)
+        padding = None
         if attention_mask is not None and matrix is None:
             padding = _padding(attention_mask, rows, total, past)
         if position_ids is not None:
@@ -395,7 +410,8 @@ class Transformer(nn.Module):
         logits_to_keep: int | Tensor = 0,
         z_loss: float = 0.0,  # Weight of (log Z)² in the loss
     ) -> ModelOutput:
-        config, cache = self.config, past_key_values
+        config = self.config
+        cache = past_key_values
         if use_cache and cache is None:
             cache = KVCache(config.n_layers, config.max_seq_len, config.layer_windows)
         if labels is not None and labels.shape != input_ids.shape:
@@ -432,5 +448,6 @@ class Transformer(nn.Module):
         return ModelOutput(loss / count, logits if return_logits else None, cache, squares)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits, cap = self.lm_head(hidden), self.config.logit_softcap
+        logits = self.lm_head(hidden)
+        cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)

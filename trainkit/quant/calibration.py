@@ -29,7 +29,8 @@ def make_grid(
     bits: int,
 ) -> tuple[Tensor, Tensor]:  # (out, 1) scale, and the code that stands for 0.0, not rounded
     "Even steps from the smallest number of each row to the largest."
-    low, high = weight.amin(1, keepdim=True).clamp(max=0), weight.amax(1, keepdim=True).clamp(min=0)
+    low = weight.amin(1, keepdim=True).clamp(max=0)
+    high = weight.amax(1, keepdim=True).clamp(min=0)
     scale = ((high - low) / (2**bits - 1)).clamp(min=1e-12)
     return scale, -low / scale
 
@@ -124,7 +125,8 @@ def _round_in_turn(
     round_layer: Callable[[str, InputStats], Tensor],
 ) -> dict[str, Tensor]:  # For each linear layer but the head
     "One forward pass, in which each layer is rounded when its input arrives, and then used."
-    layers, rounded = _layers(model), {}
+    layers = _layers(model)
+    rounded = {}
     full = {name: layer.weight.data for name, layer in layers.items()}
 
     def watch(name: str) -> Callable[[nn.Linear, tuple[Tensor, ...]], None]:
@@ -183,7 +185,9 @@ def hqq(
     groups = []
     for part in weight.detach().float().split(group, 1):
         scale, zero = make_grid(part, bits)
-        best, lowest, beta = to_grid(part, scale, zero, bits), None, 10.0
+        best = to_grid(part, scale, zero, bits)
+        lowest = None
+        beta = 10.0
         for _ in range(steps):
             rounded = to_grid(part, scale, zero, bits)
             cost = (part - rounded).abs().pow(p).sum(1, keepdim=True)
@@ -205,7 +209,8 @@ def _clip(weight: Tensor, gram: Tensor, bits: int, group: int) -> Tensor:  # Rou
     groups = []
     places = torch.arange(len(gram)).split(group)
     for part, columns in zip(weight.split(group, 1), places, strict=True):
-        block, best = gram[columns][:, columns], part
+        block = gram[columns][:, columns]
+        best = part
         lowest = part.new_full((len(part), 1), math.inf)
         for step in range(10):
             rounded = to_grid(part, *make_grid((1 - step / 20) * part, bits), bits)
@@ -226,13 +231,18 @@ def awq(
     "Enlarge the columns with large inputs while rounding (Lin et al. 2023, eq. 5)."
     if inputs is None:
         raise ValueError("awq looks at the inputs: give the result of collect_inputs")
-    weight, best, best_scale, lowest = weight.detach().float(), None, inputs.size, math.inf
+    weight = weight.detach().float()
+    best = None
+    best_scale = inputs.size
+    lowest = math.inf
     for i in range(tries):
         scale = inputs.size.clamp(min=1e-6).pow(i / tries)
         scale = scale / (scale.max() * scale.min()).sqrt()
         rounded = round_to_nearest(weight * scale, None, bits, group) / scale
         if (error := output_error(weight, rounded, inputs)) < lowest:
-            best, best_scale, lowest = rounded, scale, error
+            best = rounded
+            best_scale = scale
+            lowest = error
     if best is None:
         raise ValueError("the inputs hold numbers that are not finite")
     gram = inputs.gram / best_scale / best_scale[:, None]
@@ -276,7 +286,8 @@ def gptq(
         raise ValueError("gptq looks at the inputs: give the result of collect_inputs")
     if damp <= 0:
         raise ValueError(f"damp = {damp}: must be above 0")
-    left, n = weight.detach().float().clone(), weight.shape[1]
+    left = weight.detach().float().clone()
+    n = weight.shape[1]
     factor = _inverse_factor(inputs.gram, damp).to(left)
     for start in range(0, n, group):
         end = min(start + group, n)
@@ -319,7 +330,8 @@ def calibrate(
         raise ValueError(f"method='{method}': choose {', '.join(CALIBRATION_METHODS)}")
     if inputs is not None and input_ids is not None:
         raise ValueError("inputs and input_ids: give one of them")
-    needs_inputs, layers = method in ("awq", "gptq"), _layers(model)
+    needs_inputs = method in ("awq", "gptq")
+    layers = _layers(model)
     if needs_inputs and inputs is None and input_ids is None:
         raise ValueError(
             f"{method} looks at the inputs: give input_ids, or the result of collect_inputs"
@@ -363,7 +375,8 @@ class QuantizationAware(nn.Module):
         group: int = 64,
     ):
         super().__init__()
-        self.bits, self.group = bits, group
+        self.bits = bits
+        self.group = group
 
     def forward(self, weight: Tensor) -> Tensor:
         return fake_quantize(weight, self.bits, self.group)

@@ -103,7 +103,8 @@ def _value(file: BinaryIO, kind: int) -> Any:
     if kind == 8:
         return _text(file)
     if kind == 9:
-        inner, count = _read(file, "I"), _read(file, "Q")
+        inner = _read(file, "I")
+        count = _read(file, "Q")
         return [_value(file, inner) for _ in range(count)]
     if kind >= len(_SCALARS):
         raise ValueError(
@@ -137,7 +138,8 @@ def open_gguf(
 
 
 def _entry(file: BinaryIO) -> tuple[str, list[int], int, int]:  # Name, shape, kind, offset
-    name, dimensions = _text(file), _read(file, "I")
+    name = _text(file)
+    dimensions = _read(file, "I")
     shape = [_read(file, "Q") for _ in range(dimensions)]
     return name, shape, _read(file, "I"), _read(file, "Q")
 
@@ -145,12 +147,14 @@ def _entry(file: BinaryIO) -> tuple[str, list[int], int, int]:  # Name, shape, k
 def _open_gguf(path: Path) -> tuple[dict, dict[str, GGUFTensor]]:
     with open(path, "rb") as file:
         gguf_version(file)
-        tensors, count = _read(file, "Q"), _read(file, "Q")
+        tensors = _read(file, "Q")
+        count = _read(file, "Q")
         metadata = {_text(file): _value(file, _read(file, "I")) for _ in range(count)}
         entries = [_entry(file) for _ in range(tensors)]
         align: int = metadata.get("general.alignment", 32)
         start = -(-file.tell() // align) * align
-    data, stored = np.memmap(path, np.uint8, "r"), {}
+    data = np.memmap(path, np.uint8, "r")
+    stored = {}
     for name, shape, kind, offset in entries:
         label, numbers, size, _ = BLOCKS.get(kind, (str(kind), 1, 0, None))
         length = prod(shape) // numbers * size

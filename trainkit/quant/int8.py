@@ -64,7 +64,9 @@ def quantize_int8(
         groups = wide.reshape(-1, x.shape[-1])
     if symmetric:
         absmax = groups.abs().amax(1, keepdim=True).clamp(min=1e-30)
-        codes, step, zero = (groups * (127 / absmax)).round(), absmax / 127, None
+        codes = (groups * (127 / absmax)).round()
+        step = absmax / 127
+        zero = None
     else:
         low = groups.amin(1, keepdim=True).clamp(max=0)  # 0.0 needs a code
         high = groups.amax(1, keepdim=True).clamp(min=0)

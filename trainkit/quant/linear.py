@@ -120,7 +120,8 @@ def fused_product(
     book = CODEBOOKS[q.quant_type].to(x.device, torch.float32)
     tiles = dict(tile_rows=16 if len(flat) <= 16 else 64, tile_wide=64, tile_deep=32)
     grid = (triton.cdiv(len(flat), tiles["tile_rows"]), triton.cdiv(wide, tiles["tile_wide"]))
-    codes, scales = q.packed.contiguous(), q.scales().contiguous()
+    codes = q.packed.contiguous()
+    scales = q.scales().contiguous()
     sizes = (len(flat), wide, deep, columns)
     _kernel[grid](flat, codes, scales, book, y, *sizes, back, q.blocksize, **tiles)
     return y.view(*x.shape[:-1], wide)
@@ -235,9 +236,12 @@ class Linear4bit(_FrozenLinear):
         device: torch.device | str | None = None,
     ):
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.compute_dtype, self.dtype = compute_dtype, dtype
-        self.quant_type, self.blocksize = quant_type, blocksize
+        self.in_features = in_features
+        self.out_features = out_features
+        self.compute_dtype = compute_dtype
+        self.dtype = dtype
+        self.quant_type = quant_type
+        self.blocksize = blocksize
         n = in_features * out_features
         blocks = -(-n // blocksize)
         self.bias = None
@@ -275,9 +279,13 @@ class Linear4bit(_FrozenLinear):
         q: QuantizedTensor,  # (out_features, in_features)
     ) -> None:
         "Make these codes the weight."
-        self.weight, self.absmax, self.dtype = q.packed[:, None], q.absmax, q.dtype
-        self.quant_type, self.blocksize = q.quant_type, q.blocksize
-        self.nested_absmax, self.offset = q.nested_absmax, q.offset
+        self.weight = q.packed[:, None]
+        self.absmax = q.absmax
+        self.dtype = q.dtype
+        self.quant_type = q.quant_type
+        self.blocksize = q.blocksize
+        self.nested_absmax = q.nested_absmax
+        self.offset = q.offset
 
     @property
     def quantized(self) -> QuantizedTensor:
@@ -404,8 +412,10 @@ class Linear8bit(_FrozenLinear):
         device: torch.device | str | None = None,
     ):
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.threshold, self.dtype = threshold, dtype
+        self.in_features = in_features
+        self.out_features = out_features
+        self.threshold = threshold
+        self.dtype = dtype
         self.bias = None
         if bias:
             self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device))

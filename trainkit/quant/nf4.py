@@ -197,8 +197,10 @@ def quantize_4bit(
     book = CODEBOOKS[quant_type] if codebook is None else codebook.detach().float().cpu()
     if book.shape != (16,) or not book.abs().max() <= 1:
         raise ValueError("a codebook is 16 values within [-1, 1]")
-    flat, n = x.detach().reshape(-1), x.numel()
-    blocks, whole = -(-n // blocksize), n // blocksize * blocksize
+    flat = x.detach().reshape(-1)
+    n = x.numel()
+    blocks = -(-n // blocksize)
+    whole = n // blocksize * blocksize
     packed = torch.empty(-(-n // 2), dtype=torch.uint8, device=x.device)
     absmax = torch.empty(blocks, device=x.device)
     in_cache = 1 << 16 if x.device.type == "cpu" else 1 << 26
@@ -241,11 +243,13 @@ def dequantize_4bit(
     dtype: torch.dtype | None = None,  # Of the result; None: that of the numbers it was made from
 ) -> Tensor:  # With the shape of the numbers it was made from
     "The values that the codes stand for, times the scale of their block."
-    q, n = quantized, quantized.shape.numel()
+    q = quantized
+    n = quantized.shape.numel()
     book = CODEBOOKS[q.quant_type] if q.codebook is None else q.codebook
     pairs = _byte_values(tuple(book.tolist())).to(q.packed.device)
     values = pairs.index_select(0, q.packed.int()).view(torch.float32)[:n]
-    whole, scales = n // q.blocksize * q.blocksize, q.scales()
+    whole = n // q.blocksize * q.blocksize
+    scales = q.scales()
     values[:whole].view(-1, q.blocksize).mul_(scales[: whole // q.blocksize, None])
     if whole < n:
         values[whole:] *= scales[-1]
@@ -260,8 +264,11 @@ def learn_codebook(
     "Learn a codebook for these numbers by k-means (Lloyd 1982), starting from NF4."
     whole = max(x.numel() // blocksize * blocksize, min(blocksize, x.numel()))
     scaled, absmax = scale_blocks(x.detach().reshape(-1).float()[:whole], blocksize)
-    numbers, weights = scaled.reshape(-1), absmax.square().repeat_interleave(scaled.shape[1])
-    book, history, fixed = CODEBOOKS["nf4"].clone(), [], [0, 7, 15]
+    numbers = scaled.reshape(-1)
+    weights = absmax.square().repeat_interleave(scaled.shape[1])
+    book = CODEBOOKS["nf4"].clone()
+    history = []
+    fixed = [0, 7, 15]
     for step in range(steps + 1):
         codes = nearest_codes(numbers, book).int()
         history.append(((book[codes] - numbers).square() * weights).mean().item())

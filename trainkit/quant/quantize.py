@@ -112,7 +112,8 @@ def quantizable(
 ) -> dict[str, nn.Module]:  # Name -> layer
     "The layers that `quantize_model` replaces."
     names = [name for name, _ in model.named_modules()]
-    head, skip = getattr(model, "get_output_embeddings", lambda: None)(), config.skip_modules
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    skip = config.skip_modules
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for word in skip or []:
         if not any(f".{word}." in f".{name}." for name in names):
@@ -205,7 +206,8 @@ def layer_errors(
     config: QuantConfig | None = None,  # None: four bits, NF4
 ) -> list[dict[str, str | float]]:  # Rows for `table`; the last column is in standard deviations
     "How far quantization would move the weights of each layer, the worst first."
-    config, rows = _check(model, config), []
+    config = _check(model, config)
+    rows = []
     for name, module in quantizable(model, config).items():
         weight = _weight(module).detach().float()
         off = quantize_layer(weight, None, config).dequantize() - weight
@@ -243,7 +245,8 @@ def tensor_files(
 ) -> dict[str, Path]:  # Name of a tensor -> file
     "The file of each tensor in a model folder; no tensor is read."
     folder = Path(folder)
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
     if index.is_file():
         with reading(index):
             return {k: folder / Path(v).name for k, v in read_json(index)["weight_map"].items()}
@@ -323,7 +326,8 @@ def load_quantized(
     Raises `ValueError` for tensors that are missing, have a wrong shape or are left over."""
     with _no_weights():
         model = make_model()
-    config, folder = _check(model, config), Path(folder)
+    config = _check(model, config)
+    folder = Path(folder)
     layers = quantizable(model, config)
     reader = _FolderReader(folder, tensor_files(folder), rename, cut)
     loaded: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # id -> meta parameter, real one

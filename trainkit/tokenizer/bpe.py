@@ -51,7 +51,8 @@ def count_kernel(data, ends, classes, kind):
     for end in ends:
         while i < end:
             e = word_end(data, i, end, classes, kind)
-            h, mask = hash_bytes(data, i, e), np.uint64(len(slots) - 1)
+            h = hash_bytes(data, i, e)
+            mask = np.uint64(len(slots) - 1)
             at = h & mask
             while True:
                 k = slots[at]
@@ -98,7 +99,8 @@ _BLOCK = 1 << 22  # characters
 
 def _blocks(texts: Iterable[str], pattern: str) -> Iterator[list[str]]:
     "Lists of texts of about `_BLOCK` characters together."
-    block, size = [], 0
+    block = []
+    size = 0
     for text in texts:
         if not isinstance(text, str):
             to_utf8(text)  # a clear TypeError
@@ -107,7 +109,8 @@ def _blocks(texts: Iterable[str], pattern: str) -> Iterator[list[str]]:
             size += len(piece)
             if size >= _BLOCK:
                 yield block
-                block, size = [], 0
+                block = []
+                size = 0
     if block:
         yield block
 
@@ -117,7 +120,8 @@ def _count_block(block: list[str], pattern: str, backend: str) -> Counter:
     counts = Counter()
     if pattern in PATTERN_KINDS and backend == "numba":
         parts = [to_utf8(text) for text in block]
-        joined, ends = b"".join(parts), np.cumsum([len(part) for part in parts])
+        joined = b"".join(parts)
+        ends = np.cumsum([len(part) for part in parts])
         columns = _word_kernels().count_kernel(
             np.frombuffer(joined, np.uint8), ends, char_classes(), PATTERN_KINDS[pattern]
         )
@@ -203,7 +207,8 @@ def _first_pairs(words: list[bytes], freq: np.ndarray, number: np.ndarray) -> tu
     code = flat[inside].astype(np.uint16) << 8 | flat[inside + 1]
     word = number[inside]
     order = np.argsort(code, kind="stable").astype(np.int32)
-    code, word = code[order], word[order]
+    code = code[order]
+    word = word[order]
     starts = np.flatnonzero(np.diff(code, prepend=-1)) if len(code) else code
     totals = np.add.reduceat(freq[word], starts) if len(code) else code
     pairs = [chr(c >> 8) + chr(c & 255) for c in code[starts].tolist()]
@@ -214,7 +219,8 @@ def _first_pairs(words: list[bytes], freq: np.ndarray, number: np.ndarray) -> tu
 def _pop_best(heap: list[tuple[int, str]], count: dict[str, int]) -> tuple[int, str] | None:
     "The highest count and its pair; an entry that is out of date goes back with its new count."
     while heap:
-        top, pair = -heap[0][0], heap[0][1]
+        top = -heap[0][0]
+        pair = heap[0][1]
         now = count.get(pair, 0)
         if now == top:
             heappop(heap)
@@ -228,7 +234,8 @@ def _pop_best(heap: list[tuple[int, str]], count: dict[str, int]) -> tuple[int, 
 # %% ../../nbs/01_tokenizer/03_bpe.ipynb #a0d85b36
 def _join_long(word: str, pair: str, new: str) -> tuple[str, list[str], list[str]]:
     "A word with a pair joined at all its places, and the characters left and right of them."
-    left, right = [], []
+    left = []
+    right = []
     before, *parts = word.split(pair)
     joined = new.join((before, *parts))
     for j, after in enumerate(parts, 1):
@@ -248,7 +255,8 @@ def _join_pair(
     words: list[str], numbers: Iterable[int], pair: str, new: str
 ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
     "Join a pair in its words; for each character left and right of it, the words where it stands."
-    left, right = defaultdict(list), defaultdict(list)
+    left = defaultdict(list)
+    right = defaultdict(list)
     long = -1
     for i in numbers:
         if i == long:
@@ -280,14 +288,19 @@ def _learn_python(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, 
         raise ValueError(f"{n_merges:,} merges: the Python backend learns at most {_MOST - 256:,}")
     coded, freq, number = _join_bytes(counts)
     count, where = _first_pairs(coded, freq, number)
-    words, weight = [w.decode("latin-1") for w in coded], freq.tolist().__getitem__
+    words = [w.decode("latin-1") for w in coded]
+    weight = freq.tolist().__getitem__
     shared = [*range(len(words))]  # one object for each number, in however many lists it stands
-    heap, pairs, tops = [(-n, pair) for pair, n in count.items()], [], []
+    heap = [(-n, pair) for pair, n in count.items()]
+    pairs = []
+    tops = []
     del coded, freq, number
     heapify(heap)
     while len(pairs) < n_merges and (best := _pop_best(heap, count)):
         top, pair = best
-        a, b, new = pair[0], pair[1], chr(256 + len(pairs))
+        a = pair[0]
+        b = pair[1]
+        new = chr(256 + len(pairs))
         numbers = where.pop(pair)
         if isinstance(numbers, np.ndarray):
             numbers = [shared[i] for i in numbers.tolist()]
@@ -363,15 +376,18 @@ def _join_places(
     n_nodes,
 ):
     "Join the pair `a`, `b` at its `m` places, and count the pairs with its neighbours anew."
-    n, n_fresh = len(sym), 0
+    n = len(sym)
+    n_fresh = 0
     for j in range(m - 1, -1, -1):
         p = here[j]
         if sym[p] != a:
             continue  # gone since
-        q, w = p + size[a], word[p]
+        q = p + size[a]
+        w = word[p]
         if q >= n or word[q] != w or sym[q] != b:
             continue
-        end, f = q + size[b], freq[w]
+        end = q + size[b]
+        f = freq[w]
         sym[q - 1] = sym[q] = -1
         sym[p] = sym[end - 1] = new
         for side in range(2):
@@ -379,12 +395,16 @@ def _join_places(
                 if p == 0 or word[p - 1] != w:
                     continue
                 x = np.int64(sym[p - 1])
-                start, gone, key_new = p - size[x], x << 32 | a, x << 32 | new
+                start = p - size[x]
+                gone = x << 32 | a
+                key_new = x << 32 | new
             else:
                 if end == n or word[end] != w:
                     continue
                 y = np.int64(sym[end])
-                start, gone, key_new = p, b << 32 | y, np.int64(new) << 32 | y
+                start = p
+                gone = b << 32 | y
+                key_new = np.int64(new) << 32 | y
             count[find_key(keys, gone)] -= f
             at = find_key(keys, key_new)
             if keys[at] < 0:
@@ -420,8 +440,10 @@ def learn_kernel(sym, word, freq, n_merges):
     # lists of places
     node_at = np.empty(2 * n + 1, np.int32)
     node_next = np.empty(2 * n + 1, np.int32)
-    here, fresh = np.empty(n, np.int32), np.empty(2 * (256 + n_merges) + 2, np.int64)
-    pairs, counts = np.empty(n_merges, np.int64), np.empty(n_merges, np.int64)
+    here = np.empty(n, np.int32)
+    fresh = np.empty(2 * (256 + n_merges) + 2, np.int64)
+    pairs = np.empty(n_merges, np.int64)
+    counts = np.empty(n_merges, np.int64)
     n_heap = done = 0
     free = -1
     used, n_nodes = _count_pairs(sym, word, freq, keys, count, head, node_at, node_next)
@@ -430,7 +452,8 @@ def learn_kernel(sym, word, freq, n_merges):
             heap_push(first, second, n_heap, -count[at], keys[at])
             n_heap += 1
     while done < n_merges and n_heap > 0:
-        top, key = -first[0], second[0]
+        top = -first[0]
+        key = second[0]
         heap_pop(first, second, n_heap)
         n_heap -= 1
         at = find_key(keys, key)
@@ -439,15 +462,19 @@ def learn_kernel(sym, word, freq, n_merges):
                 heap_push(first, second, n_heap, -count[at], key)
                 n_heap += 1
             continue
-        m, node = 0, head[at]
+        m = 0
+        node = head[at]
         while node >= 0:  # take the places out of their list, which is from last to first
             here[m] = node_at[node]
             m += 1
             after = node_next[node]
             node_next[node] = free
-            free, node = node, after
+            free = node
+            node = after
         head[at] = -1
-        a, b, new = key >> 32, key & 0xFFFFFFFF, 256 + done
+        a = key >> 32
+        b = key & 0xFFFFFFFF
+        new = 256 + done
         size[new] = size[a] + size[b]
         room = min(2 * m, 2 * new + 2)  # at most so many pairs are new
         if n_heap + room > len(first):

@@ -65,7 +65,8 @@ class BPETokenizer:
         unk_token: str | None = None,
         backend: str = "auto",  # 'auto', 'python' or 'numba'; equal ids
     ):
-        self.tokens, self.special_tokens = dict(tokens), dict(special_tokens or {})
+        self.tokens = dict(tokens)
+        self.special_tokens = dict(special_tokens or {})
         text = {i: token for token, i in self.tokens.items()}
         try:
             merged_ids = [self.tokens[text[left] + text[right]] for left, right in pairs]
@@ -74,7 +75,9 @@ class BPETokenizer:
                 f"a pair makes {error.args[0]!r}, which is missing in the vocabulary"
             ) from None
         self.encoder = Encoder(self.tokens, pairs, merged_ids, ranks, pattern, whole, backend)
-        self.pattern, self.whole, self.nfc = pattern, whole, nfc
+        self.pattern = pattern
+        self.whole = whole
+        self.nfc = nfc
         self.plain = {*plain}
         self.post_processor = post_processor
         self.normalized = {*normalized}
@@ -179,7 +182,8 @@ class BPETokenizer:
         "Learn a tokenizer from texts; a text that does not hold so many merges is a `ValueError`."
         if isinstance(special_tokens, str):
             raise TypeError(f"special_tokens must be a list, such as [{special_tokens!r}]")
-        n_merges, special = vocab_size - 256 - len(special_tokens), [*special_tokens]
+        n_merges = vocab_size - 256 - len(special_tokens)
+        special = [*special_tokens]
         if n_merges < 0:
             raise ValueError(
                 f"vocab_size={vocab_size}: a byte-level vocabulary has 256 bytes "
@@ -364,7 +368,8 @@ class BPETokenizer:
         """Read a tokenizer from a Hugging Face folder.
 
         A broken file, or one of another kind of tokenizer, is a `ValueError`."""
-        folder, config = Path(folder), {}
+        folder = Path(folder)
+        config = {}
         if not (folder / "tokenizer.json").is_file():
             raise FileNotFoundError(
                 f"{folder / 'tokenizer.json'} is missing: give the folder of a tokenizer, as "

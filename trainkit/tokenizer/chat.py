@@ -117,7 +117,8 @@ def _bytes_at(pieces: Sequence[str], places: Iterable[int], nfc: bool) -> list[i
     Ordinary text, which may be normalized, and special tokens in turn."""
     first = [0, *accumulate(map(len, pieces))]
     sizes = [_bytes_until(piece, len(piece), nfc and k % 2 == 0) for k, piece in enumerate(pieces)]
-    before, out = [0, *accumulate(sizes)], []
+    before = [0, *accumulate(sizes)]
+    out = []
     for at in places:
         k = min(bisect_right(first, at), len(pieces)) - 1
         out.append(before[k] + _bytes_until(pieces[k], at - first[k], nfc and k % 2 == 0))
@@ -194,7 +195,8 @@ def _encode_flat(
     lengths = np.ones(len(plain), np.int64)
     lengths[plain] = sizes
     ends = np.concatenate(([0], lengths.cumsum()))
-    special, out = np.zeros(ends[-1], bool), np.empty(ends[-1], np.int64)
+    special = np.zeros(ends[-1], bool)
+    out = np.empty(ends[-1], np.int64)
     special[ends[:-1][~plain]] = True
     written = [piece for pieces in cut for piece in pieces[1::2]]
     out[special] = [tokenizer.special_tokens[piece] for piece in written]
@@ -234,7 +236,8 @@ _HARMLESS = re.compile(
 def _controls(tokenizer: "AnyTokenizer") -> tuple[dict[str, int], dict[str, int]]:
     "The tokens that no user may write, and those that an answer may not contain either."
     if is_bpe_tokenizer(tokenizer):
-        all_of, shown = tokenizer.special_tokens, tokenizer.plain
+        all_of = tokenizer.special_tokens
+        shown = tokenizer.plain
     else:
         added = tokenizer.added_tokens_decoder
         all_of = {str(t): i for i, t in added.items()}
@@ -389,7 +392,8 @@ def _encode_marked(
     sizes = tokenizer.token_sizes[ids]
     special = np.repeat(np.arange(len(codes)) % 2 == 1, [len(code) for code in codes])
     sizes[special] = [len(piece.encode()) for piece in bare[1::2]]
-    ends, at = sizes.cumsum(), _bytes_at(bare, places, tokenizer.nfc)
+    ends = sizes.cumsum()
+    at = _bytes_at(bare, places, tokenizer.nfc)
     return ids, _touched(ends - sizes, ends, zip(at[::2], at[1::2], strict=True))
 
 
@@ -407,7 +411,8 @@ def _guarded(
     if (known := _GUARDED.get(tokenizer)) and known[0] == key:
         return known[1:]
     backend = _backend(tokenizer)
-    data, word = json.loads(backend.to_str()), secrets.token_hex(12)
+    data = json.loads(backend.to_str())
+    word = secrets.token_hex(12)
     names = {token: f"x{word}x{k}x" for k, token in enumerate(controls)}
     for added in data["added_tokens"]:
         added["content"] = names.get(added["content"], added["content"])
@@ -476,9 +481,11 @@ def render_batch(
     check_eos: bool = True,  # An answer that does not end with the tokenizer's EOS is an error
 ) -> list[tuple[np.ndarray, np.ndarray]]:  # ids, int64, and loss mask, bool, of each
     "`render` for many chats at once; a `ValueError` says which chat cannot be rendered."
-    jinja, names = find_template(tokenizer, template), _names(tokenizer)
+    jinja = find_template(tokenizer, template)
+    names = _names(tokenizer)
     controls, unwritten = _controls(tokenizer)
-    user, answer = _markers(tuple(controls)), _markers(tuple(unwritten))
+    user = _markers(tuple(controls))
+    answer = _markers(tuple(unwritten))
     guarded: list[Sequence[Mapping]] = []
     try:
         for messages in conversations:
@@ -506,7 +513,9 @@ def render_batch(
         coded = [(np.zeros(0, np.int64), [])] * len(texts)
     for i in marked:
         coded[i] = _encode_marked(texts[i], spans[i], tokenizer, controls)
-    bos, eos, out = tokenizer.bos_token_id, tokenizer.eos_token_id, []
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
+    out = []
     for i, (ids, parts) in enumerate(coded):
         if bos is not None and ids[:2].tolist() == [bos, bos]:
             raise ValueError(
@@ -554,7 +563,8 @@ def resize_embeddings(
     n: int,  # Rows that are needed: the tokenizer's `vocab_size` or `len`
 ) -> int:  # How many rows are new; a model that has enough is left as it is
     "Make room for new tokens; their rows are the mean of the old ones."
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     rows = embedding.weight.shape[0]
     if n <= rows:
         return 0
@@ -641,7 +651,8 @@ def set_template(
             if token not in present
         ]
         tokenizer.add_tokens(added, special_tokens=True)
-    tokenizer.eos_token, tokenizer.chat_template = str(eos), form.jinja
+    tokenizer.eos_token = str(eos)
+    tokenizer.chat_template = form.jinja
     if bos is not None:
         tokenizer.bos_token = str(bos)
     if model is None:

@@ -141,7 +141,8 @@ class _Generation(Extension):
 
     @pass_context
     def _note(self, context: "Context", caller: Callable[[], str]) -> str:
-        text, state = caller(), context.parent
+        text = caller()
+        state = context.parent
         state["_spans"].append((state["_written"][0], text))
         return text
 
@@ -253,7 +254,8 @@ def _run(
     "The text and the characters of its generation tags."
     program = _compile(template)
     state = dict[str, list](_left=[STEPS], _written=[0], _spans=[])
-    pieces, written = [], state["_written"]
+    pieces = []
+    written = state["_written"]
     _ROOM.most = most = max(CHARS, 4 * sum(len(str(m.get("content"))) for m in messages))
     try:
         for piece in program.generate(**names, **more, messages=messages, **state):
@@ -354,7 +356,8 @@ def _render(
     else:
         wanted = [i for i in answers if messages[i].get("train", True)]
     if train_on == "all":
-        text, spans = _run(template, chat, names, **more)[0], []
+        text = _run(template, chat, names, **more)[0]
+        spans = []
     elif _tagged(template):
         text, spans = _run(template, chat, names, **more)
         if wanted != answers:
@@ -547,7 +550,8 @@ class _Workers:
         return process
 
     def end(self) -> int:  # How it ended
-        process, self.process = self.process, None
+        process = self.process
+        self.process = None
         if process is None:
             return 0
         for pipe in (process.stdin, process.stdout):
@@ -995,7 +999,8 @@ def missing_tokens(
             return {}
         return content if isinstance(content, dict) else {}
 
-    tokenizer, config = read("tokenizer.json"), read("tokenizer_config.json")
+    tokenizer = read("tokenizer.json")
+    config = read("tokenizer_config.json")
     own = (folder / "chat_template.jinja").is_file() or config.get("chat_template")
     form = TEMPLATES.get(template or ("" if own else "chatml"))
     if not tokenizer or form is None:

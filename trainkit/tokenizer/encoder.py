@@ -37,7 +37,8 @@ def merge_word(
     "Apply merges to one word: the lowest rank first, the leftmost among equals."
     if len(ids) > _LONG:
         return _merge_long([*ids], ranks, merged_ids)
-    ids, get = [*ids], ranks.get
+    ids = [*ids]
+    get = ranks.get
     order = [get(pair, _NONE) for pair in pairwise(ids)]
     while order and (best := min(order)) < _NONE:
         i = order.index(best)
@@ -52,7 +53,8 @@ def merge_word(
 
 def _merge_long(ids: list[int], ranks: Mapping, merged_ids: Mapping | Sequence) -> list[int]:
     "`merge_word` with a heap of the pairs: `(rank, place)`."
-    after, before = [*range(1, len(ids) + 1)], [*range(-1, len(ids) - 1)]
+    after = [*range(1, len(ids) + 1)]
+    before = [*range(-1, len(ids) - 1)]
     heap = [(ranks[pair], i) for i, pair in enumerate(pairwise(ids)) if pair in ranks]
     heapify(heap)
     while heap:
@@ -81,10 +83,12 @@ def merge_short(out, k, m, keys, ranks, merged_ids, order):
     for j in range(m - 1):
         order[j] = ranks[find_key(keys, np.int64(out[k + j]) << 32 | out[k + j + 1])]
     while m > 1:
-        best, i = 0x7FFFFFFF, 0
+        best = 0x7FFFFFFF
+        i = 0
         for j in range(m - 1):
             if order[j] < best:
-                best, i = order[j], j
+                best = order[j]
+                i = j
         if best == 0x7FFFFFFF:
             break
         out[k + i] = merged_ids[best]
@@ -102,15 +106,19 @@ def merge_short(out, k, m, keys, ranks, merged_ids, order):
 
 def merge_long(out, k, m, keys, ranks, merged_ids):
     "`merge_short` with a heap, for long words."
-    first, second, n = np.empty(3 * m, np.int64), np.empty(3 * m, np.int64), 0
-    after, before = np.arange(1, m + 1), np.arange(-1, m - 1)
+    first = np.empty(3 * m, np.int64)
+    second = np.empty(3 * m, np.int64)
+    n = 0
+    after = np.arange(1, m + 1)
+    before = np.arange(-1, m - 1)
     for j in range(m - 1):
         rank = ranks[find_key(keys, np.int64(out[k + j]) << 32 | out[k + j + 1])]
         if rank < 0x7FFFFFFF:
             heap_push(first, second, n, rank, j)
             n += 1
     while n > 0:
-        best, i = first[0], second[0]
+        best = first[0]
+        i = second[0]
         heap_pop(first, second, n)
         n -= 1
         j = after[i]
@@ -186,14 +194,16 @@ def encode_kernel(
         before = k
         while i < ends[d]:
             e = word_end(data, i, ends[d], classes, kind) if kind >= 0 else ends[d]
-            h, size = hash_bytes(data, i, e), e - i
+            h = hash_bytes(data, i, e)
+            size = e - i
             last = recent[h & np.uint64(len(recent) - 1)]
             if last[1] == size and same_bytes(data, last[0], data, i, size):
                 n = last[3]
                 for j in range(n):
                     out[k + j] = out[last[2] + j]
             else:
-                t, n = find_token(slots, hashes, starts, tokens, data, i, e, h), 1
+                t = find_token(slots, hashes, starts, tokens, data, i, e, h)
+                n = 1
                 if t >= 0:
                     out[k] = t
                 else:
@@ -315,7 +325,8 @@ class Encoder:
         slots = np.full(1 << (2 * n + 1).bit_length(), -1, np.int32)
         hashes = np.zeros(n, np.uint64)
         room = 1 << (2 * len(self.pairs) + 1).bit_length()
-        keys, ranks = np.full(room, -1, np.int64), np.full(room, _NONE, np.int32)
+        keys = np.full(room, -1, np.int64)
+        ranks = np.full(room, _NONE, np.int32)
         pairs = np.array(self.pairs, np.int64).reshape(-1, 2)
         pair_ranks = np.array(self.ranks, np.int32)
         _kernels().fill_tables(
@@ -358,7 +369,8 @@ class Encoder:
         ids, sizes = self._encode_numba(texts)
         if len(texts) == 1:
             return [ids.tolist()]
-        ids, at = ids.tolist(), [0, *np.cumsum(sizes).tolist()]
+        ids = ids.tolist()
+        at = [0, *np.cumsum(sizes).tolist()]
         return [ids[a:b] for a, b in pairwise(at)]
 
     def encode_flat(

@@ -147,7 +147,9 @@ def read_pattern(
 ) -> str:  # A name from `PATTERNS` or a regular expression
     "The pattern that a `pre_tokenizer` cuts by; one that does more than cut is a `ValueError`."
     parts = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
-    kinds, first, last = [part.get("type") for part in parts], parts[0], parts[-1]
+    kinds = [part.get("type") for part in parts]
+    first = parts[0]
+    last = parts[-1]
     if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
         if last.get("use_regex", True):
             if kinds == ["ByteLevel"]:
@@ -172,7 +174,8 @@ def from_json(
     data: dict,  # The content of tokenizer.json
 ) -> TokenizerParts:  # Arguments for `tokenizer_json`
     "The parts of a byte-level BPE tokenizer; any other tokenizer is a `ValueError` that says why."
-    model, normalizer = data.get("model") or {}, data.get("normalizer")
+    model = data.get("model") or {}
+    normalizer = data.get("normalizer")
     if model.get("type", "BPE") != "BPE" or "merges" not in model:
         raise ValueError(
             f"a model of type {model.get('type')!r} cannot be read: expected byte-level BPE"

@@ -99,7 +99,8 @@ _SAFE = regex.compile(r"(?<=[\p{L}\p{N}])(?=\s)|(?<=\S)(?=[^\S\r\n])")
 
 def _with_gaps(text: str, pattern: str) -> list[str]:
     "The matches of a pattern that leaves stretches out, with those stretches."
-    words, at = [], 0
+    words = []
+    at = 0
     for m in regex.finditer(find_pattern(pattern), text):
         if not m[0]:
             continue
@@ -191,7 +192,8 @@ def cut_specials(
 ) -> list[str]:  # Ordinary text and special tokens in turn; the first and the last are text
     "Cut a text at its special tokens, as `tiktoken` does; a disallowed one is a `ValueError`."
     if allowed_special == "none":
-        allowed, refused = (), ()
+        allowed = ()
+        refused = ()
     else:
         for choice in (allowed_special, disallowed_special):
             if isinstance(choice, str) and choice != "all":
@@ -227,7 +229,12 @@ def cut_specials(
     return re.split(f"({longest_first})", text) if longest_first else pieces
 
 # %% ../../nbs/01_tokenizer/01_pretokenization.ipynb #b488907c
-LETTER, NUMBER, SPACE, NEWLINE, UPPER, LOWER = 1, 2, 4, 8, 16, 32
+LETTER = 1
+NUMBER = 2
+SPACE = 4
+NEWLINE = 8
+UPPER = 16
+LOWER = 32
 
 
 @functools.cache
@@ -291,7 +298,8 @@ def contraction_end(data, i, n, any_case):
     "The end of `'s 't 'd 'm 'll 've 're` at `i`, or `i`; in any case, the long `ſ` is an s."
     if i + 1 >= n or data[i] != 39:
         return i
-    a, b = data[i + 1], data[i + 2] if i + 2 < n else 0
+    a = data[i + 1]
+    b = data[i + 2] if i + 2 < n else 0
     if any_case:
         if a == 0xC5 and b == 0xBF:
             return i + 3
@@ -327,7 +335,9 @@ def space_end(data, i, n, classes, newlines, to_the_end):
     """The end of white space: after its last line end, or before its last character.
 
     That character goes with the next word."""
-    e, last, cut = i, i, i
+    e = i
+    last = i
+    cut = i
     while e < n:
         c = char_at(data, e, classes)
         if not c & SPACE:
@@ -386,7 +396,8 @@ def cased_end(data, i, n, classes, lower_needed):
     """The end of `[capitals]*[small]+` at `i`, or of `[capitals]+[small]*`, with a contraction.
 
     -1 if neither matches."""
-    e, both = i, -1
+    e = i
+    both = -1
     while e < n:
         c = char_at(data, e, classes)
         if not c & UPPER:

@@ -125,7 +125,8 @@ class Snapshot:
         buffers: dict[str, Tensor],  # From the last time, perhaps; used again where they fit
     ) -> "Snapshot":
         "The same in memory of its own, so that the run may go on."
-        own, gpu = {}, False
+        own = {}
+        gpu = False
         for file, group in self.tensors.items():
             for name, t in group.items():
                 key = f"{file}/{name}"
@@ -176,7 +177,8 @@ def take_snapshot(
     parts = dict(schedule=schedule, scaler=scaler, batches=batches)
     small: StateDict = dict(rng=rng_state())
     small |= {name: part.state_dict() for name, part in parts.items() if part is not None}
-    big, others = {}, {}
+    big = {}
+    others = {}
     packed = {name: pack_tree(value, others, name) for name, value in small.items()}
     packed |= dict(
         state=pack_tree(dict(state), others), shared=shared, optimizer_class=class_of(optimizer)
@@ -293,10 +295,12 @@ def _check_manifest(manifest: dict) -> str:  # What is wrong with it, or ''
 def _check_files(path: Path, files: dict, contents: bool) -> str:
     "What is wrong with the files of a checkpoint, or ''."
     for name in FILES:
-        file, facts = path / name, files[name]
+        file = path / name
+        facts = files[name]
         if not file.is_file():
             return f"lacks {name}"
-        size, wanted = file.stat().st_size, facts["bytes"]
+        size = file.stat().st_size
+        wanted = facts["bytes"]
         if size != wanted:
             return f"is damaged: {name} has {size:,} of {wanted:,} bytes"
         if contents and file_hash(file) != facts["hash"]:
@@ -354,7 +358,8 @@ def check_optimizer(
     def names(groups):
         return [group.get("param_names", len(group["params"])) for group in groups]
 
-    before, now = names(saved["param_groups"]), names(groups)
+    before = names(saved["param_groups"])
+    now = names(groups)
     if before != now:
         old, new = (
             {name for group in groups_of for name in group}
@@ -432,7 +437,8 @@ class PieceHash:
         self.pool = ThreadPoolExecutor(self.cores)
         self.waiting = deque()
         self.digest = hashlib.sha256()
-        self.views, self.room = [], HASH_CHUNK
+        self.views = []
+        self.room = HASH_CHUNK
 
     def update(
         self,
@@ -440,7 +446,8 @@ class PieceHash:
     ) -> None:  # Waits only when the cores cannot keep up
         "Add bytes, cut where the pieces end."
         while len(part):
-            piece, part = part[: self.room], part[self.room :]
+            piece = part[: self.room]
+            part = part[self.room :]
             self.views.append(piece)
             self.room -= len(piece)
             if not self.room:
@@ -449,7 +456,8 @@ class PieceHash:
     def flush(self) -> None:
         "Hand over a piece, and collect those that are ready."
         self.waiting.append(self.pool.submit(self.one, self.views))
-        self.views, self.room = [], HASH_CHUNK
+        self.views = []
+        self.room = HASH_CHUNK
         while len(self.waiting) > 2 * self.cores:
             self.digest.update(self.waiting.popleft().result())
 
@@ -512,7 +520,8 @@ def write_tensors(
         tensor = tensors[name]
         if tensor.dtype not in DTYPES:
             raise TypeError(f"{name} is {tensor.dtype}, which safetensors cannot hold")
-        start, end = end, end + tensor.numel() * tensor.element_size()
+        start = end
+        end = end + tensor.numel() * tensor.element_size()
         header[name] = dict(
             dtype=DTYPES[tensor.dtype], shape=list(tensor.shape), data_offsets=[start, end]
         )
@@ -532,7 +541,8 @@ def write_tensors(
                 file.write(whole[start : start + HASH_CHUNK])
                 if file.tell() >= due and sync.done():
                     sync.result()
-                    due, sync = file.tell() + 4 * HASH_CHUNK, disk.submit(os.fsync, file.fileno())
+                    due = file.tell() + 4 * HASH_CHUNK
+                    sync = disk.submit(os.fsync, file.fileno())
         sync.result()
         return dict(bytes=file.tell(), hash=digest.hexdigest())
 
@@ -548,7 +558,9 @@ def untie(
     tensors: Mapping[str, Tensor],  # As `model.state_dict()` gives them
 ) -> tuple[dict[str, Tensor], dict[str, str]]:  # Each tensor once; its other names -> the one kept
     "Tell tensors that lie in the same memory from their other names."
-    first, once, shared = {}, {}, {}
+    first = {}
+    once = {}
+    shared = {}
     for name, t in tensors.items():
         place = (t.device, t.dtype, t.data_ptr(), t.shape, t.stride()) if t.numel() else name
         if (own := first.setdefault(place, name)) == name:
@@ -693,7 +705,8 @@ def latest_checkpoint(
     resume: bool = False,  # Raise `ValueError` where there are some, and none is whole
 ) -> Path | None:  # The newest whole one, or None
     "Find the checkpoint to resume from; damaged and foreign ones are skipped with a warning."
-    newest, wrong = None, {}
+    newest = None
+    wrong = {}
     for path in reversed(find_checkpoints(folder)):
         if not (problem := checkpoint_problem(path)):
             newest = path
@@ -788,7 +801,9 @@ class CheckpointWriter:
         # Whether the run continues meanwhile; None: if memory for two copies is free
         asynchronous: bool | None = None,
     ):
-        self.folder, self.limit, self.asynchronous = Path(folder), save_total_limit, asynchronous
+        self.folder = Path(folder)
+        self.limit = save_total_limit
+        self.asynchronous = asynchronous
         self.thread = None
         self.error = None
         self.given_up = threading.Event()
@@ -836,14 +851,17 @@ class CheckpointWriter:
         "The checkpoints that were finished since the last call; does not wait."
         if not self.busy:
             self.wait()
-        done, self.done = self.done, []
+        done = self.done
+        self.done = []
         return done
 
     def wait(self) -> None:  # Raises what went wrong
         "Until the checkpoint that is on its way is there."
         if self.thread is not None:
             self.thread.join()
-        error, self.thread, self.error = self.error, None, None
+        error = self.error
+        self.thread = None
+        self.error = None
         if error is not None:
             raise error
 
@@ -852,7 +870,8 @@ class CheckpointWriter:
         self.given_up.set()
         if self.thread is not None:
             self.thread.join()
-        self.thread, self.error = None, None
+        self.thread = None
+        self.error = None
 
     def __enter__(self):
         return self

@@ -182,9 +182,13 @@ class MetricsLog:
         # Seconds between two drawings of `curves.svg` while the run goes on
         draw_every: float = 30.0,
     ):
-        self.folder, self.project = folder, project
-        self.console, self.draw_every = console, draw_every
-        self.names, self.trackers, self.opened = check_report_to(report_to), [], False
+        self.folder = folder
+        self.project = project
+        self.console = console
+        self.draw_every = draw_every
+        self.names = check_report_to(report_to)
+        self.trackers = []
+        self.opened = False
         self.current_step, self.sent, self.drawn, self.drawing = 0, -1, time.monotonic(), 0.0
 
     def open(self, start: int):
@@ -243,7 +247,8 @@ class MetricsLog:
 
     def relative(self, record: Mapping[str, object]) -> Record:
         "Make paths inside the run folder relative: the folder may move, and a home has a name."
-        here, relative = self.folder.path.resolve(), dict(record)
+        here = self.folder.path.resolve()
+        relative = dict(record)
         for key, value in record.items():
             if (
                 isinstance(value, Path)

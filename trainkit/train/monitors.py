@@ -75,7 +75,8 @@ def open_gpu(
     Callable[[], dict[str, float]] | None, str
 ]:  # A function that looks at the GPU, and what can be seen
     "NVIDIA's view of the GPU of this process."
-    torch, uuid = sys.modules.get("torch"), None
+    torch = sys.modules.get("torch")
+    uuid = None
     if nvml is None:
         if torch is None or not torch.cuda.is_available():
             mps = torch is not None and torch.backends.mps.is_available()
@@ -131,7 +132,8 @@ def flops_of(
                 twin(input_ids=ids, attention_mask=mask, use_cache=False)
             return counter.get_total_flops()
 
-        short, long = count(64), count(128)
+        short = count(64)
+        long = count(128)
     except Exception:
         return None  # a model of another shape: everything but MFU is still known
     b = (long - 2 * short) / (128**2 - 2 * 64**2)
@@ -155,7 +157,8 @@ def matmul_peak(
         dtype=getattr(torch, dtype),
         generator=torch.Generator(device).manual_seed(0),
     )
-    out, best = torch.empty_like(x), float("inf")
+    out = torch.empty_like(x)
+    best = float("inf")
     wait = getattr(torch, device).synchronize if device != "cpu" else lambda: None
     for _ in range(3 if device == "cpu" else 6):  # A CPU needs no time to wake up
         wait()
@@ -176,7 +179,9 @@ class SystemMonitor:
         peak_flops: float | None = None,
         nvml: Any = None,  # See `open_gpu`
     ):
-        self.every, self.peak_flops, self.nvml = every, peak_flops, nvml
+        self.every = every
+        self.peak_flops = peak_flops
+        self.nvml = nvml
         self.peaks: dict[str, float] = {}  # The most of each number
         self.sees, self.thread, self.lock = "", None, threading.Lock()
 
@@ -212,7 +217,8 @@ class SystemMonitor:
     def read(self) -> dict[str, float]:
         "Means of the samples since the last reading, and the memory now."
         with self.lock:
-            samples, self.samples = self.samples, self.samples[-1:]
+            samples = self.samples
+            self.samples = self.samples[-1:]
         rows = samples[1:] or samples  # the first was read before
         record = {
             k: sum(s[k] for s in rows) / len(rows)
@@ -242,7 +248,10 @@ class SystemMonitor:
         "Begin with the run."
         self.start()
         record["monitor"] = self.sees
-        self.flops, self.cost, self.rows, self.work = flops_of(trainer.model), {}, 0, 0.0
+        self.flops = flops_of(trainer.model)
+        self.cost = {}
+        self.rows = 0
+        self.work = 0.0
         self.last = trainer.state.tokens
         parameters = list(trainer.model.parameters())
         share = sum(p.numel() for p in parameters if p.requires_grad) / max(
@@ -269,7 +278,8 @@ class SystemMonitor:
     def on_log(self, trainer: "Trainer", record: dict) -> None:
         "Add to the record."
         now = time.perf_counter()
-        seconds, self.clock = now - self.clock, now
+        seconds = now - self.clock
+        self.clock = now
         if (speed := record.get("tokens_per_second")) and self.last < record[
             "tokens"
         ]:  # leaves evaluations out
@@ -280,7 +290,8 @@ class SystemMonitor:
             record["samples_per_second"] = self.rows / seconds
             if self.work and self.peak_flops:
                 record["mfu"] = self.passes * self.work / seconds / self.peak_flops
-        self.rows, self.work = 0, 0.0
+        self.rows = 0
+        self.work = 0.0
 
     def on_end(self, trainer: "Trainer", record: dict) -> None:
         "End with the run; the last record says how high it went."
@@ -334,15 +345,19 @@ def series(
 def rising_loss(records: Sequence[dict]) -> HealthFinding | None:
     "The training loss is well above where it has been."
     steps, losses = series(records, "loss")
-    few, start = max(8, len(losses) // 6), max(losses[:3], default=0.0)
+    few = max(8, len(losses) // 6)
+    start = max(losses[:3], default=0.0)
     if len(losses) > 5 and min(losses[-3:]) > 1.5 * start > 0:
-        best, now, at = start, losses[-1], steps[2]
+        best = start
+        now = losses[-1]
+        at = steps[2]
     else:
         if len(losses) < 2 * few + 4:
             return None
         sums = [0.0, *accumulate(losses)]
         means = [(b - a) / few for a, b in zip(sums, sums[few:], strict=False)]
-        now, best = means[-1], min(means[:-few])
+        now = means[-1]
+        best = min(means[:-few])
         at = steps[means.index(best) + few - 1]
         if now - best <= max(4.5 * noise(losses) * math.sqrt(2 / few), 0.03 * abs(best)):
             return None
@@ -385,7 +400,8 @@ def trend(
     values: Sequence[float],
 ) -> float:  # Change per record
     "Slope of the straight line through a series (least squares)."
-    middle, center = (len(values) - 1) / 2, mean(values)
+    middle = (len(values) - 1) / 2
+    center = mean(values)
     return (
         (
             sum((i - middle) * (v - center) for i, v in enumerate(values))
@@ -460,7 +476,8 @@ def vanishing_gradient(records: Sequence[dict]) -> HealthFinding | None:
     if len(norms) < 10 or len(losses) < 10:
         return None
     before = norms[: -len(late)]
-    usual, now = median(before), max(late)
+    usual = median(before)
+    now = max(late)
     if now > 1e-6 and now > 1e-3 * usual:
         return None
     if mean(losses[-3:]) < max(0.1 * abs(losses[0]), 1e-3):
@@ -485,7 +502,8 @@ def exploding_gradient(records: Sequence[dict]) -> HealthFinding | None:
     before = norms[len(norms) // 4 : -new]
     if len(before) < 5:
         return None
-    usual, now = median(before), max(norms[-new:])
+    usual = median(before)
+    now = max(norms[-new:])
     if usual <= 0 or now <= 6 * usual or now <= 2 * max(before):
         return None
     return HealthFinding(
@@ -529,7 +547,8 @@ def skipped_steps(records: Sequence[dict]) -> HealthFinding | None:
     if len(steps) < 3 or steps[-1] < 40:
         return None
     first = next(i for i, step in enumerate(steps) if step >= steps[-1] / 2)
-    steps_taken, lost = steps[-1] - steps[first], skipped[-1] - skipped[first]
+    steps_taken = steps[-1] - steps[first]
+    lost = skipped[-1] - skipped[first]
     if not steps_taken or lost / steps_taken < 0.05:
         return None
     return HealthFinding(
@@ -581,7 +600,8 @@ def creeping_memory(records: Sequence[dict]) -> HealthFinding | None:
         if len(half) < 8:
             continue
         rises = [b - a for a, b in zip(half, half[1:], strict=False)]
-        grown, ups = half[-1] - half[0], sum(rise > 0 for rise in rises)
+        grown = half[-1] - half[0]
+        ups = sum(rise > 0 for rise in rises)
         # A buffer that is made once, for a checkpoint or an evaluation
         single = max(rises) > 0.5 * grown
         if (
@@ -663,13 +683,21 @@ class HealthCheck:
         checks: dict[str, Callable] | None = None,  # Others than `CHECKS`
         quiet_steps: int = 100,  # A finding that was gone for so many steps is news again
     ):
-        self.say, self.checks, self.quiet_steps = say or warnings.warn, checks, quiet_steps
+        self.say = say or warnings.warn
+        self.checks = checks
+        self.quiet_steps = quiet_steps
         self.reset()
 
     def reset(self) -> None:
         "Forget what was found in an earlier run."
-        self.findings, self.seen = Findings(), {}
-        self.records, self.evals, self.stride, self.count, self.due, self.told = [], [], 1, 0, 0, 0
+        self.findings = Findings()
+        self.seen = {}
+        self.records = []
+        self.evals = []
+        self.stride = 1
+        self.count = 0
+        self.due = 0
+        self.told = 0
 
     def on_start(self, trainer: "Trainer", record: dict) -> None:
         self.reset()
@@ -680,7 +708,8 @@ class HealthCheck:
         if self.count % self.stride == 0:
             self.records.append(record)
         if len(self.records) == 256:
-            self.records, self.stride = self.records[1::2], 2 * self.stride
+            self.records = self.records[1::2]
+            self.stride = 2 * self.stride
         if self.count >= self.due:
             self.due = self.count + max(1, self.count // 16)
             self.look(trainer, [] if self.count % self.stride == 0 else [record])
@@ -696,7 +725,8 @@ class HealthCheck:
     def look(self, trainer: "Trainer", latest: Sequence[dict] = ()) -> None:
         "Report what is new."
         all_notes = getattr(trainer, "notes", [])  # What the loop did otherwise than asked
-        notes, self.told = all_notes[self.told :], len(all_notes)
+        notes = all_notes[self.told :]
+        self.told = len(all_notes)
         tight = [
             HealthFinding(
                 "out_of_memory",

@@ -132,7 +132,8 @@ def body_and_head(
     model: nn.Module,
 ) -> tuple[nn.Module, Tensor] | None:  # The body, and the matrix (V, D) of its head
     "Body and head of a model of transformers whose logits are just `hidden @ weight.T`."
-    kind, own = type(model), vars(model)
+    kind = type(model)
+    own = vars(model)
     if not kind.__module__.startswith("transformers.models."):
         return None
     theirs: Any = model

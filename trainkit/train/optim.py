@@ -324,7 +324,8 @@ def show_groups(
     "The parameter groups of an optimizer in words."
     lines = []
     for group in optimizer.param_groups:
-        names, params = group.get("param_names", []), group["params"]
+        names = group.get("param_names", [])
+        params = group["params"]
         kind = type(optimizer).__name__
         if "use_muon" in group:
             kind = "Muon" if group["use_muon"] else "AdamW"
@@ -357,7 +358,8 @@ def make_schedule(
     "Warm-up, then the curve of `config.lr_scheduler_type`; equal to transformers' `get_scheduler`."
     if total_steps < 1:
         raise ValueError(f"total_steps = {total_steps}: a run has at least 1 step")
-    warmup, curve = warmup_steps(config, total_steps), SCHEDULES[config.lr_scheduler_type]
+    warmup = warmup_steps(config, total_steps)
+    curve = SCHEDULES[config.lr_scheduler_type]
     if warmup >= total_steps > 1:
         warnings.warn(
             f"The warm-up of {warmup} steps fills the whole run of {total_steps}, so the learning "
@@ -621,10 +623,13 @@ def unpack_state(codes, absmax, code, out):
 
 def pack_state(x, absmax, bits, absmax_bits, lookup, codes):
     "`quantize_blocks` as a loop."
-    one, steps, half = np.float32(1), np.float32(32767.5), np.float32(0.5)
+    one = np.float32(1)
+    steps = np.float32(32767.5)
+    half = np.float32(0.5)
     place = np.empty(256, np.int32)
     for b in range(len(absmax)):
-        start, n = b * 256, min(256, len(x) - b * 256)
+        start = b * 256
+        n = min(256, len(x) - b * 256)
         top = np.int32(0)
         for i in range(start, start + n):
             top = max(top, np.int32(bits[i] & np.int32(0x7FFFFFFF)))
@@ -666,12 +671,14 @@ class AdamW8bit(Optimizer):
                 f"betas = {betas} from 0 to less than 1"
             )
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self.min_8bit_size, self.paged = min_8bit_size, paged
+        self.min_8bit_size = min_8bit_size
+        self.paged = paged
         size = sum(p.numel() for group in self.param_groups for p in group["params"])
         self.fast = pick_backend(backend, size) == "numba"
 
     def _start(self, p: Tensor) -> dict[str, Any]:
-        n, device = p.numel(), torch.device("cpu") if self.paged else p.device
+        n = p.numel()
+        device = torch.device("cpu") if self.paged else p.device
         if n < self.min_8bit_size:
             return dict(
                 step=0,
@@ -750,9 +757,12 @@ def _update(
 ) -> None:
     "One parameter; the order of the arithmetic is bitsandbytes'."
     (beta1, beta2), step = betas, state["step"]
-    correction1, correction2 = 1 - beta1**step, math.sqrt(1 - beta2**step)
+    correction1 = 1 - beta1**step
+    correction2 = math.sqrt(1 - beta2**step)
     if state["state1"].dtype != torch.uint8:
-        m, v, g = state["state1"], state["state2"], grad.float()
+        m = state["state1"]
+        v = state["state2"]
+        g = grad.float()
         m.mul_(beta1).add_(g, alpha=1 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         wide = p.float()
@@ -762,7 +772,8 @@ def _update(
         if wide is not p:
             p.copy_(wide)
         return
-    flat, grads = p.view(-1) if p.is_contiguous() else p.reshape(-1), grad.reshape(-1)
+    flat = p.view(-1) if p.is_contiguous() else p.reshape(-1)
+    grads = grad.reshape(-1)
     names = ("state1", "absmax1", "state2", "absmax2")
     codes1, absmax1, codes2, absmax2 = (state[k].view(-1) for k in names)
     size = UPDATE_CHUNK if p.device.type == "cpu" else 2**24
@@ -773,7 +784,9 @@ def _update(
         own = codes1[a:b], absmax1[blocks], codes2[a:b], absmax2[blocks]
         # The same where they are there already
         q1, s1, q2, s2 = (x.to(p.device, non_blocking=True) for x in own)
-        g, w, n = grads[a:b].float(), flat[a:b].float(), b - a
+        g = grads[a:b].float()
+        w = flat[a:b].float()
+        n = b - a
         dequantize_blocks(q1, s1, True, m[:n], fast).mul_(beta1).add_(g, alpha=1 - beta1)
         dequantize_blocks(q2, s2, False, v[:n], fast).mul_(beta2).addcmul_(g, g, value=1 - beta2)
         bottom = torch.sqrt(v[:n], out=work[:n]).div_(correction2).add_(eps)

@@ -196,7 +196,8 @@ class OOMRetry:
         on_oom: str = "retry",  # Or 'raise'
         say: Callable[[str], object] = print,  # Told when the pieces become smaller
     ):
-        self.on_oom, self.say = on_oom, say
+        self.on_oom = on_oom
+        self.say = say
         self.pieces = 1  # Into how many each batch is cut
 
     def __call__(
@@ -215,7 +216,8 @@ class OOMRetry:
                 for i, batch in enumerate(batches)
                 for piece in split_rows(batch, self.pieces)
             ]
-            pieces, terms_of_pieces = [piece for _, piece in cut], []
+            pieces = [piece for _, piece in cut]
+            terms_of_pieces = []
             try:
                 result = accumulate(
                     model, objective, pieces, accelerator, check_finite, terms_of_pieces
@@ -238,7 +240,8 @@ class OOMRetry:
             if accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
             set_random_state(before)
-            rows, self.pieces = max(map(count_rows, batches)), 2 * self.pieces
+            rows = max(map(count_rows, batches))
+            self.pieces = 2 * self.pieces
             self.say(
                 "Out of memory: the step is done again, and from now on each batch in "
                 f"{self.pieces} pieces of at most {math.ceil(rows / self.pieces)} "

@@ -158,7 +158,8 @@ class RunFolder:
     ):
         self.path = Path(path) if resume else new_folder(path)
         self.path.mkdir(parents=True, exist_ok=True)
-        self.lock, self.broken = threading.Lock(), False
+        self.lock = threading.Lock()
+        self.broken = False
         old = self.path / "config.yaml"
         # resumed with other knobs: keep both
         if old.exists() and config and old.read_text(encoding="utf-8") != mask_secrets(config):
@@ -216,7 +217,9 @@ class RunFolder:
         "Remove from `metrics.jsonl` what a resume has undone, so that no step is there twice."
         path = self.path / "metrics.jsonl"
         with self.lock:
-            lines, ended, remaining = path.read_bytes().splitlines(), False, []
+            lines = path.read_bytes().splitlines()
+            ended = False
+            remaining = []
             for line in lines:
                 if (r := parse_line(line)) is None:
                     continue
@@ -330,7 +333,9 @@ def drop_undone(
 ) -> list[Record]:
     "The records that count when a run resumes; at its last step it is evaluated once more."
     first = start.get("start_step") if _is_count(start.get("start_step")) else 0
-    again, ended, remaining = first == start.get("total_steps"), False, []
+    again = first == start.get("total_steps")
+    ended = False
+    remaining = []
     for record in records:
         if not undone(record, int(first or 0), ended and again):
             remaining.append(record)
@@ -385,7 +390,8 @@ def _extremes(data: bytes, name: bytes) -> list[int]:
         values = [*map(float, texts)]
     except ValueError:
         values = [*map(_number, texts)]
-    real, indices = values, set()
+    real = values
+    indices = set()
     if any(map(math.isnan, values)):
         real = [v for v in values if v == v]
         indices = {next(i for i, v in enumerate(values) if v != v)}
@@ -402,7 +408,8 @@ def _extremes(data: bytes, name: bytes) -> list[int]:
 def _line(
     data: bytes, place: int
 ) -> tuple[int, bytes]:  # Where the line of a place begins, and the line
-    begin, end = data.rfind(b"\n", 0, place) + 1, data.find(b"\n", place)
+    begin = data.rfind(b"\n", 0, place) + 1
+    end = data.find(b"\n", place)
     return begin, data[begin : end if end >= 0 else len(data)]
 
 
@@ -441,7 +448,9 @@ def _read_long(file: BinaryIO, size: int) -> list[Record]:
     "Read a log in pieces and keep a few lines of each: the last one, the best one, every spike."
     pieces: list[list[bytes]] = []
     # From its end, where it says what a resume has undone
-    end, step, last = size, max(2**16, size // PIECES), math.inf
+    end = size
+    step = max(2**16, size // PIECES)
+    last = math.inf
     while end > 0:
         file.seek(max(0, end - step))
         data = file.read(end - max(0, end - step))
@@ -727,14 +736,17 @@ def list_runs(
     root: str | Path = "runs",  # The folder that holds run folders
 ) -> Runs:  # The newest first
     "Every run in a folder."
-    root, runs, fresh = Path(root), Runs(), []
+    root = Path(root)
+    runs = Runs()
+    fresh = []
     if not root.is_dir():
         return runs
     index = read_run_index(root)
     for path in root.iterdir():
         try:
             stat = (path / "metrics.jsonl").stat()
-            log, entry = [stat.st_size, stat.st_mtime_ns], index.get(path.name)
+            log = [stat.st_size, stat.st_mtime_ns]
+            entry = index.get(path.name)
             if entry is None or entry["log"] != log:
                 entry = index[path.name] = dict(run=path.name, log=log, **Run(path).summary)
                 fresh.append(entry)

@@ -137,7 +137,9 @@ class ShardedModel:
             raise RuntimeError(
                 "The weights of this model were lost when an earlier run failed: make a new one"
             )
-        self.original, self.accelerator, self.strategy = original, accelerator, strategy
+        self.original = original
+        self.accelerator = accelerator
+        self.strategy = strategy
         self.devices = [p.device for p in original.parameters()]
         self.sharded: Any = shared_copy(original)
         for p in self.sharded.parameters():  # all begin with the weights of the first
@@ -253,7 +255,8 @@ class GatheredOptimizer:
     "The moments of a sharded model, as a checkpoint wants them."
 
     def __init__(self, shards: ShardedModel):
-        self.shards, self.optimizer = shards, shards.optimizer
+        self.shards = shards
+        self.optimizer = shards.optimizer
 
     @property
     def param_groups(self) -> list[dict]:
@@ -276,7 +279,9 @@ class GatheredOptimizer:
         self, here: bool = True
     ) -> StateDict:  # With the same keys as the optimizer's own in a single process
         "Gather; all processes take part."
-        state, groups, number = {}, [], 0
+        state = {}
+        groups = []
+        number = 0
         for group, whole in zip(self.param_groups, self.shards.groups, strict=True):
             ids = range(number, number := number + len(group["params"]))
             for i, p in zip(ids, whole["params"], strict=True):
@@ -300,7 +305,8 @@ class GatheredState:
     "What a state was; for a checkpoint, which asks `state_dict()`."
 
     def __init__(self, state: dict, optimizer: object = None):
-        self.state, self.optimizer = state, optimizer
+        self.state = state
+        self.optimizer = optimizer
 
     def state_dict(self) -> dict:
         return self.state
@@ -449,7 +455,8 @@ class ZeRO(ShardedModel):
         if self.accelerator.device.type == "cpu":
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # type: ignore
         super().start(optimizer, max_grad_norm)
-        head, embed = getattr(self.original, "lm_head", None), getattr(self.original, "model", None)
+        head = getattr(self.original, "lm_head", None)
+        embed = getattr(self.original, "model", None)
         ours = "return_logits" in type(self.original).forward.__code__.co_varnames
         if (
             self.strategy == "zero3"
@@ -518,7 +525,8 @@ class ZeRO(ShardedModel):
     def local_part(
         self, p: Any, value: Tensor
     ) -> Tensor:  # What of it lies in this process, in stage 3
-        n, flat = p.ds_tensor.numel(), value.flatten()
+        n = p.ds_tensor.numel()
+        flat = value.flatten()
         return torch.nn.functional.pad(flat, (0, n * self.accelerator.num_processes - len(flat)))[
             n * self.accelerator.process_index :
         ][:n]

@@ -59,7 +59,10 @@ class Compiled:
         mode: str | None = None,  # 'default', 'reduce-overhead' or 'max-autotune'
         say: Callable[[str], object] = warnings.warn,  # Told once why something runs plain
     ):
-        self.plain, self.say, self.reason, self.crowded = model.forward, say, "", False
+        self.plain = model.forward
+        self.say = say
+        self.reason = ""
+        self.crowded = False
         self.shapes: set[tuple] = set()  # For which there is a compiled version
         self.fast: Callable = self.plain
         try:
@@ -306,7 +309,8 @@ class _WindowCount:
         batches: list[dict],  # The whole window, of all processes
         accelerator: "Accelerator",
     ):
-        self.items, self.size = count_window(objective, batches), len(batches)
+        self.items = count_window(objective, batches)
+        self.size = len(batches)
         self.accelerator = accelerator
         self.guess: float | None = None  # Items of the window, as long as nobody knows them
         self.counted: Scalar = 0.0
@@ -334,7 +338,8 @@ class _WindowCount:
             )
         count = common_count(out)
         if self.guess is None:
-            total, processes = add_over_processes(count, self.accelerator), self.accelerator
+            total = add_over_processes(count, self.accelerator)
+            processes = self.accelerator
             self.guess = total * self.size / processes.num_processes or 1.0
         self.counted += count * counts
         return cast(Tensor, sum(weight * s for s, _, weight in out.terms.values()) / self.guess)
@@ -359,14 +364,18 @@ def accumulate(
     batch_terms: list[tuple[int, dict[str, Tensor]]] | None = None,
 ) -> tuple[Tensor, dict]:  # This process's share of the window's loss; {metric: (sum, count)}
     "Add the gradient of a window's loss to `.grad`, as if it were one batch."
-    size, rank = accelerator.num_processes, accelerator.process_index
-    mine, rounds = batches[rank::size], math.ceil(len(batches) / size)
+    size = accelerator.num_processes
+    rank = accelerator.process_index
+    mine = batches[rank::size]
+    rounds = math.ceil(len(batches) / size)
     window = _WindowCount(objective, batches, accelerator)
     shards = getattr(model, "shards", None)
     deepspeed = shards if hasattr(shards, "backward") else None
-    loss, metrics = torch.zeros((), device=accelerator.device), {}
+    loss = torch.zeros((), device=accelerator.device)
+    metrics = {}
     for i in range(rounds):
-        counts, last = i < len(mine), i + 1 == rounds
+        counts = i < len(mine)
+        last = i + 1 == rounds
         batch = mine[i] if counts else batches[0]  # With no batch left, join in with zeros
         with nullcontext() if last or shards is not None else accelerator.no_sync(model):
             with precision(accelerator):
@@ -453,7 +462,8 @@ def train_step(
     gather: Callable[..., tuple[Tensor, dict]] = accumulate,  # Adds up the gradient of a window
 ) -> Step:
     "One optimizer step from a window of batches."
-    scaler, raw_optimizer = accelerator.scaler, getattr(optimizer, "optimizer", optimizer)
+    scaler = accelerator.scaler
+    raw_optimizer = getattr(optimizer, "optimizer", optimizer)
     check_finite = check_finite or accelerator.device.type == "cpu"  # Where looking costs nothing
     terms: list[tuple[int, dict[str, Tensor]]] = []
     if in_backward:
@@ -474,9 +484,12 @@ def train_step(
         scaler.unscale_(raw_optimizer)
     parameters = [p for group in raw_optimizer.param_groups for p in group["params"]]
     norm = clip_gradients(parameters, 0) if max_grad_norm > 0 or measure else None
-    nonfinite, skipped, names = False, False, []
+    nonfinite = False
+    skipped = False
+    names = []
     if check_finite and not _is_finite(loss, norm, accelerator):
-        nonfinite, names = True, _nonfinite_gradients(model)
+        nonfinite = True
+        names = _nonfinite_gradients(model)
         if scaler is not None:
             scaler.update()
     else:
@@ -572,7 +585,8 @@ def prepared(
     wrapping = ("forward", "_original_forward", "_is_accelerate_prepared")
     before = {k: v for k, v in vars(model).items() if k in wrapping}
     modes = [(m, m.training) for m in model.modules()]
-    models, optimizers = list(accelerator._models), list(accelerator._optimizers)
+    models = list(accelerator._models)
+    optimizers = list(accelerator._optimizers)
     own = model
     # Shared by all accelerators, so another library may have left it off
     accelerator.gradient_state._set_sync_gradients(True)
@@ -618,7 +632,9 @@ def eval_loss(
     "The loss over all batches as if they were one; only sums are kept."
     if not hasattr(model, "shards"):
         model = accelerator.unwrap_model(model)  # type: ignore
-    terms, metrics, size = {}, {}, accelerator.num_processes
+    terms = {}
+    metrics = {}
+    size = accelerator.num_processes
     wide = torch.float32 if accelerator.device.type == "mps" else torch.float64
     with evaluating(model):
         # A process with no batch left computes along: the others may need its shares

@@ -127,7 +127,8 @@ class Trainer:
         # None: `make_optimizer`
         build_optimizer: Callable[[nn.Module, OptimConfig], torch.optim.Optimizer] | None = None,
     ):
-        self.model, self.objective = model, objective
+        self.model = model
+        self.objective = objective
         self.callbacks: list[Any] = list(callbacks)
         self.config, self.optim = config or TrainConfig(), optim or OptimConfig()
         self.build_optimizer = build_optimizer or make_optimizer
@@ -206,7 +207,8 @@ class Trainer:
         self, stack: ExitStack, resume: bool | str | Path | None, force: bool = False
     ) -> None:
         "Prepare model, optimizer, schedule and state for the first step of this run."
-        c, main = self.config, self.accelerator.is_main_process
+        c = self.config
+        main = self.accelerator.is_main_process
         on_cpu = self.accelerator.device.type == "cpu"
         seed_everything((c.seed + self.accelerator.process_index) % 2**32)
         self.reset()
@@ -259,7 +261,8 @@ class Trainer:
 
     def _prepare_optimizer(self, stack: ExitStack) -> None:
         "Make optimizer and schedule, and wrap model and optimizer for their device."
-        c, shards = self.config, self.shards
+        c = self.config
+        shards = self.shards
         trained = self.model if shards is None else shards.sharded
         self.raw_optimizer = self.build_optimizer(trained, self.optim)
         self.schedule = make_schedule(self.raw_optimizer, self.optim, self.total_steps)
@@ -304,7 +307,8 @@ class Trainer:
                 self.control.wait()
                 self.control.answer(self)
             self.bar.resume()
-        c, s = self.config, self.state
+        c = self.config
+        s = self.state
         if s.step >= self.total_steps:
             return "finished"
         if c.early_stopping_patience and s.without_gain >= c.early_stopping_patience:
@@ -340,7 +344,9 @@ class Trainer:
 
     def step(self, batches: list[dict]) -> None:
         "Take one optimizer step, then log, evaluate, sample and save, if it is time."
-        c, s, self.step_batches = self.config, self.state, batches
+        c = self.config
+        s = self.state
+        self.step_batches = batches
         before = s.step, s.epoch, s.batch, s.tokens
         due = self._advance(batches)
         self.learning_rate = self.optim.learning_rate * self.schedule.lr_lambdas[0](
@@ -392,12 +398,15 @@ class Trainer:
 
     def _advance(self, batches: list[dict]) -> _Due:
         "Count a step and its batches; returns what there is to do after it."
-        c, s = self.config, self.state
-        s.step, s.batch = s.step + 1, s.batch + len(batches)
+        c = self.config
+        s = self.state
+        s.step = s.step + 1
+        s.batch = s.batch + len(batches)
         s.tokens += sum(map(count_tokens, batches))
         epoch_ends = s.batch == self.epoch_length
         if epoch_ends:
-            s.epoch, s.batch = s.epoch + 1, 0
+            s.epoch = s.epoch + 1
+            s.batch = 0
         last = s.step == self.total_steps
         return _Due(
             log=last or s.step % c.logging_steps == 0 or (s.step == 1 and c.logging_first_step),
@@ -426,7 +435,8 @@ class Trainer:
         reason: str,  # Why it ends: 'finished', 'early stopping', or what `control` was told
     ) -> Result:
         "Save what is not saved, load the best weights if asked, and sum up."
-        c, s = self.config, self.state
+        c = self.config
+        s = self.state
         self.flush_checkpoint(strict=False)
         unsaved = self._unsaved()
         wanted = c.save_strategy != "no" or reason not in ("finished", "early stopping")
@@ -458,7 +468,8 @@ class Trainer:
         return result
 
     def _result(self, reason: str) -> Result:
-        s, best = self.state, None
+        s = self.state
+        best = None
         if self.folder and s.best_step and (self.folder / "best_model").exists():
             best = str(self.folder / "best_model")
         return Result(
@@ -480,7 +491,8 @@ class Trainer:
         "Fetch the numbers of the last steps; a NaN stops the run, or is reported as skipped."
         if not self.pending:
             return
-        s, scaler = self.state, self.accelerator.scaler
+        s = self.state
+        scaler = self.accelerator.scaler
         losses, norms, sums = read_steps([done for done, *_ in self.pending], self.accelerator)
         first = s.step - len(losses) + 1
         for i, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
@@ -503,11 +515,13 @@ class Trainer:
         for name, (total, count) in sums.items():
             before = s.metrics.get(name, (0.0, 0.0))
             s.metrics[name] = [before[0] + total, before[1] + count]
-        self.grad_norm, self.pending = norms[-1], []
+        self.grad_norm = norms[-1]
+        self.pending = []
 
     def log(self) -> None:
         "Report the steps since the last log record."
-        s, now = self.state, time.monotonic()
+        s = self.state
+        now = time.monotonic()
         (then, tokens), self.last_log = self.last_log, (now, s.tokens)
         loss = math.nan  # Where every step was skipped
         if s.losses:
@@ -526,7 +540,9 @@ class Trainer:
             skipped_steps=s.skipped,
             data_share=min(1.0, self.data_seconds / max(now - then, 1e-9)),
         )
-        s.losses, s.metrics, self.data_seconds = [], {}, 0.0
+        s.losses = []
+        s.metrics = {}
+        self.data_seconds = 0.0
         self.bar.update(s.step, loss=loss, **{"tokens/s": record["tokens_per_second"]})
         self.notify("on_log", **record)
 
@@ -588,7 +604,8 @@ class Trainer:
         "Write a checkpoint of everything, and drop the oldest; the run may continue meanwhile."
         self.fetch_metrics()
         self.state.seconds = self.seconds
-        model, optimizer = None, None
+        model = None
+        optimizer = None
         if self.shards is not None:
             model, optimizer = gather(self.shards, self.accelerator.is_main_process)
         states = all_rng_states(self.accelerator, rng_state)
@@ -715,7 +732,8 @@ class Trainer:
 
     def next_batch_hash(self) -> str | None:  # None where the batches do not show it
         "The hash of the batch that comes next."
-        batches, batch = self.train_batches, None
+        batches = self.train_batches
+        batch = None
         with suppress(TypeError):  # Batches may hold what cannot be hashed
             if hasattr(batches, "peek"):
                 batch = batches.peek()
@@ -756,7 +774,8 @@ class Trainer:
             others = self._load(path, force)
             self._tidy(path)
             self.checkpoint = str(path)
-        states, i = others.get("rng_states", []), self.accelerator.process_index
+        states = others.get("rng_states", [])
+        i = self.accelerator.process_index
         if len(states) == self.accelerator.num_processes:
             set_rng_state(states[i])
         elif path and i:  # Another number of processes than before
@@ -893,7 +912,8 @@ class Trainer:
             )
 
     def _check_precision(self) -> None:
-        c, accelerator = self.config, self.accelerator
+        c = self.config
+        accelerator = self.accelerator
         precision = "fp16" if accelerator.scaler else accelerator.mixed_precision
         if c.mixed_precision not in ("auto", precision):
             raise ValueError(
@@ -921,7 +941,9 @@ class Trainer:
         i, what = find_nonfinite(done)
         first = batch + 1 + (i or 0)
         last = batch + self.window_size if i is None else first
-        plan, start, rows = getattr(self.train_batches, "plan", None), self.train_start, ""
+        plan = getattr(self.train_batches, "plan", None)
+        start = self.train_start
+        rows = ""
         if plan is not None and start is not None and "index" in start:
             skipped = first - 1 + (epoch == 0) * start["index"]
             batches = plan(epoch + start["epoch"])[skipped:][: last - first + 1]
@@ -943,7 +965,8 @@ class Trainer:
         error: Exception,  # Why the next step could not be taken
     ) -> Exception:  # To raise: the same, with what to do about it
         "Save the run as it was after its last step."
-        s, where = self.state, f"the last checkpoint is {self.checkpoint or 'none'}"
+        s = self.state
+        where = f"the last checkpoint is {self.checkpoint or 'none'}"
         known, cursor = self._cursor_after_step()
         if self.folder and known and s.step and self.accelerator.num_processes == 1:
             try:
@@ -967,7 +990,8 @@ class Trainer:
         "The position in the data after the last step; later batches may have been given out."
         if self.cursor is None:
             return True, None
-        position, s = self.cursor.state_dict(), self.state
+        position = self.cursor.state_dict()
+        s = self.state
         if "index" not in position:
             return False, None
         start = self.train_start or {}
@@ -1030,7 +1054,9 @@ class Trainer:
 
     def end_callbacks(self, record: dict) -> None:
         "Call `on_end` once for each callback that has heard of the run, even where another fails."
-        listening, self.listening, errors = self.listening, [], []
+        listening = self.listening
+        self.listening = []
+        errors = []
         for callback in listening:
             try:
                 if (hook := getattr(callback, "on_end", None)) is not None:
@@ -1137,7 +1163,9 @@ class _ForgivingCursor:
     "Batches that start over where they cannot take up the saved position."
 
     def __init__(self, cursor: Stateful, start: StateDict | None):
-        self.cursor, self.start, self.problem = cursor, start, ""
+        self.cursor = cursor
+        self.start = start
+        self.problem = ""
 
     def state_dict(self) -> StateDict:
         return self.cursor.state_dict()
