@@ -544,6 +544,7 @@ def test_every_error_reaches_another_process_as_it_was_said(tmp_path):
         "ProcessFailed": (1, "it fell", "Traceback"),
         "WorkerFailed": (2, -9, log, 1),
         "NothingToLearn": (),
+        "NotYet": ("there is no file", "write it"),
         "StepTooBig": ("too big",),
         "_Gone": ("ended",),
         "_Unknown": (),

@@ -78,6 +78,7 @@ ROAD = [
     "13_projects/your_data",
     "13_projects/free_gpu",
     "13_projects/troubleshooting",
+    "13_projects/final_project",
 ]
 LINKS, MAP = "course-links", "course-map"  # Ids of the cells that are written here
 BEGIN = {

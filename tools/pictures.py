@@ -373,6 +373,15 @@ def troubleshooting():
     )
 
 
+def final_project():
+    "Four requirements, met one after the other."
+    return "".join(
+        box(5 + 28 * i, 16, 24, 28, fill, 0.35, 4)
+        + line([(11 + 28 * i, 31), (15 + 28 * i, 36), (23 + 28 * i, 24)], fill, 2.5)
+        for i, fill in enumerate((GREY, BLUE, ORANGE, GREEN))
+    )
+
+
 def picture(
     name,  # A function of this file
     label,  # What it shows, for those who cannot see it

@@ -300,6 +300,7 @@ for group in (needs.memory, tools.config, tools.tokenizer, tools.export):
 for command in (tools.chat, tools.merge):
     app.command()(command)
 app.command(name="eval")(tools.evaluate)
+course.command(name="check")(tools.check_project_command)
 app.add_typer(course)
 app.command(context_settings=dict(allow_extra_args=True, ignore_unknown_options=True))(lab)
 

@@ -245,7 +245,7 @@ course = typer.Typer(
     name="course",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="What the lessons need.",
+    help="What the lessons need, and how far your final project is.",
     context_settings=dict(help_option_names=["-h", "--help"]),
 )
 

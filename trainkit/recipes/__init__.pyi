@@ -7,6 +7,7 @@ from . import (
     data_commands as data_commands,
     demo as demo,
     evaluation as evaluation,
+    final_project as final_project,
     launcher as launcher,
     memory_commands as memory_commands,
     methods as methods,
@@ -26,6 +27,7 @@ from .conversation import Conversation as Conversation
 from .converter import convert_config as convert_config
 from .demo import DemoConfig as DemoConfig, run_demo as run_demo
 from .evaluation import ask as ask
+from .final_project import ProjectReport as ProjectReport, check_project as check_project
 from .launcher import (
     LaunchConfig as LaunchConfig,
     launch as launch,

@@ -14,8 +14,8 @@ Python, call the functions behind the commands instead."""
 
 # %% auto #0
 __all__ = ['config', 'tokenizer', 'export', 'Folder', 'FlagCommand', 'Group', 'with_flags', 'show_config', 'convert_command',
-           'presets_command', 'train_tokenizer', 'encode_command', 'show_tokenizer', 'merge', 'export_gguf_command',
-           'export_hf_command', 'with_model_name', 'evaluate', 'chat']
+           'presets_command', 'train_tokenizer', 'encode_command', 'show_tokenizer', 'merge', 'check_project_command',
+           'export_gguf_command', 'export_hf_command', 'with_model_name', 'evaluate', 'chat']
 
 # %% ../../nbs/11_recipes/17_commands.ipynb #imports-commands
 import json
@@ -461,6 +461,21 @@ def merge(
     if not (adapter / "adapter_config.json").is_file():
         raise FileNotFoundError(f"{adapter} is not an adapter: it has no adapter_config.json")
     say(f"Model   {merge_folder(base, adapter, output)}")
+
+
+def check_project_command(
+    folder: Annotated[Path, typer.Argument(help="The folder of the project.", show_default=False)],
+    as_json: _AsJson = False,
+) -> None:
+    """Check the final project of the course: data, tuned model, aligned model, export.
+
+    Models are opened and measured on the rows set aside. Exit code 1 while something is missing."""
+    from trainkit.recipes.final_project import check_project
+
+    report = check_project(folder)
+    say(to_json(report.to_dict(), indent=1, ensure_ascii=False) if as_json else str(report))
+    if not report.passed:
+        raise typer.Exit(1)
 
 
 @export.command(name="gguf")
