@@ -1,4 +1,4 @@
-"The final project of the course: what is missing, wrong or too weak is said, and what is good passes."
+"The final project: what is missing, wrong or too weak is said, and what is good passes."
 
 import json
 import shutil
