@@ -268,7 +268,7 @@ def make_masks(
     padding: Tensor | None = None,  # (B, keys), False where there is no token
     document: Tensor | None = None,  # (B, keys), which document of a packed row a token belongs to
     device: torch.device | None = None,
-    dense: int | None = None,  # Largest matrix, in numbers; `DENSE` when None
+    dense: int | None = None,  # Largest matrix, in numbers; `MAX_DENSE_MASK` when None
 ) -> dict[int, Tensor | Spans | None]:  # Window -> the mask for `attend`
     "Which token may attend to which, as a matrix if it is small, and else as `Spans`."
     limit, each = (
