@@ -52,7 +52,7 @@ def make_norm(
 
 
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
-    "swiglu": swiglu,  # Of two layers, one of them the gate
+    "swiglu": swiglu,  # Of two layers; the first is the gate
     "geglu": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -142,7 +142,7 @@ class Block(nn.Module):
         self,
         x: Tensor,  # (B, T, d_model)
         angles: tuple[Tensor, Tensor] | None = None,  # cos and sin, (B or 1, T, 1, D/2)
-        mask: Tensor | Spans | None = None,  # What `make_masks` gives
+        mask: Tensor | Spans | None = None,  # From `make_masks`
         cache: KVCache | None = None,
     ) -> Tensor:  # (B, T, d_model)
         if self.sandwich:
@@ -158,7 +158,7 @@ class Block(nn.Module):
 
 # %% ../../nbs/03_model/07_transformer.ipynb #bca1f12c
 def _padding(attention_mask: Tensor, rows: int, total: int, past: int) -> Tensor | None:
-    "(rows, total), False where there is no token; None where plain causal attention will do."
+    "(rows, total), False at padding; None if plain causal attention is enough."
     if attention_mask.shape != (rows, total):
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)}, and must have "
@@ -232,7 +232,7 @@ class Decoder(nn.Module):
             )
         rows, new = input_ids.shape
         total = past + new
-        # With positions, a row of several documents may be longer than each of them
+        # With position_ids, a row of several documents may be longer than max_seq_len
         if total > config.max_seq_len and position_ids is None:
             raise ValueError(
                 f"{total} tokens are more than max_seq_len = {config.max_seq_len}: "
@@ -250,7 +250,7 @@ class Decoder(nn.Module):
         input_ids: Tensor,  # (B, T) int64
         # (B, cached + T), 0 where there is padding; or bool (B, 1, T, cached + T), for each pair
         attention_mask: Tensor | None = None,
-        # (B, T); where they do not go up by one, a new document begins
+        # (B, T); a new document begins where they do not increase by one
         position_ids: Tensor | None = None,
         past_key_values: KVCache | None = None,  # Extended in place
     ) -> Tensor:  # (B, T, d_model)
@@ -279,7 +279,8 @@ class Decoder(nn.Module):
         angles = self.angles(position_ids, x.dtype)
         windows = config.layer_windows or [0] * config.n_layers
         if matrix is None:
-            never = 0 if config.attention == "flash_attention_2" else None  # It takes no matrix
+            # flash-attn accepts no matrix
+            never = 0 if config.attention == "flash_attention_2" else None
             masks = make_masks(new, total, windows, padding, document, device, never)
         else:
             masks = dict.fromkeys(windows, matrix)
@@ -327,7 +328,7 @@ def _summed_loss(
 
 
 class Transformer(nn.Module):
-    "A decoder-only language model; with the default config the one of Llama, weight for weight."
+    "A decoder-only language model; with the default config its weights are those of Llama."
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -353,7 +354,7 @@ class Transformer(nn.Module):
     def init_weights(self) -> None:
         "Normal weights, smaller where they write to the stream (Radford et al. 2019, section 2.3)."
         if self.device.type == "meta":
-            return  # Shapes have no numbers
+            return  # Meta tensors have no values
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 writes = name.endswith(("o_proj", "down_proj"))
@@ -366,7 +367,7 @@ class Transformer(nn.Module):
 
     def num_parameters(
         self,
-        only_trainable: bool = False,  # Leave out what is frozen
+        only_trainable: bool = False,  # Leave out frozen parameters
         exclude_embeddings: bool = False,  # Leave out the token and position embeddings
     ) -> int:
         "The number of parameters; a shared matrix counts once."
@@ -383,11 +384,11 @@ class Transformer(nn.Module):
         input_ids: Tensor,  # (B, T) int64
         # (B, cached + T), 0 where there is padding; or bool (B, 1, T, cached + T), for each pair
         attention_mask: Tensor | None = None,
-        # (B, T); where they do not go up by one, a new document begins
+        # (B, T); a new document begins where they do not increase by one
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,  # (B, T) int64: the input, and -100 for what is not learned
         past_key_values: KVCache | None = None,  # Extended in place
-        use_cache: bool = False,  # Make a cache for max_seq_len tokens if none is given
+        use_cache: bool = False,  # Create a cache for max_seq_len tokens if none is given
         # Divides the summed loss; None: the mean over the labels
         num_items_in_batch: int | Tensor | None = None,
         return_logits: bool = True,  # False with labels: the loss alone, in chunks
@@ -413,7 +414,7 @@ class Transformer(nn.Module):
                 hidden = hidden[:, logits_to_keep]
             return ModelOutput(None, self._logits(hidden), cache)
         targets, logits = labels[:, 1:], None  # Position t predicts token t + 1
-        # A wrapped head (LoRA, 4 bits) is more than its weight, so it has to be called
+        # A wrapped head (LoRA, 4-bit) computes more than x @ weight.T, so it must be called
         if not return_logits and type(self.lm_head) is nn.Linear:
             loss, squares = chunked_cross_entropy(
                 hidden[:, :-1],

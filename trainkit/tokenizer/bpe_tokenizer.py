@@ -54,10 +54,10 @@ class BPETokenizer:
         # A word that is a token needs no merges (Hugging Face's `ignore_merges`)
         whole: bool = True,
         nfc: bool = False,  # Bring text into Unicode's normal form C first
-        plain: Collection[str] = (),  # Special tokens that are shown when special ones are skipped
+        plain: Collection[str] = (),  # Special tokens that `skip_special_tokens` keeps
         # Passed on to Hugging Face; `encode` adds nothing to a text
         post_processor: dict | None = None,
-        # Special tokens that are looked for after `nfc`, the others before it
+        # Special tokens that are searched after `nfc`; the others are searched before it
         normalized: Collection[str] = (),
         bos_token: str | None = None,  # These four are special tokens with a role
         eos_token: str | None = None,
@@ -83,7 +83,7 @@ class BPETokenizer:
         self.pad_token = pad_token
         self.unk_token = unk_token
         self.chat_template: str | None = None
-        self.trained: Merges | None = None  # what `train` found, with its backend and time
+        self.trained: Merges | None = None  # result of `train`, with backend and time
         self._bytes = text
         self._sizes = (0, np.zeros(0, np.int64))  # how many tokens were measured, their sizes
         for token, i in self.special_tokens.items():
@@ -101,7 +101,7 @@ class BPETokenizer:
 
     @property
     def vocab_size(self) -> int:
-        "Rows that a model's embedding needs: the highest id and one."
+        "Rows that a model's embedding needs: the highest id plus one."
         return max(self._bytes) + 1
 
     def __len__(self):
@@ -109,7 +109,7 @@ class BPETokenizer:
 
     @property
     def backend(self) -> str:
-        "The backend that the last `encode` took."
+        "The backend that the last `encode` used."
         return self.encoder.backend
 
     def _id(self, token: str | None) -> int | None:
@@ -137,7 +137,7 @@ class BPETokenizer:
 
     @property
     def token_sizes(self) -> np.ndarray:  # (vocab_size,) int64, 0 where no token has the id
-        "How many bytes each token stands for: their sums say where in a text a token lies."
+        "The number of bytes of each token; their running sums are the positions in a text."
         if self._sizes[0] != len(self._bytes):
             sizes = np.zeros(self.vocab_size, np.int64)
             for i, token in self._bytes.items():
@@ -147,8 +147,8 @@ class BPETokenizer:
 
     def add_special_tokens(
         self,
-        tokens: Iterable[str],  # Those that are there already stay as they are
-    ) -> int:  # How many are new: as many rows a model's embedding lacks now
+        tokens: Iterable[str],  # Tokens that exist already are not changed
+    ) -> int:  # How many are new, so how many rows a model's embedding needs
         "Give special tokens the next free ids."
         if isinstance(tokens, str):
             raise TypeError(f"tokens must be a list, such as [{tokens!r}]")
@@ -166,7 +166,7 @@ class BPETokenizer:
     @classmethod
     def train(
         cls,
-        # Texts, taken a few megabytes at a time, or the counts of their words
+        # Texts, read a few megabytes at a time, or the counts of their words
         texts: Iterable[str] | Mapping[str, int],
         vocab_size: int,  # All tokens: 256 bytes, the merges, the special tokens
         pattern: str = "cl100k",  # A name from `PATTERNS` or a regular expression
@@ -176,7 +176,7 @@ class BPETokenizer:
         backend: str = "auto",
         progress: bool = True,  # Show bars
     ) -> "BPETokenizer":
-        "Learn a tokenizer from texts; a text that does not hold so many merges is a `ValueError`."
+        "Train a tokenizer; a text with too few pairs for `vocab_size` raises a `ValueError`."
         if isinstance(special_tokens, str):
             raise TypeError(f"special_tokens must be a list, such as [{special_tokens!r}]")
         n_merges, special = vocab_size - 256 - len(special_tokens), [*special_tokens]
@@ -215,15 +215,15 @@ class BPETokenizer:
     def encode(
         self,
         text: str,
-        # 'all', 'none', or the special tokens that count as such
+        # 'all', 'none', or the special tokens that a text may contain
         allowed_special: str | Collection[str] = (),
-        # Those that are an error; 'all' is every one that is not allowed
+        # Special tokens that raise an error; 'all': every one that is not allowed
         disallowed_special: str | Collection[str] = "all",
     ) -> list[int]:
         """The ids of a text.
 
-        As in `tiktoken`, a special token that is not allowed is a `ValueError`; with 'none'
-        allowed it is ordinary text."""
+        As in `tiktoken`, a special token that is not allowed raises a `ValueError`; with
+        `allowed_special='none'` it is ordinary text."""
         return self.encode_batch([text], allowed_special, disallowed_special)[0]
 
     def encode_batch(
@@ -269,7 +269,7 @@ class BPETokenizer:
         if not self.normalized:
             return out
         pieces: list[str] = []
-        for i, piece in enumerate(out):  # Now those that are looked for in normalized text
+        for i, piece in enumerate(out):  # Now the tokens that are searched in normalized text
             if i % 2:
                 pieces.append(piece)
             else:
@@ -283,7 +283,7 @@ class BPETokenizer:
         ids: Iterable[int],  # A list, an array or a tensor
         skip_special_tokens: bool = False,  # Leave special tokens out
     ) -> bytes:
-        "The exact bytes of tokens; an id that is not in the vocabulary is a `ValueError`."
+        "The exact bytes of tokens; an id outside the vocabulary raises a `ValueError`."
         ids = ids.tolist() if hasattr(ids, "tolist") else ids  # type: ignore
         if skip_special_tokens:
             skip = {i for token, i in self.special_tokens.items() if token not in self.plain}
@@ -300,7 +300,7 @@ class BPETokenizer:
         self,
         ids: Iterable[int],  # A list, an array or a tensor
         skip_special_tokens: bool = False,  # Leave special tokens out
-        # What to do with bytes that are no UTF-8, such as half a character: 'replace' or 'strict'
+        # For bytes that are not valid UTF-8, such as half a character: 'replace' or 'strict'
         errors: str = "replace",
     ) -> str:
         "The text of tokens."
@@ -308,7 +308,7 @@ class BPETokenizer:
 
     def save(
         self,
-        folder: str | Path,  # Made if it is not there
+        folder: str | Path,  # Created if missing
     ) -> Path:
         """Write `tokenizer.json` and `tokenizer_config.json`.
 
@@ -325,7 +325,7 @@ class BPETokenizer:
         }
         if self.chat_template:
             files[folder / "chat_template.jinja"] = self.chat_template
-        write_together(files)  # New tokens with old roles would be another tokenizer
+        write_together(files)  # Files from two versions would make a wrong tokenizer
         return folder
 
     def _parts(self) -> dict:
@@ -413,7 +413,7 @@ class BPETokenizer:
         source: "str | Path | PreTrainedTokenizerBase | Tokenizer",
         backend: str = "auto",  # 'auto', 'python' or 'numba'; equal ids
     ) -> "BPETokenizer":
-        "The tokenizer of a Hugging Face one; what cannot be reproduced is a `ValueError`."
+        "Convert a Hugging Face tokenizer; what we cannot reproduce raises a `ValueError`."
         if isinstance(source, str | Path):
             return cls.load(source, backend)
         library_tokenizer: Any = getattr(source, "backend_tokenizer", source)
@@ -450,13 +450,13 @@ class BPETokenizer:
         cls,
         # A `tiktoken.Encoding`, a `.tiktoken` file, or ranks: a dict from bytes to rank
         source: "tiktoken.Encoding | str | Path | Mapping[bytes, int]",
-        # Name or regular expression; an Encoding brings its own, other ranks are cut as GPT-4 does
+        # Name or regular expression; None: the Encoding's own, GPT-4's for other ranks
         pattern: str | None = None,
-        # Special token -> id; an Encoding brings its own
+        # Special token -> id; None: the Encoding's own
         special_tokens: Mapping[str, int] | None = None,
         backend: str = "auto",  # 'auto', 'python' or 'numba'; equal ids
     ) -> "BPETokenizer":
-        "The same tokenizer as one of tiktoken."
+        "Convert a tokenizer of tiktoken."
         special = special_tokens or {}
         if isinstance(source, Mapping):
             tokens = source
@@ -501,7 +501,7 @@ class BPETokenizer:
     ) -> "tiktoken.Encoding":
         """The same tokenizer for tiktoken.
 
-        One that tiktoken's rule cannot express is a `ValueError`."""
+        Raises `ValueError` if tiktoken's merge rule would give other ids."""
         try:
             from tiktoken import Encoding
         except ImportError:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 def is_bpe_tokenizer(
     tokenizer: object,
 ) -> "TypeIs[BPETokenizer]":  # True for a `BPETokenizer`, False for a tokenizer of transformers
-    "Whether a tokenizer has the numbers of bytes of its tokens."
+    "Whether a tokenizer has `token_sizes`, the number of bytes of each token."
     return hasattr(tokenizer, "token_sizes")
 
 
@@ -54,7 +54,7 @@ _COPIES: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def _backend(tokenizer: "PreTrainedTokenizerBase") -> "Tokenizer":
-    "The tokenizer of the library inside, without post-processor, truncation and padding."
+    "The fast tokenizer inside, without post-processor, truncation and padding."
     if (known := _COPIES.get(tokenizer)) and known[0] == len(tokenizer):
         return known[1]
     backend: "Tokenizer | None" = getattr(tokenizer, "backend_tokenizer", None)
@@ -72,14 +72,14 @@ def _backend(tokenizer: "PreTrainedTokenizerBase") -> "Tokenizer":
 
 
 CONVERT_AFTER_CHARS = (
-    100_000  # Characters from which on it pays to read a tokenizer of transformers as one of ours
+    100_000  # After so many characters a tokenizer of transformers is converted to ours
 )
-# tokenizer of transformers -> its length, characters so far, and itself as ours
+# tokenizer of transformers -> its length, characters so far, and the converted tokenizer
 _READ: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def _as_ours(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> BPETokenizer | None:
-    """The tokenizer as one of ours, which has the same ids in less time.
+    """The tokenizer converted to ours, which returns the same ids in less time.
 
     None if that is impossible, or not worth it yet."""
     size, characters, same = _READ.get(tokenizer, (0, 0, None))
@@ -111,7 +111,7 @@ def _bytes_until(text: str, at: int, nfc: bool) -> int:
 
 
 def _bytes_at(pieces: Sequence[str], places: Iterable[int], nfc: bool) -> list[int]:
-    """The same for several characters of a text in pieces.
+    """`_bytes_until` for several characters of a text that is split into pieces.
 
     Ordinary text, which may be normalized, and special tokens in turn."""
     first = [0, *accumulate(map(len, pieces))]
@@ -126,7 +126,7 @@ def _bytes_at(pieces: Sequence[str], places: Iterable[int], nfc: bool) -> list[i
 def _spans_in_bytes(
     text: str, spans: Sequence[tuple[int, int]], tokenizer: BPETokenizer
 ) -> Sequence[tuple[int, int]]:
-    "The same stretches, counted in the bytes that are tokenized."
+    "Spans of characters as spans of the bytes that are tokenized."
     if text.isascii():
         return spans
     if not tokenizer.nfc or is_normalized("NFC", text):
@@ -139,12 +139,12 @@ def _spans_in_bytes(
 
 def encode_spans(
     texts: Sequence[str],
-    # For each text, stretches of characters: the first, and the one after
+    # For each text, spans of characters: the first one, and the one after the last
     spans: Sequence[Sequence[tuple[int, int]]],
     tokenizer: "AnyTokenizer",
-    # For each, its ids, int64, and the tokens that each stretch touches
+    # For each text, its ids, int64, and the tokens that each span touches
 ) -> list[tuple[np.ndarray, list[tuple[int, int]]]]:
-    "Tokenize whole texts; special tokens in them count as such, and nothing is added."
+    "Tokenize whole texts; special tokens in them are recognized, and none are added."
     if not is_bpe_tokenizer(tokenizer) and (same := _as_ours(tokenizer, texts)):
         tokenizer = same
     if not is_bpe_tokenizer(tokenizer):
@@ -155,7 +155,7 @@ def encode_spans(
             starts, ends = (np.maximum.accumulate(offsets[:, side]) for side in (0, 1))
             out.append((np.array(code.ids, np.int64), _touched(starts, ends, stretches)))
         return out
-    # Python's loops are over texts and stretches, never over tokens
+    # Python loops over texts and spans, never over tokens
     flat, rows, sizes = _encode_flat(texts, tokenizer)
     ends = np.concatenate(([0], sizes.cumsum()))
     inside = [
@@ -206,7 +206,7 @@ def _encode_flat(
 
 def _any_of(
     tokens: Iterable[str],
-) -> str:  # A regular expression, the longest first; of nothing, one that nothing matches
+) -> str:  # A regular expression, the longest first; without tokens it matches nothing
     return "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"
 
 
@@ -219,11 +219,11 @@ def _touched(
     ]
 
 # %% ../../nbs/01_tokenizer/08_chat.ipynb #ab6b747e
-SPECIAL_MARK = "\uf8f3"  # From Unicode's private area: no text holds it
+SPECIAL_MARK = "\uf8f3"  # From Unicode's private use area: not used in texts
 _WRITTEN = {
     f"<{slash}{name}>" for name in ("think", "tool_call", "tool_response") for slash in ("", "/")
 }
-# Added tokens that are text: white space, and elements of a page, as Gemma has them
+# Added tokens that are plain text: white space and HTML elements, as in Gemma
 _HARMLESS = re.compile(
     r"[\s▁]+|</?(?:table|caption|thead|tbody|tfoot|tr|td|th|h[1-6]|ul|ol|li|b|i|u|em|strong|code|"
     r"pre|sub|sup|br|hr|blockquote)>"
@@ -231,7 +231,7 @@ _HARMLESS = re.compile(
 
 
 def _controls(tokenizer: "AnyTokenizer") -> tuple[dict[str, int], dict[str, int]]:
-    "The tokens that no user may write, and those that an answer may not contain either."
+    "The tokens that user text may not contain, and those that an answer may not contain either."
     if is_bpe_tokenizer(tokenizer):
         all_of, shown = tokenizer.special_tokens, tokenizer.plain
     else:
@@ -309,7 +309,7 @@ class _Marker:
             marks = {m.start() + 1 for m in self.each.finditer(text)}
         if self.longest and self.first.search(text, max(0, len(text) - self.longest)):
             tail = text[-self.longest :]
-            for n in range(1, len(tail) + 1):  # Its other half may stand in the next part
+            for n in range(1, len(tail) + 1):  # The rest of it may be in the next part
                 if tail[-n:] in self.beginnings:
                     marks.add(len(text) - n + 1)
         return sorted(marks)
@@ -356,7 +356,7 @@ _markers = lru_cache(maxsize=16)(_Marker)
 
 
 def _marked(messages: Sequence[Mapping], user: _Marker, answer: _Marker) -> Sequence[Mapping]:
-    "The messages with a mark in each control token that they spell out and may not write."
+    "The messages with a mark in each control token that they spell out but may not contain."
     return [
         (answer if isinstance(m, Mapping) and m.get("role") == "assistant" else user).message(m)
         for m in messages
@@ -467,14 +467,14 @@ def render_batch(
     conversations: Sequence[Sequence[Mapping]],  # Lists of messages
     tokenizer: "AnyTokenizer",  # A `BPETokenizer`, or a fast tokenizer of transformers
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
-    # Which turns are learned: 'assistant' (each of its), 'last' (of them), or 'all'
+    # Which turns are learned: 'assistant' (all its turns), 'last' (its last one), or 'all'
     train_on: str = "assistant",
-    add_generation_prompt: bool = False,  # End with the head of an answer
-    # For each, the tools that the template shall list
+    add_generation_prompt: bool = False,  # End with the beginning of an answer
+    # For each conversation, the tools for the template to list
     tools: Sequence[Sequence[Mapping] | None] | None = None,
-    check_eos: bool = True,  # An answer that does not end with the tokenizer's EOS is an error
+    check_eos: bool = True,  # Raise an error if an answer does not end with the tokenizer's EOS
 ) -> list[tuple[np.ndarray, np.ndarray]]:  # ids, int64, and loss mask, bool, of each
-    "`render` for many chats at once; a `ValueError` says which chat cannot be rendered."
+    "`render` for many chats at once; a `ValueError` names the chat that cannot be rendered."
     jinja, names = find_template(tokenizer, template), _names(tokenizer)
     controls, unwritten = _controls(tokenizer)
     user, answer = _markers(tuple(controls)), _markers(tuple(unwritten))
@@ -528,19 +528,19 @@ def render_batch(
 
 
 def render(
-    # Dicts with `role` and `content`; with `train=False` a turn is only read
+    # Dicts with `role` and `content`; a turn with `train=False` is not learned
     messages: Sequence[Mapping],
     tokenizer: "AnyTokenizer",  # A `BPETokenizer`, or a fast tokenizer of transformers
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
-    # Which turns are learned: 'assistant' (each of its), 'last' (of them), or 'all'
+    # Which turns are learned: 'assistant' (all its turns), 'last' (its last one), or 'all'
     train_on: str = "assistant",
-    add_generation_prompt: bool = False,  # End with the head of an answer
+    add_generation_prompt: bool = False,  # End with the beginning of an answer
     tools: Sequence[Mapping] | None = None,  # Passed on to the template
-    check_eos: bool = True,  # An answer that does not end with the tokenizer's EOS is an error
+    check_eos: bool = True,  # Raise an error if an answer does not end with the tokenizer's EOS
 ) -> tuple[list[int], list[int]]:  # ids, and 1 where the model learns, else 0
     """A chat as ids and loss mask.
 
-    Raises `ValueError` where the mask would be a guess."""
+    Raises `ValueError` if the mask would be wrong or uncertain."""
     [(ids, mask)] = render_batch(
         [messages], tokenizer, template, train_on, add_generation_prompt, [tools], check_eos
     )
@@ -550,9 +550,9 @@ def render(
 @torch.no_grad()
 def resize_embeddings(
     model: Any,  # Our `Transformer`, or a model of transformers
-    n: int,  # Rows that are needed: the tokenizer's `vocab_size` or `len`
-) -> int:  # How many rows are new; a model that has enough is left as it is
-    "Make room for new tokens; their rows are the mean of the old ones."
+    n: int,  # Number of rows needed: the tokenizer's `vocab_size` or `len`
+) -> int:  # How many rows are new; 0 if the model has enough
+    "Add rows for new tokens; each is the mean of the old rows."
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     rows = embedding.weight.shape[0]
     if n <= rows:
@@ -571,7 +571,7 @@ def resize_embeddings(
             (w, w[:rows].float().mean(0, keepdim=True).to(w.dtype).expand(n - rows, -1))
         )
 
-    # transformers knows where else its number of rows is written
+    # transformers also updates the other places that store the number of rows
     if hasattr(model, "resize_token_embeddings"):
         means = [
             wide(layer.weight)
@@ -612,9 +612,9 @@ def _ending(jinja: str, tokenizer: "AnyTokenizer") -> str:
 def set_template(
     tokenizer: Any,  # A `BPETokenizer`, or a tokenizer of transformers; changed in place
     template: str = "chatml",  # A key of `TEMPLATES`, or Jinja
-    # Ours or of transformers: gets rows for new tokens, and the ids in its configs
+    # Ours or of transformers: its embedding is resized and the ids in its configs are set
     model: Any = None,
-    eos_token: str | None = None,  # What ends an answer; None: what the template ends it with
+    eos_token: str | None = None,  # Ends an answer; None: the token that the template uses
 ) -> Any:  # The tokenizer
     """Attach a chat format: the template, its special tokens, and one EOS.
 
