@@ -682,7 +682,7 @@ PROPORTIONS: dict[str, Callable[[Case], Iterator[Finding]]] = {
 }
 
 # %% ../../nbs/02_data/12_quality.ipynb #32117ca7
-# Finder of `trainkit.data.text_checks` -> severity, problem, effect, remedy
+# Name of a check in `trainkit.data.text_checks` -> severity, problem, effect, remedy
 _TEXTS: dict[str, tuple[str, str, str, str]] = {
     "mojibake": (
         "error",
@@ -799,7 +799,7 @@ PLACEHOLDERS = frozenset(
 
 
 def check_malformed(case: Case) -> Iterator[Finding]:
-    "Rows that are no examples of the kind of the others."
+    "Rows that are not examples of the dataset's kind."
     for rows in case.splits:
         tally = FindingCounter(len(rows) + len(rows.malformed))
         for place, reason in rows.malformed:
@@ -814,7 +814,7 @@ def check_malformed(case: Case) -> Iterator[Finding]:
 
 
 def check_empty(case: Case) -> Iterator[Finding]:
-    "Fields without text, and words that stand for nothing."
+    "Fields without text, and placeholders for missing values."
     empty, placeholders = (FindingCounter(sum(map(len, case.splits))) for _ in range(2))
     for rows in case.splits:
         for i, row in enumerate(rows.rows):
@@ -941,7 +941,7 @@ def check_duplicates(case: Case) -> Iterator[Finding]:
 
 
 def check_leaks(case: Case) -> Iterator[Finding]:
-    "Rows to evaluate on that are among those to train on."
+    "Evaluation rows that are also training rows."
     if case.eval is None:
         return
     train, eval_rows = case.train, case.eval
@@ -1055,17 +1055,18 @@ CHECKS: dict[str, Callable[[Case], Iterator[Finding]]] = {
 
 
 def check_examples(
-    # Rows to train on, of any kind in `KINDS`, as `load_examples` gives them
+    # Training rows of any kind in `KINDS`, as `load_examples` returns them
     rows: Iterable[Mapping],
-    # Rows to evaluate on, for leaks and differences in preparation
+    # Evaluation rows, to find leaks and differences in preparation
     eval_rows: Iterable[Mapping] | None = None,
     kind: str | None = None,  # A key of `KINDS`; inferred from the columns when None
-    method: str | None = None,  # What the rows are for, a key of `ENOUGH`; by the kind when None
-    # Its chat template is tried on the rows; with `max_length`, too long rows are counted
+    # The training method, a key of `ENOUGH`; None: the usual one for the kind
+    method: str | None = None,
+    # To check its chat template on the rows, and with `max_length` to count rows that are too long
     tokenizer: Any = None,
     max_length: int | None = None,  # Tokens
     checks: Iterable[str] | None = None,  # Keys of `CHECKS`; all when None
-    strict: bool = False,  # Warnings make the exit code 1, too
+    strict: bool = False,  # The exit code is 1 for warnings too
     # The run's chat format, a name or Jinja; the tokenizer's own when None
     template: str | None = None,
 ) -> QualityReport:

@@ -2,7 +2,7 @@
 
 An example is a plain dict. `KINDS` lists the columns of each kind of example, `example_kind`
 recognizes the kind of a row, and `as_example` checks a row and gives its columns their usual
-names. `to_messages` turns whatever a chat model can be tuned on into a conversation, and
+names. `to_messages` converts a row that a chat model can be tuned on into a conversation, and
 `as_messages` checks a conversation and gives its roles and keys their usual names. `map_texts`
 applies a function to the texts of any row."""
 
@@ -20,7 +20,7 @@ from functools import lru_cache
 from ..config import nearest
 
 # %% ../../nbs/02_data/01_columns.ipynb #702da7e4
-KINDS: dict[str, tuple[str, ...]] = {  # kind -> the columns that its rows must have
+KINDS: dict[str, tuple[str, ...]] = {  # Kind -> the columns that its rows must have
     "text": ("text",),
     "messages": ("messages",),
     "preference": ("prompt", "chosen", "rejected"),
@@ -69,7 +69,7 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # kind -> column -> other na
 # %% ../../nbs/02_data/01_columns.ipynb #60e5f882
 @lru_cache(maxsize=1024)
 def _fitting(names: frozenset[str]) -> dict[str, dict[str, str]]:
-    """Kind -> its columns as this row calls them, for every kind that fits.
+    """Kind -> its columns under their names in this row, for every kind that fits.
 
     A kind that is part of another one that fits is left out."""
     fits: dict[str, dict[str, str]] = {}
@@ -109,27 +109,27 @@ def _fitting(names: frozenset[str]) -> dict[str, dict[str, str]]:
 
 def fitting_kinds(
     row: Mapping,  # An example
-    # Kind -> its columns as the row calls them; empty when none fits, several when unsure
+    # Kind -> its columns under their names in the row; empty if none fits, several if ambiguous
 ) -> dict[str, dict[str, str]]:
     "The kinds that fit a row, without those that are part of another one that fits."
     return _fitting(_names(row))
 
 
 def _names(row: Mapping) -> frozenset[str]:
-    "The columns that hold something; `label` counts when it is a yes or no."
+    "The columns that are not None; `label` counts only if it is true or false."
     unsure = "label" in row and _yes_or_no(row["label"]) is None
     return frozenset(n for n, v in row.items() if v is not None and not (unsure and n == "label"))
 
 
 def _yes_or_no(value: object) -> bool | None:
-    "Booleans as files write them."
+    "A boolean, also as text or number; None for any other value."
     if isinstance(value, str):
         return {"true": True, "1": True, "false": False, "0": False}.get(value.strip().lower())
     return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
 
 
 def example_kind(
-    row: Mapping,  # An example, with the usual column names or others that `ALIASES` knows
+    row: Mapping,  # An example, with the usual column names or names from `ALIASES`
 ) -> str:  # A key of `KINDS`; raises `ValueError` when none fits, or more than one
     "The kind of an example, inferred from its columns."
     if len(fits := fitting_kinds(row)) == 1:
@@ -171,7 +171,7 @@ def example_kind(
     raise ValueError(f"the columns {', '.join(map(repr, row))} fit no kind: {reason}.{hint}")
 
 # %% ../../nbs/02_data/01_columns.ipynb #440d032b
-ROLES: dict[str, str] = {  # What files call a speaker -> system, user, assistant or tool
+ROLES: dict[str, str] = {  # Role in a file -> system, user, assistant or tool
     **{r: r for r in ("system", "user", "assistant", "tool")},
     "developer": "system",
     "human": "user",
@@ -189,7 +189,7 @@ ROLES: dict[str, str] = {  # What files call a speaker -> system, user, assistan
 
 
 def _text(value: object, where: str, empty: bool = False) -> str:
-    "`value`, if it is text that can be encoded; may be empty or blank where `empty`."
+    "`value`, if it is text that can be encoded; with `empty` it may be empty or blank."
     if value is None:
         raise ValueError(f"{where} is missing")
     if not isinstance(value, str):
@@ -212,7 +212,7 @@ def _text(value: object, where: str, empty: bool = False) -> str:
 
 
 def _joined_parts(parts: Sequence, where: str) -> str:
-    "The text of a content that is a list of parts; a part without text is a `ValueError`."
+    "The text of a content that is a list of parts; a part without text raises a `ValueError`."
     for part in parts:
         if not isinstance(part, str) and (not isinstance(part, Mapping) or "text" not in part):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -228,7 +228,7 @@ def as_messages(
 ) -> list[dict]:  # Each with `role` and `content` first; other keys of a turn are kept
     """A conversation with the usual spelling of its keys and roles.
 
-    A wrong turn is a `ValueError` with its number and the reason."""
+    A wrong turn raises a `ValueError` with its number and the reason."""
     turns = [turns] if isinstance(turns, Mapping) else turns
     if not isinstance(turns, (list, tuple)):
         raise ValueError(
@@ -261,7 +261,7 @@ def as_messages(
         more = {k: v for k, v in turn.items() if k not in names and v is not None}
         if isinstance(content, (list, tuple)):
             content = _joined_parts(content, at)
-        # A call or a thought may come without text
+        # A turn with a tool call or reasoning may have no text
         calls = bool(more.get("tool_calls") or more.get("reasoning_content"))
         if content is None and calls:
             content = ""
@@ -272,7 +272,7 @@ def as_messages(
 def split_prompt(
     chosen: str | list,  # Text, or messages
     rejected: str | list,  # The same
-    # Prompt, chosen and rejected; the prompt is '' where nothing is common
+    # Prompt, chosen and rejected; the prompt is empty if they have no common start
 ) -> tuple[str | list, str | list, str | list]:
     """Split off what two answers have in common at their start.
 
@@ -324,7 +324,7 @@ def _preference(row: dict) -> None:
 
 
 def _rename_columns(row: Mapping, columns: Mapping[str, str]) -> dict:
-    "The row with some columns under their usual names, and those first."
+    "The row with some columns renamed to their usual names and moved to the front."
     if unknown := [c for c in columns.values() if c not in row]:
         raise ValueError(
             f"there is no column {unknown[0]!r} (there are {', '.join(map(repr, row))})."
@@ -336,7 +336,7 @@ def _rename_columns(row: Mapping, columns: Mapping[str, str]) -> dict:
 
 
 def _find_columns(row: Mapping, kind: str) -> dict[str, str]:
-    "Each column of a kind -> its name in this row; a missing one is a `ValueError`."
+    "Each column of a kind -> its name in this row; a missing one raises a `ValueError`."
     names, found = _names(row), {}
     for column in (*KINDS[kind], *(("input",) if kind == "instruction" else ())):
         candidates = (column, *ALIASES[kind].get(column, ()))
@@ -370,7 +370,7 @@ def _texts(own: dict) -> None:
 
 
 def _system_turn(own: dict, more: dict, column: str) -> None:
-    "Put a system prompt from a column of its own in front of the turns; in place."
+    "Move a system prompt from its own column to the front of the turns; in place."
     if isinstance(more.get("system_prompt"), str) and "system" not in more:
         more["system"] = more.pop("system_prompt")
     turns = own.get(column)
@@ -379,13 +379,13 @@ def _system_turn(own: dict, more: dict, column: str) -> None:
 
 
 def as_example(
-    row: Mapping,  # A row as a file has it
+    row: Mapping,  # A row as it was read from a file
     kind: str | None = None,  # A key of `KINDS`; inferred from the columns when None
     # Usual name -> the row's name, as in `{'prompt': 'frage'}`
     columns: Mapping[str, str] | None = None,
     # The columns of its kind under their usual names, then all others
 ) -> dict:
-    "A checked example from a row with any column names; a wrong row is a `ValueError`."
+    "A checked example from a row with any column names; a wrong row raises a `ValueError`."
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict of columns, here is a {type(row).__name__}")
     if columns:
@@ -422,9 +422,9 @@ def to_messages(
     # Keep the reasoning in the answer, between `<think>` tags; False leaves it out
     train_reasoning: bool = True,
     kind: str | None = None,  # Inferred from the columns when None
-    # `{role, content}` each, the last one of the assistant where the row has an answer
+    # `{role, content}` each; if the row has an answer, it is the last message
 ) -> list[dict]:
-    "A row as a conversation; raises `ValueError` for kinds that are no question with an answer."
+    "A row as a conversation; raises `ValueError` for kinds without a question and an answer."
     kind = kind or example_kind(row)
     if KINDS.get(kind) and ("system_prompt" in row or not all(c in row for c in KINDS[kind])):
         row = as_example(row, kind)  # other names

@@ -147,11 +147,11 @@ def rope_angles(
 
 # %% ../../nbs/03_model/03_attention.ipynb #8fd521d2
 def make_mask(
-    queries: int,  # How many tokens look
-    keys: int,  # How many can be looked at; the queries are the last of them
-    window: int = 0,  # How many tokens back a query sees, itself included; 0 for all
-    padding: Tensor | None = None,  # (B, keys), False where there is no token
-    document: Tensor | None = None,  # (B, keys), which document of a packed row a token belongs to
+    queries: int,  # Number of queries
+    keys: int,  # Number of keys; the queries are the last of these tokens
+    window: int = 0,  # How many tokens a query sees, itself included; 0 for all
+    padding: Tensor | None = None,  # (B, keys), False at padding
+    document: Tensor | None = None,  # (B, keys), the number of each token's document in its row
     device: torch.device | None = None,
 ) -> Tensor | None:  # (B or 1, 1, queries, keys), True where a query may look; None: plain causal
     "The matrix of which token may attend to which."
@@ -167,7 +167,7 @@ def make_mask(
         mask = mask & padding[:, None, None, :]
     if document is not None:
         mask = mask & (document[:, None, -queries:, None] == document[:, None, None, :])
-    return mask | (key == query)  # Padding sees itself, for a softmax over nothing would be NaN
+    return mask | (key == query)  # Padding sees itself: a softmax over no keys would be NaN
 
 # %% ../../nbs/03_model/03_attention.ipynb #7dff20b0
 def _by_torch(
@@ -207,20 +207,20 @@ def _by_hand(
     return F.dropout(weights, dropout) @ v
 
 # %% ../../nbs/03_model/03_attention.ipynb #4e57ac9e
-QUERY_BLOCK = 256  # Queries at a time under a window
-MAX_DENSE_MASK = 2**18  # Up to so many numbers a matrix is cheaper than a list of documents
+QUERY_BLOCK = 256  # Queries per block when there is a window
+MAX_DENSE_MASK = 2**18  # Up to this many entries a matrix is cheaper than `Spans`
 
 
 @dataclass
 class Spans:
     "Which token may attend to which, without a matrix: documents in rows, and a window in each."
 
-    # Of each document, those of the first row first; None where each row is one
+    # Of each document, row by row; None if each row is one document
     lengths: list[int] | None = None
-    window: int = 0  # How many tokens back a query sees, itself included; 0 for all
-    # Where each token goes so that documents of equal length stand together
+    window: int = 0  # How many tokens a query sees, itself included; 0 for all
+    # Reorders the tokens so that documents of equal length are next to each other
     order: Tensor | None = None
-    # Small ones under a window, kept for all blocks and layers
+    # Small masks for windows, kept for all blocks and layers
     masks: dict[tuple, Tensor] = field(default_factory=dict, repr=False)
 
     def batches(self) -> list[tuple[int, int]]:  # (documents, their length), in order of `order`
@@ -230,7 +230,7 @@ class Spans:
         return [(count, n) for n, count in counts.items()]
 
     def mask(self, queries: int, keys: int, like: Tensor) -> Tensor:
-        "(1, 1, queries, keys), to be added to scores."
+        "(1, 1, queries, keys), is added to the scores."
         key = queries, keys, like.dtype, like.device
         if key not in self.masks:
             allowed = make_mask(queries, keys, self.window, device=like.device)
@@ -242,10 +242,10 @@ class Spans:
 
 
 def find_spans(
-    document: Tensor | None = None,  # (B, T), which document of a packed row a token belongs to
-    padding: Tensor | None = None,  # (B, T), False where there is no token
-) -> Spans | None:  # None where a row has padding between its tokens
-    "The documents of rows, and their padding, as a list of lengths."
+    document: Tensor | None = None,  # (B, T), the number of each token's document in its row
+    padding: Tensor | None = None,  # (B, T), False at padding
+) -> Spans | None:  # None if a row has padding between its tokens
+    "The documents and the padding of all rows as a list of lengths."
     ids = document if document is not None else padding
     if ids is None:
         return Spans()
@@ -270,21 +270,21 @@ def find_spans(
 
 
 def make_masks(
-    queries: int,  # How many tokens look
-    keys: int,  # How many can be looked at; the queries are the last of them
-    windows: Iterable[int] = (0,),  # How many tokens back, one for each kind of layer; 0 for all
-    padding: Tensor | None = None,  # (B, keys), False where there is no token
-    document: Tensor | None = None,  # (B, keys), which document of a packed row a token belongs to
+    queries: int,  # Number of queries
+    keys: int,  # Number of keys; the queries are the last of these tokens
+    windows: Iterable[int] = (0,),  # Tokens that a query sees, for each kind of layer; 0 for all
+    padding: Tensor | None = None,  # (B, keys), False at padding
+    document: Tensor | None = None,  # (B, keys), the number of each token's document in its row
     device: torch.device | None = None,
-    dense: int | None = None,  # Largest matrix, in numbers; `DENSE` when None
+    dense: int | None = None,  # Largest matrix, in entries; None: `MAX_DENSE_MASK`
 ) -> dict[int, Tensor | Spans | None]:  # Window -> the mask for `attend`
-    "Which token may attend to which, as a matrix if it is small, and else as `Spans`."
+    "Which token may attend to which: a matrix if it is small, otherwise `Spans`."
     limit = MAX_DENSE_MASK if dense is None else dense
     each = padding if document is None else document
     rows = 1 if each is None else len(each)
     spans = None
-    # With a cache there are few queries. The number of documents depends on the data, so a compiled
-    # model takes the matrix
+    # With a cache there are few queries. A compiled model uses the matrix, because the number of
+    # documents depends on the data
     large = queries == keys and rows * queries * keys > limit and queries > 1
     if large and (each is None or not torch.compiler.is_compiling()):
         spans = find_spans(document, padding)
@@ -303,7 +303,7 @@ Engine = Callable[..., Tensor]  # (q, k, v, mask, dropout, softcap, scale) -> (B
 
 
 def _windowed(engine: Engine, q: Tensor, k: Tensor, v: Tensor, spans: Spans, *rest) -> Tensor:
-    "Queries in blocks, each with the keys in its reach."
+    "Queries in blocks, each with the keys in its window."
     window = spans.window
     T = q.shape[2]
     if not 0 < window < T:
@@ -397,7 +397,7 @@ def _by_flash(
         softcap=softcap or 0.0,
         window_size=(spans.window - 1, 0) if spans.window else (-1, -1),
     )
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # It wants (B, T, H, D)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # flash-attn expects (B, T, H, D)
     if spans.lengths is None:
         return flash_attn.flash_attn_func(q, k, v, **more).transpose(1, 2)
     begins, longest = _lengths(spans, q.transpose(1, 2))
@@ -418,7 +418,7 @@ def attend(
     implementation: str = "sdpa",  # Or 'eager', or 'flash_attention_2' for half precision on a GPU
 ) -> Tensor:  # (B, H, T, D)
     "softmax(QKᵀ/√D)V over the keys that the mask allows (Vaswani et al. 2017, eq. 1)."
-    # flash-attn takes no matrix, which a cache with padding or a hole in a row needs
+    # flash-attn accepts no matrix; a cache with padding, or padding inside a row, needs one
     if implementation == "flash_attention_2" and not isinstance(mask, Tensor):
         return _by_flash(q, k, v, mask, dropout, softcap, scale)
     by_hand = softcap is not None or implementation == "eager"

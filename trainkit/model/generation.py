@@ -203,7 +203,7 @@ class Tokenizer(Protocol):
 
 
 class TextStreamer:
-    "Ids in, pieces of text out: only whole characters, and nothing from a stop string on."
+    "Turns ids into pieces of text: whole characters only, and nothing after a stop string."
 
     def __init__(
         self,
@@ -214,18 +214,18 @@ class TextStreamer:
         self.tokenizer = tokenizer
         self.stop = stop
         self.stopped = False
-        # A few are enough for a tokenizer to see that this is not the beginning of a text
+        # A few ids are enough, so that nothing is decoded as the beginning of a text
         self.ids = list(prompt)[-8:]
         self.start, self.shown, self.pending = 0, len(self.ids), ""
 
     def push(
         self,
         token: int,  # The next id
-    ) -> str:  # What can be shown now, often nothing
+    ) -> str:  # The text that can be shown now, often ''
         self.ids.append(token)
         return "" if self.stopped else self._release(self._decode(last=False), last=False)
 
-    def finish(self) -> str:  # The rest that was held back
+    def finish(self) -> str:  # The text that was held back
         return "" if self.stopped else self._release(self._decode(last=True), last=True)
 
     def _decode(self, last: bool) -> str:
@@ -257,13 +257,13 @@ Prompts = str | Tensor | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
 
 def text_to_ids(
-    text: str,  # From anyone: a prompt, a document, an answer
+    text: str,  # Any text: a prompt, a document, an answer
     tokenizer: Tokenizer,
     plain: bool = False,  # Special tokens in the text are ordinary text, and none are added
 ) -> list[int]:
     """The ids of a text that was not written by a chat template.
 
-    Raises `ValueError` for a special token in the text, for only templates may write them."""
+    Raises `ValueError` for a special token in the text: only templates may write them."""
     ours = hasattr(tokenizer, "special_tokens") and hasattr(tokenizer, "cut")
     added = None if ours else getattr(tokenizer, "added_tokens_decoder", None)
     if plain and ours:
@@ -274,9 +274,9 @@ def text_to_ids(
     special = {i: str(token) for i, token in (added or {}).items() if token.special}
     if special.keys().isdisjoint(ids):
         return ids
-    # Without those that begin and end every text
+    # Without the tokens that are added at the beginning and end of every text
     inside = tokenizer.encode(text, add_special_tokens=False)
-    unknown = getattr(tokenizer, "unk_token_id", None)  # A letter that the tokenizer does not have
+    unknown = getattr(tokenizer, "unk_token_id", None)  # For characters that it does not know
     for i in inside:
         if i in special and (i != unknown or special[i] in text):
             raise ValueError(
@@ -337,18 +337,18 @@ def _may_plan(
 
 
 class _ModelStep:
-    "The model itself, which reads all new columns of the rows."
+    "A step of the model itself: it reads all new columns of the rows."
 
     def __init__(self, model: nn.Module, rows: list[list[int]], gaps: Tensor, length: int):
         self.model = model
         self.ragged = len({len(row) for row in rows}) > 1
-        self.base = getattr(model, "get_base_model", lambda: model)()  # Inside of peft's wrapper
+        self.base = getattr(model, "get_base_model", lambda: model)()  # Inside PEFT's wrapper
         accepts = inspect.signature(self.base.forward).parameters
         self.inputs = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
         self.takes_positions = "position_ids" in accepts
         self.places = torch.arange(length, device=gaps.device) - gaps[:, None]
         numbers: dict[tuple[int, ...], int] = {}
-        # Which of the different prompts each row has, and the first row with each of them
+        # For each row the number of its prompt; for each prompt the first row that has it
         self.prompt_of = [numbers.setdefault(tuple(row), len(numbers)) for row in rows]
         self.first = [self.prompt_of.index(number) for number in range(len(numbers))]
 
@@ -358,7 +358,7 @@ class _ModelStep:
         start: int,  # The first column to read
         cache: object,  # `KVCache`, one of transformers', or None
         use_cache: bool,
-        share: bool,  # Read each of several equal prompts once
+        share: bool,  # Read equal prompts only once
     ) -> tuple[Tensor, object]:  # (B, V) logits, and the cache
         share = share and len(self.first) < len(ids) and isinstance(cache, KVCache)
         rows = self.first if share else slice(None)
@@ -387,11 +387,11 @@ def decode_rows(
     config: SamplingConfig,
     eos: Sequence[int] = (),  # A row ends with any of these
     processors: Sequence[Processor] = (),
-    fast: bool = True,  # Use a `DecodePlan` where there can be one
+    fast: bool = True,  # Use a `DecodePlan` if the model supports it
     weights: str | None = None,  # The plan's copy of the weights, one of `PRODUCTS`
-    backend: str | None = None,  # For a compiled step instead, from `find_backend`
-) -> Iterator[tuple[Tensor, Tensor]]:  # (B,) ids; (B,) bool, the rows alive: set False to end one
-    "Continue all rows, a column a step, until all have ended or there is no room."
+    backend: str | None = None,  # For a compiled step, from `find_backend`
+) -> Iterator[tuple[Tensor, Tensor]]:  # (B,) ids; (B,) bool, rows not yet ended: set False to stop
+    "Continue all rows by one token per step, until all have ended or the context is full."
     device = next(model.parameters()).device
     limit = context_length(model)
     lengths = torch.tensor([len(row) for row in rows])
@@ -468,7 +468,7 @@ def check_request(
     eos_token_id: int | Sequence[int] | None,
     knobs: dict[str, Any],
 ) -> tuple[list[list[int]], SamplingConfig, list[int], int, list[TextStreamer]]:
-    "Check all arguments: rows, config, the ids that end a row, the padding id, a streamer a row."
+    "Check all arguments; returns rows, config, ids that end a row, padding id, and streamers."
     config = SamplingConfig(**{name: value for name, value in knobs.items() if value is not None})
     rows = read_prompts(prompts, tokenizer)
     limit = context_length(model)
@@ -509,25 +509,25 @@ def generate(
     model: nn.Module,  # `Transformer` or any causal model of transformers
     input_ids: Prompts,  # Text, texts, ids, lists of ids, a tensor (T,) or (B, T)
     max_new_tokens: int = 100,  # Fewer if the context fills up: a text ends there
-    temperature: float = 1.0,  # 0 takes the likeliest token
-    top_k: int | None = None,  # This and the next, as in `SamplingConfig`
+    temperature: float = 1.0,  # 0 takes the most likely token
+    top_k: int | None = None,  # This and the next two: see `SamplingConfig`
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float | None = None,
-    # Ends a row; None: that of the model and the tokenizer, (): never
+    # Ends a row; None: the model's and the tokenizer's, (): never
     eos_token_id: int | Sequence[int] | None = None,
-    seed: int | None = None,  # The same seed, the same text; the global generator is never touched
+    seed: int | None = None,  # Same seed, same text; the global generator is not changed
     tokenizer: Tokenizer | None = None,  # Needed for prompts of text and for `stop`
-    stop: Sequence[str] | str = (),  # A row ends where its new text holds any of these
+    stop: Sequence[str] | str = (),  # A row ends before any of these in its new text
     # Your own changes to the logits, before temperature and cuts
     processors: Sequence[Processor] = (),
-    min_new_tokens: int | None = None,  # EOS cannot come before; a stop string can
+    min_new_tokens: int | None = None,  # No EOS before this many; a stop string can still end a row
     # 'int8', 'bfloat16', 'packed': a copy that a CPU reads faster (see `DecodePlan`)
     weights: str | None = None,
     fast: bool = True,  # False: let the model itself compute each token
-    # Compile the step for a token, which the first text waits for; or a backend of torch.compile
+    # Compile the step for one token (the first call waits); or a backend of torch.compile
     compile: bool | str = False,
-    use_cache: bool = True,  # False: read everything again for each token; slow, in less memory
+    use_cache: bool = True,  # False: read the whole text again for each token; saves memory
 ) -> Any:  # Prompt and continuation, in the form of `input_ids`
     """Continue prompts with new tokens.
 
@@ -584,7 +584,7 @@ def stream(
     input_ids: Prompts,  # One prompt: a text, ids, or a tensor (T,) or (1, T)
     max_new_tokens: int = 100,
     temperature: float = 1.0,
-    tokenizer: Tokenizer | None = None,  # With it pieces of text come out, without it ids
+    tokenizer: Tokenizer | None = None,  # With a tokenizer it yields text, without one ids
     stop: Sequence[str] | str = (),  # The text ends before any of these
     eos_token_id: int | Sequence[int] | None = None,  # As in `generate`
     processors: Sequence[Processor] = (),

@@ -179,11 +179,11 @@ def count_words(
     return counts
 
 # %% ../../nbs/01_tokenizer/03_bpe.ipynb #41155c57
-_MOST = 0x110000  # characters, and so tokens, that a Python string can tell apart
+_MOST = 0x110000  # number of different characters in a Python string, so of tokens
 
 
 def _join_bytes(counts: Mapping) -> tuple[list[bytes], np.ndarray, np.ndarray]:
-    "Words of two bytes and more, their counts, and for each of their bytes the number of its word."
+    "Words of two or more bytes, their counts, and the number of the word of each byte."
     words = [(w.encode() if isinstance(w, str) else w, n) for w, n in counts.items()]
     words = [(w, n) for w, n in words if len(w) > 1 and n > 0]
     sizes = np.fromiter((len(w) for w, _ in words), np.int64, len(words))
@@ -199,7 +199,7 @@ def _join_bytes(counts: Mapping) -> tuple[list[bytes], np.ndarray, np.ndarray]:
 
 
 def _first_pairs(words: list[bytes], freq: np.ndarray, number: np.ndarray) -> tuple[dict, dict]:
-    """The count of every pair of bytes, and the numbers of the words that hold it.
+    """The count of every pair of bytes, and the numbers of the words that contain it.
 
     A pair is a string of two characters."""
     flat = np.frombuffer(b"".join(words), np.uint8)
@@ -233,7 +233,7 @@ def _pop_best(heap: list[tuple[int, str]], count: dict[str, int]) -> tuple[int, 
 
 # %% ../../nbs/01_tokenizer/03_bpe.ipynb #a0d85b36
 def _join_long(word: str, pair: str, new: str) -> tuple[str, list[str], list[str]]:
-    "A word with a pair joined at all its places, and the characters left and right of them."
+    "A word with all occurrences of a pair joined, and the characters to their left and right."
     left = []
     right = []
     before, *parts = word.split(pair)
@@ -242,11 +242,11 @@ def _join_long(word: str, pair: str, new: str) -> tuple[str, list[str], list[str
         if before:
             left.append(before[-1])
         elif j > 1:
-            left.append(new)  # joined a moment ago
+            left.append(new)  # was joined in the step before
         if after:
             right.append(after[0])
         elif j < len(parts):
-            right.append(pair[0])  # joined in a moment
+            right.append(pair[0])  # will be joined in the next step
         before = after
     return joined, left, right
 
@@ -254,14 +254,14 @@ def _join_long(word: str, pair: str, new: str) -> tuple[str, list[str], list[str
 def _join_pair(
     words: list[str], numbers: Iterable[int], pair: str, new: str
 ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    "Join a pair in its words; for each character left and right of it, the words where it stands."
+    "Join a pair in its words; returns, for each character to its left and right, these words."
     left = defaultdict(list)
     right = defaultdict(list)
     long = -1
     for i in numbers:
         if i == long:
             continue
-        # a word stands in the list once for each time that it holds the pair
+        # a word is in the list once for each occurrence of the pair
         k = (word := words[i]).find(pair)
         if k < 0:
             continue
@@ -290,7 +290,7 @@ def _learn_python(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, 
     count, where = _first_pairs(coded, freq, number)
     words = [w.decode("latin-1") for w in coded]
     weight = freq.tolist().__getitem__
-    shared = [*range(len(words))]  # one object for each number, in however many lists it stands
+    shared = [*range(len(words))]  # one object per number, shared by all lists
     heap = [(-n, pair) for pair, n in count.items()]
     pairs = []
     tops = []
@@ -325,7 +325,7 @@ def _learn_python(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, 
 
 # %% ../../nbs/01_tokenizer/03_bpe.ipynb #64fb29ce
 def _count_pairs(sym, word, freq, keys, count, head, node_at, node_next):
-    "Fill the table with the pairs of bytes, their counts and their places; how many of each."
+    "Fill the table with the pairs of bytes, their counts and places; returns how many of each."
     used = n_nodes = 0
     for p in range(len(sym) - 1):
         if word[p] != word[p + 1]:
@@ -342,7 +342,7 @@ def _count_pairs(sym, word, freq, keys, count, head, node_at, node_next):
 
 
 def _grow_table(old_keys, old_count, old_head):
-    "A table twice as large, without the pairs that are gone, and how many it has."
+    "A table of twice the size, without pairs that no longer occur, and its number of pairs."
     keys = np.full(2 * len(old_keys), -1, np.int64)
     count = np.zeros(2 * len(old_keys), np.int64)
     head = np.full(2 * len(old_keys), -1, np.int32)
@@ -381,7 +381,7 @@ def _join_places(
     for j in range(m - 1, -1, -1):
         p = here[j]
         if sym[p] != a:
-            continue  # gone since
+            continue  # has been joined since
         q = p + size[a]
         w = word[p]
         if q >= n or word[q] != w or sym[q] != b:
@@ -427,8 +427,8 @@ def learn_kernel(sym, word, freq, n_merges):
 
     `sym` holds the bytes of all words, and is changed."""
     n = len(sym)
-    size = np.ones(256 + n_merges, np.int32)  # bytes of a token
-    room = 16  # of the hash table: four places for each pair of bytes that can be there
+    size = np.ones(256 + n_merges, np.int32)  # number of bytes of a token
+    room = 16  # slots of the hash table: four for each possible pair
     while room < 4 * min(n, 1 << 16):
         room *= 2
     keys = np.full(room, -1, np.int64)
@@ -476,11 +476,11 @@ def learn_kernel(sym, word, freq, n_merges):
         b = key & 0xFFFFFFFF
         new = 256 + done
         size[new] = size[a] + size[b]
-        room = min(2 * m, 2 * new + 2)  # at most so many pairs are new
+        room = min(2 * m, 2 * new + 2)  # at most this many pairs are new
         if n_heap + room > len(first):
             first = np.concatenate((first, np.empty(len(first) + room, np.int64)))
             second = np.concatenate((second, np.empty(len(second) + room, np.int64)))
-        if 2 * (used + room) > len(keys):  # a bigger table, without the pairs that are gone
+        if 2 * (used + room) > len(keys):  # a larger table, without pairs that no longer occur
             keys, count, head, used = _grow_table(keys, count, head)
         n_fresh, used, free, n_nodes = _join_places(
             here,
