@@ -3,6 +3,7 @@
 import json
 import re
 
+import nbformat
 import pytest
 from support.processes import ROOT, in_child
 from support.exercise_grading import run_lesson, wrong
@@ -91,6 +92,7 @@ def test_lesson_runs_where_there_is_a_gpu(path, tmp_path):
 def test_lesson_is_fit_to_be_read(path):
     "Title, exercises, saved outputs that are small and clean, nothing that belongs to one machine."
     notebook = json.loads(path.read_text(encoding="utf-8"))
+    nbformat.validate(notebook)  # An editor may refuse to open what is not valid
     title = source(notebook["cells"][0])
     assert re.match(r"# \S.*\n\n> ?\S", title), (
         "a lesson begins with `# Title` and `> one sentence`"
