@@ -17,14 +17,30 @@ def test_the_index_and_the_links_are_up_to_date():
 
 
 def test_pictures_are_small_and_say_what_they_show():
-    "One for each lesson of the main road, and none for others."
+    "One for each lesson of the main road and for each chapter, and none for others."
     pictures = sorted((course.LESSONS / "images").glob("*.svg"))
-    assert {p.stem for p in pictures} == {course.picture_name(name) for name in course.road()}
+    of_lessons = {course.picture_name(name) for name in course.road()}
+    of_chapters = {f"chapter_{folder}" for folder in course.DIAGRAMS}
+    assert {p.stem for p in pictures} == of_lessons | of_chapters
     for path in pictures:
         text = path.read_text(encoding="utf-8")
-        assert len(text.encode()) < 2000 and re.search(r"<title>\w[^<]{10,}</title>", text), (
-            path.name
-        )
+        assert len(text.encode()) < (2000 if path.stem in of_lessons else 5000) and re.search(
+            r"<title>\w[^<]{10,}</title>", text
+        ), path.name
+
+
+def test_a_diagram_names_lessons_that_there_are():
+    "Each chapter but the toolbox has one, and each of its lessons stands in it once at most."
+    assert {*course.CHAPTERS} - {*course.DIAGRAMS} == {"90_toolbox"}
+    for folder, names in course.chapters().items():
+        numbers = []
+        for _, lessons in (stage for row in course.DIAGRAMS.get(folder, []) for stage in row):
+            for part in filter(None, lessons.split(", ")):
+                first, _, last = part.partition("–")
+                numbers += range(int(first), int(last or first) + 1)
+        there = {int(name.split("/")[1].split("_")[0]) for name in names}
+        assert len(numbers) == len({*numbers}) and {*numbers} <= there, folder
+        assert folder not in course.DIAGRAMS or {*numbers} == there, (folder, there - {*numbers})
 
 
 def test_every_lesson_is_reached():

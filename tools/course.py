@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from pictures import picture
+from pictures import DIAGRAMS, diagram, picture
 
 ROOT = Path(__file__).parent.parent
 LESSONS = ROOT / "nbs"
@@ -173,6 +173,11 @@ def picture_name(name):
     return re.sub(r"^[0-9]+_", "", name.rpartition("/")[2])
 
 
+def diagram_name(folder):
+    "The diagram of a chapter, from its folder."
+    return f"../images/chapter_{folder}.svg"
+
+
 def neighbours():
     "Lesson -> (the one before, the one after): along the main road, elsewhere by number."
     every, main, out = [name_of(path) for path in lessons()], road(), {}
@@ -262,6 +267,7 @@ def first_page(folder, names, notebooks):
         "<!-- Written by tools/course.py: `make index` -->",
         f"After this chapter you can {able}. ★ marks the main road"
         + ("; read these first." if main else "; no lesson here is on it."),
+        *([f"![{heading}: its parts]({diagram_name(folder)})"] if folder in DIAGRAMS else []),
         table(names, notebooks, folder),
     ]
     if modules:
@@ -320,6 +326,8 @@ def everything():
     out = {LESSONS / "README.md": index(notebooks)}
     for folder, names in chapters().items():
         out[LESSONS / folder / "README.md"] = first_page(folder, names, notebooks)
+        if folder in DIAGRAMS:
+            out[LESSONS / folder / diagram_name(folder)] = diagram(folder)
     for name in road():
         drawing = picture(picture_name(name), sentence(notebooks[name]))
         out[LESSONS / "images" / f"{picture_name(name)}.svg"] = drawing

@@ -1,9 +1,10 @@
-"""A picture for each lesson of the main road, as SVG of less than 2 kB.
+"""A picture for each lesson of the main road, and a diagram for each chapter, as small SVG files.
 
 The colours stand out from a light ground and from a dark one. `python tools/course.py` writes
 the files.
 """
 
+import re
 from math import cos, exp, pi, sin
 
 BLUE, ORANGE, GREEN, GREY = "#2f7fc1", "#d9640f", "#2e9e5b", "#8a8f98"
@@ -391,4 +392,99 @@ def picture(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
         f'height="{HEIGHT}" role="img" '
         f'font-family="system-ui,sans-serif"><title>{label}</title>{globals()[name]()}</svg>\n'
+    )
+
+
+# Chapter -> its parts in order, row by row: (what it is, the numbers of the lessons about it)
+DIAGRAMS = {
+    "01_tokenizer": [
+        [("text", ""), ("words", "1, 2"), ("merges", "3"), ("token ids", "4–6")],
+        [("chat", ""), ("template", "7"), ("ids and loss mask", "8")],
+    ],
+    "02_data": [
+        [("files", "2–4"), ("rows", "1"), ("checked", "8–12"), ("mixed", "7")],
+        [("split", "5, 6"), ("token ids", "13, 14"), ("batches", "15–17"), ("shards", "18")],
+    ],
+    "03_model": [
+        [("shape", "1"), ("attention", "2–4"), ("layers", "5, 6"), ("logits", "7, 8")],
+        [("sampling", "9"), ("text", "10"), ("faster", "11–13")],
+    ],
+    "04_train": [
+        [("settings", "5"), ("loss", "4, 6"), ("optimizer step", "1–3, 7"), ("loop", "8, 28")],
+        [
+            ("checkpoints", "9–14"),
+            ("faults", "15, 16, 27"),
+            ("devices", "17–19"),
+            ("logs", "20–26"),
+        ],
+    ],
+    "05_lora": [
+        [("frozen layer", ""), ("+ low-rank update", "1, 2"), ("which layers", "4"), ("rank", "5")],
+        [("training", "3"), ("adapter folder", "6"), ("merged model", "7")],
+    ],
+    "06_quant": [
+        [("weights", ""), ("4-bit codes", "1, 3"), ("8-bit codes", "2"), ("layers", "4")],
+        [("calibration", "6"), ("quantized model", "5")],
+    ],
+    "07_memory": [
+        [("model and batch", ""), ("predicted bytes", "1, 2"), ("measured bytes", "3")],
+        [("offload", "4"), ("a plan that fits", "5"), ("claims compared", "6")],
+    ],
+    "08_align": [
+        [("pairs", "1"), ("log-probs", "2, 3"), ("DPO, KTO", "4–6"), ("reward model", "7")],
+        [("prompts", "13"), ("rollouts", "12"), ("rewards", "8"), ("PPO, GRPO", "9–11")],
+    ],
+    "09_eval": [
+        [("held-out rows", ""), ("likelihoods", "4, 5"), ("answers", "1, 2, 8")],
+        [("intervals", "3"), ("report", "6"), ("side by side", "7")],
+    ],
+    "10_interop": [
+        [("Hugging Face", "1–3"), ("our model", ""), ("GGUF, Ollama", "4")],
+        [("PEFT", "6"), ("TRL", "5"), ("LLaMA-Factory", "7")],
+    ],
+    "11_recipes": [
+        [
+            ("config", "2–5"),
+            ("data, model", "6, 7"),
+            ("training", "1, 10, 11"),
+            ("results", "8, 9"),
+        ],
+        [("memory", "12"), ("processes", "13, 14"), ("shell", "15–18")],
+    ],
+    "12_widgets": [
+        [("form", "5"), ("run", "2, 3"), ("panel", "1, 4"), ("run browser", "15")],
+        [("explorers", "6–12"), ("chats compared", "13"), ("labels", "14")],
+    ],
+    "13_projects": [
+        [("your data", "1"), ("one free GPU", "2"), ("on your own", "5")],
+        [("what goes wrong", "3"), ("silent bugs", "4")],
+    ],
+}
+
+
+def diagram(
+    chapter,  # A key of `DIAGRAMS`
+):
+    "A chapter as boxes and arrows; the numbers in the boxes are those of its lessons."
+    rows, wide, high, gap = DIAGRAMS[chapter], 140, 46, 28
+    parts = []
+    for i, stages in enumerate(rows):
+        y = 6 + i * (high + 22)
+        for j, (name, lessons) in enumerate(stages):
+            x = 6 + j * (wide + gap)
+            fill = BLUE if lessons else GREY
+            parts.append(box(x, y, wide, high, fill, 0.22, 6))
+            parts.append(text(x + wide / 2, y + (20 if lessons else 28), name, fill, 13))
+            if lessons:
+                plural = "s" if re.search("[,–]", lessons) else ""
+                parts.append(text(x + wide / 2, y + 37, f"lesson{plural} {lessons}", GREY, 10.5))
+            if j + 1 < len(stages):
+                parts.append(arrow(x + wide + 3, y + high / 2, x + wide + gap - 3, y + high / 2))
+    width = 12 + max(map(len, rows)) * (wide + gap) - gap
+    height = 12 + len(rows) * (high + 22) - 22
+    label = "; then ".join(" → ".join(name for name, _ in stages) for stages in rows)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" role="img" '
+        f'font-family="system-ui,sans-serif"><title>{label}</title>{"".join(parts)}</svg>\n'
     )
