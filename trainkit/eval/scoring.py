@@ -66,7 +66,7 @@ def perplexity(
 # %% ../../nbs/09_eval/04_scores.ipynb #ae608762
 def unigram_bits(
     train_ids: np.ndarray,  # (n,) token ids to count
-    eval_ids: np.ndarray,  # (m,) token ids to write down
+    eval_ids: np.ndarray,  # (m,) token ids to score
     vocab_size: int,
 ) -> float:  # Bits for all of `eval_ids`
     "The cost of a text by the frequency of each token alone, one added to each count (Laplace)."
@@ -75,9 +75,9 @@ def unigram_bits(
 
 
 def baselines(
-    train_texts: Sequence[str],  # For a compressor to read first
-    eval_texts: Sequence[str],  # To be encoded
-    train_ids: np.ndarray,  # The same, as a tokenizer's ids
+    train_texts: Sequence[str],  # Read by a compressor first
+    eval_texts: Sequence[str],  # To score
+    train_ids: np.ndarray,  # The same texts as token ids
     eval_ids: np.ndarray,
     vocab_size: int,
 ) -> dict[str, float]:  # Name -> bits per byte of the evaluation texts

@@ -145,7 +145,7 @@ def prepare(
         base
         and not hasattr(shape, "n_layers")
         and getattr(shape, "model_type", None) in (None, *FAMILIES)
-    ):  # Others stay as they are
+    ):  # Models of other families are used as they are
         raise TypeError(
             f"base holds a {type(base[0]).__name__}, and a run is of a Transformer: "
             "from_hf(model) of trainkit.interop.hf makes one of what transformers has "
@@ -432,7 +432,7 @@ def _run_callbacks(
         SystemMonitor(),
         *([MemoryWatch(longest, say)] if watched else []),
         *callbacks,
-        log,  # which writes what those before it have added to a record
+        log,  # after those that add to a record, since it writes the record
         HealthCheck(lambda line: note(line) if verbose else None),
         *([Remote(folder.path)] if main else []),
         *([HubPush(config.hub, config.name, config.adapts, say)] if config.hub.push_to_hub else []),
@@ -511,7 +511,7 @@ def run(
     still going; nothing is written in these cases.
     """
     recheck(config)
-    check_report_to(config.report_to)  # before the first hour, not after it
+    check_report_to(config.report_to)  # now, not after an hour of preparation
     check_callbacks(callbacks)
     _engine(config)
     if config.engine == "llamafactory":
