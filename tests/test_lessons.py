@@ -79,7 +79,7 @@ def test_lesson_runs_where_there_is_a_gpu(path, tmp_path):
     if path.stem == "02_free_gpu":  # Would take the real model
         (tmp_path / path.name).write_text(
             path.read_text(encoding="utf-8").replace(
-                "size = 'gpu' if torch.cuda.is_available() else 'tiny'", "size = 'tiny'"
+                r"size = \"gpu\" if torch.cuda.is_available() else \"tiny\"", r"size = \"tiny\""
             ),
             encoding="utf-8",
         )

@@ -227,8 +227,7 @@ def index(notebooks):
         "marked ★ everywhere. Begin with the "
         "[tour](00_tour.ipynb), which trains, tunes, aligns and shrinks a small model on one page. "
         "The other "
-        f"{len(notebooks) - len(main)} lessons show how each part is built, "
-        "for anyone who wants to open the box.",
+        f"{len(notebooks) - len(main)} lessons explain how each part is built.",
         "You need Python, and to have trained or at least seen a neural network in PyTorch. "
         "Reading the main road takes "
         f"about {reading // 60} hours; a lesson runs in seconds on one CPU core.",

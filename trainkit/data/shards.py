@@ -1,4 +1,4 @@
-"""Tokenize a large corpus to disk with several processes, and continue after a kill.
+"""Tokenize a large corpus to disk with several processes, and resume after an interruption.
 
 `tokenize_to_disk` encodes a corpus of any size into a folder of shards, with several processes
 and little memory. When it is killed and called again, it keeps the finished shards, and the bytes

@@ -1,4 +1,4 @@
-"""Plan which measures make a training step fit on a GPU, the cheapest first.
+"""Find the cheapest measures that make a training step fit into the memory of a GPU.
 
 `plan_memory` looks for the cheapest way to train a model within a budget: '15 GB', or the name of
 one of the `MACHINES`, which `find_machine` looks up. It pulls one lever after the other, from a

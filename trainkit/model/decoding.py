@@ -1,4 +1,4 @@
-"""Fast decoding: a plan for one token at a time, and a compiled step with fixed shapes.
+"""Fast decoding on a CPU, and a compiled decoding step with fixed shapes.
 
 A `DecodePlan` computes the next token of each row with the same weights and cache as our
 `Transformer`, in fewer and better chosen operations. On request it reads a copy of the weights

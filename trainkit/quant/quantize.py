@@ -1,4 +1,4 @@
-"""Quantize a model's linear layers, also while loading it, and train it with QLoRA.
+"""Quantize the linear layers of a model, also while loading it, and train it with QLoRA.
 
 `quantize_model` replaces the linear layers of a model, ours or one of transformers, by
 `Linear4bit` or `Linear8bit`, as a `QuantConfig` describes. `layer_errors` shows beforehand the

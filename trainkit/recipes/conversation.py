@@ -1,4 +1,4 @@
-"""Hold a chat with a model: stream answers, retry, and compare.
+"""Chat with a model in Python: stream answers, retry, and compare with the base model.
 
 `Conversation` holds a chat with a model as a list of messages, which it renders again with the
 chat template for every answer. `say` streams an answer and remembers both sides, `again` answers

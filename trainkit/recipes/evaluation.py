@@ -1,4 +1,4 @@
-"""Sample during training, ask held-out questions, and write a run report.
+"""Generate samples during training, ask held-out questions, and write a run report.
 
 `make_judge` returns the evaluation that fits the `RunInputs` of a run: `TextEvaluator` measures
 text in

@@ -1,4 +1,4 @@
-"""Render a chat with a Jinja template and find the characters that the model should learn.
+"""Render a chat with a Jinja template and find the characters that the model is trained on.
 
 A model reads one text, and a chat is a list of messages. A *chat template* is the small Jinja
 program that turns one into the other; it is stored with the tokenizer. `render_text` runs any

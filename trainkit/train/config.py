@@ -1,4 +1,4 @@
-"""Set the length of a run, and pause, stop or follow it with callbacks.
+"""Set the length of a run, and pause, stop or observe it with callbacks.
 
 `TrainConfig` says how long to train and what happens on the way. `Control` pauses and stops a
 running loop from any thread, and turns Ctrl-C and SIGTERM into stop buttons. `TrainState` is what

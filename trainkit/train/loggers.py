@@ -1,4 +1,4 @@
-"""Send metrics to TensorBoard, Trackio or Weights & Biases, or log a loop of your own.
+"""Send metrics to TensorBoard, Trackio or Weights & Biases, also from your own training loop.
 
 `MetricsLog` is the callback that writes the metrics of a trainer into a run folder and, where
 asked, to TensorBoard, Trackio or Weights & Biases. Nothing leaves the machine unless `report_to`

@@ -67,7 +67,7 @@ _MEMORY_PENDING = "How much memory a step will take is being worked out."
 _GREY, _GREEN, _RED, _YELLOW = "#6e7781", "#1a7f37", "#cf222e", "#bf8700"
 
 # %% ../../nbs/12_widgets/01_panel.ipynb #a9af6f21
-# Method -> knobs in sight; those that a config lacks are left out
+# Method -> fields at the top of the panel; fields that a config lacks are left out
 FORM_FIELDS: dict[str, tuple[str, ...]] = {
     "pretrain": (
         "data.path",
@@ -133,7 +133,7 @@ FORM_FIELDS["ppo"] = FORM_FIELDS["grpo"] = FORM_FIELDS["rloo"] = FORM_FIELDS["re
 def visible_fields(
     config: "RunConfig",
 ) -> list[str]:  # Dotted names
-    "The knobs that a person turns for this method."
+    "The fields that people change most often for this method."
     from trainkit.widgets.form import config_fields
 
     fields = config_fields(config)
@@ -159,7 +159,7 @@ class TrainerPanel:
         presets: "Mapping[str, RunConfig] | None" = None,
         # Instead of `trainkit.recipes.runner.run`, see `TrainSession`
         job: "Callable[..., RunResult] | None" = None,
-        # A panel with the same key is closed; empty: those of an earlier run of the same cell,
+        # A panel with the same key is closed; empty: panels of an earlier run of the same cell,
         # or with the same name
         key: str = "",
     ):
@@ -169,7 +169,7 @@ class TrainerPanel:
         self.lock, self.handle = threading.RLock(), None
         self.drawn_version = -1  # Of the snapshot that was drawn last
         self.others_drawn = 0.0  # When all charts were drawn
-        self.memory_known = False  # Whether the memory of this config was predicted
+        self.memory_known = False  # Whether the memory of the current config was predicted
         self.timer: threading.Timer | None = None
         self.form = Form(
             config,
@@ -188,7 +188,7 @@ class TrainerPanel:
             try:
                 presets[name] = method_config(profile=name, method=config.method)
             except ConfigError:
-                pass  # A settings.ini of one's own may lack it
+                pass  # Your own settings.ini may lack it
         return presets
 
     def _button(
@@ -307,10 +307,10 @@ class TrainerPanel:
             ]
         ).add_class("trainkit-panel")
 
-    # What hangs on the buttons
+    # Callbacks of the buttons
 
     def guarded(self, do: Callable[[], object]) -> object:
-        "Call `do` and show the error that it raises, in place of an earlier one."
+        "Call `do`; if it raises an error, show it in the panel instead of an earlier one."
         with self.lock:
             self._put(self.alert, "")
         try:
@@ -397,7 +397,7 @@ class TrainerPanel:
             self.predict_soon()
 
     def predict_soon(self):
-        "Predict the memory when nobody has typed for a moment."
+        "Predict the memory when no field has changed for a moment."
         if self.timer is not None:
             self.timer.cancel()
         self.timer = threading.Timer(0.8, self.predict)
@@ -427,7 +427,7 @@ class TrainerPanel:
             return f"How much memory a step will take is not known: {error}", _GREY
         return expected.text, _GREEN if expected.fits else _RED
 
-    # What is shown
+    # Display
 
     def _put(self, widget: "Widget", value: object, name: str = "value"):
         if not self.closed and getattr(widget, name) != value:
@@ -497,14 +497,14 @@ class TrainerPanel:
         "Display the panel; the cell ends at once."
         display = notebook().display
         if not self.memory.value:
-            # It takes its place now, so that no button moves later
+            # A text of the same height now, so that no button moves later
             self._put(self.memory, notice(_MEMORY_PENDING, _GREY, "status"))
         self.handle = display(self, display_id=True)
         if self.handle is not None:
             self.predict_soon()
 
     def result(self) -> "RunResult":  # `model`, `tokenizer`, `metrics`, …
-        "Start the run if nobody has, and wait; the notebook's stop button ends it with a model."
+        "Start the run if necessary, and wait; the notebook's stop button ends it, with a model."
         if self.session.state == "idle":
             self.start()
         while True:
@@ -533,7 +533,7 @@ class TrainerPanel:
         cls,
         folder: str | Path,  # Of a run in a process, or of one that has ended
     ) -> "TrainerPanel":
-        "A panel for a run that exists already."
+        "A panel for an existing run."
         session = TrainSession.attach(folder)
         panel = cls(session.config)
         panel.session, panel.place.value = session, PROCESS
