@@ -1,4 +1,4 @@
-"The final project: what is missing, wrong or too weak is said, and what is good passes."
+"The final project: parts that are missing, wrong or weak get advice, and a good one passes."
 
 import json
 import shutil
