@@ -1,6 +1,4 @@
-"""Choose an optimizer, the weights that decay, and a learning rate schedule.
-
-Optimizers and schedules: AdamW, 8-bit AdamW, Muon, parameter groups and warm-up.
+"""Optimizers and schedules: AdamW, 8-bit AdamW, Muon, parameter groups and warm-up.
 
 `make_optimizer` builds an optimizer for a model from an `OptimConfig`. Only matrices get weight
 decay, frozen parameters are left out, and parameters whose names match a pattern can have their

@@ -1,6 +1,4 @@
-"""Train a model with logging, evaluation, early stopping and checkpoints, and resume it exactly.
-
-The training loop: logging, evaluation, early stopping, checkpoints and resume.
+"""The training loop: logging, evaluation, early stopping, checkpoints and resume.
 
 `Trainer(model, objective, train_batches, …).train()` takes the optimizer steps that its
 `TrainConfig` describes and returns a `Result`. Between the steps it logs, evaluates, draws samples,
