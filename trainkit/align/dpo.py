@@ -406,7 +406,7 @@ def preference_loss(
 
 # %% ../../nbs/08_align/05_dpo.ipynb #a0ca357e
 def _desensitize(log_probs: PairLogProbs, config: DPOConfig) -> tuple[Tensor, Tensor]:
-    "Both log-probabilities; LD-DPO weighs tokens that only the longer has (Liu et al. 2024)."
+    "Both log-probabilities; LD-DPO weights tokens that only the longer has (Liu et al. 2024)."
     chosen = log_probs.chosen
     rejected = log_probs.rejected
     if config.ld_alpha is None:
@@ -447,7 +447,7 @@ def reward_metrics(
     chosen: Tensor,  # (B,) rewards
     rejected: Tensor,  # (B,)
 ) -> dict[str, tuple[Tensor, Tensor | int]]:  # name -> (sum, count)
-    "The usual numbers about rewards, as sums; ties count as halves."
+    "The usual reward metrics, as sums and counts; a tie counts as a half."
     n, ties = len(chosen), (chosen == rejected).sum()
     return {
         "rewards/chosen": (chosen.sum(), n),
@@ -459,7 +459,7 @@ def reward_metrics(
 
 
 def _check_reference(reference: Reference | None, c: DPOConfig) -> Reference | None:
-    "The reference that the losses need, if any; raises `ValueError` where it cannot serve them."
+    "The reference that the losses need, if any; raises `ValueError` if it does not suit them."
     losses = ", ".join(c.loss_type)
     if c.needs_reference and reference is None:
         raise ValueError(
@@ -507,7 +507,7 @@ def _dpo_metrics(
     chosen = c.beta * pair.chosen_ratio
     rejected = c.beta * pair.rejected_ratio
     if c.weights.keys() <= {"simpo", "orpo", "sft"} and "sft" not in c.loss_type:
-        # A long answer is not worse for its length
+        # So that a long answer does not get a lower reward for its length
         chosen = chosen / pair.chosen_tokens.clamp(min=1)
         rejected = rejected / pair.rejected_tokens.clamp(min=1)
     tokens = log_probs.chosen_tokens.sum()
@@ -533,14 +533,14 @@ def _dpo_metrics(
 
 
 def dpo_objective(
-    # From `make_reference` or `precompute_reference`; None where the loss needs none
+    # From `make_reference` or `precompute_reference`; None if the loss needs no reference
     reference: Reference | None = None,
     config: DPOConfig | None = None,
 ) -> Callable:  # (model, batch) -> Loss, of batches from `PairBatches`
     "Preference tuning as an objective for the `Trainer`."
     c = config or DPOConfig()
     reference = _check_reference(reference, c)
-    shares: bool | None = None  # Whether prompts are read once; found out with the first model
+    shares: bool | None = None  # Whether prompts are read once; determined with the first model
 
     def shares_with(model: nn.Module) -> bool:
         nonlocal shares
@@ -556,7 +556,7 @@ def dpo_objective(
 
     @objective(counts=counts, additive=not COUPLED & c.weights.keys())
     def dpo_loss(model: nn.Module, batch: dict) -> Loss:
-        B = len(batch["prompt_input_ids"])  # First: a batch of another kind raises here
+        B = len(batch["prompt_input_ids"])  # Comes first: a batch of another kind raises here
         batch = to_model_device(model, batch)
         share = shares_with(model)
         log_probs = pair_log_probs(model, batch, share, c.exact_kl)
@@ -576,7 +576,7 @@ def dpo_objective(
         return Loss(terms, _dpo_metrics(pair, log_probs, ref_log_probs))
 
     def ready(model: nn.Module) -> None:
-        "Try whether prompts can be shared; a step without real numbers could not find it out."
+        "Test whether prompts can be shared, which a step on fake tensors could not do."
         shares_with(model)
         if reference is None or reference.share is not None:
             return
@@ -591,13 +591,13 @@ def dpo_objective(
 
 # %% ../../nbs/08_align/05_dpo.ipynb #8c963b37
 class Converged:
-    "Stops a run when one number of its evaluations is flat: no gain over the last few of them."
+    "Stops a run when a metric of its last few evaluations shows no gain."
 
     def __init__(
         self,
-        metric: str = "eval_rewards/margins",  # More is better, unless it ends with `loss`
-        patience: int = 3,  # So many evaluations in a row
-        threshold: float = 0.01,  # A gain is more than this share of what the metric was before
+        metric: str = "eval_rewards/margins",  # Higher is better, unless the name ends with `loss`
+        patience: int = 3,  # Number of evaluations without a gain
+        threshold: float = 0.01,  # A gain must exceed this share of the previous best
     ):
         self.metric = metric
         self.patience = patience

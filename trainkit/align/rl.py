@@ -131,11 +131,11 @@ def whiten(
 
 # %% ../../nbs/08_align/11_rl.ipynb #9e55dfaa
 def clipped_surrogate(
-    log_ratio: Tensor,  # (B, T), log-probability now less the one when the token was drawn
+    log_ratio: Tensor,  # (B, T), log-probability now, minus the one when the token was sampled
     advantages: Tensor,  # (B, T) or (B, 1)
-    epsilon: float = 0.2,  # How much less likely a bad token may become, as a share
-    epsilon_high: float | None = None,  # How much likelier a good token; None: as `epsilon`
-) -> Tensor:  # (B, T), to be minimised
+    epsilon: float = 0.2,  # How much less likely a bad token may become
+    epsilon_high: float | None = None,  # How much more likely a good token; None: `epsilon`
+) -> Tensor:  # (B, T), to be minimized
     "PPO's clipped objective, negated (Schulman et al. 2017, eq. 7; two bounds: Yu et al. 2025)."
     ratio = log_ratio.exp()
     high = epsilon if epsilon_high is None else epsilon_high
@@ -148,7 +148,7 @@ def clipped_value_loss(
     returns: Tensor,  # (B, T)
     bound: float = 0.2,  # How far a value may move; 0 does not clip
 ) -> Tensor:  # (B, T)
-    "Half the squared error, the worse of clipped and not (PPO's reference implementation)."
+    "Half the squared error, the larger of clipped and unclipped (PPO's reference implementation)."
     error = (values - returns).square()
     if bound:
         clipped = old_values + (values - old_values).clamp(-bound, bound)
@@ -176,7 +176,7 @@ READ_BY: dict[str, frozenset[str]] = {  # Knob -> the methods that read it; the 
 
 @dataclass
 class RLConfig:
-    "How to learn from scores; names as in TRL's GRPOConfig."
+    "Settings of reinforcement learning; names as in TRL's GRPOConfig."
 
     method: str = knob(
         "grpo",
@@ -184,33 +184,38 @@ class RLConfig:
         "a value function (ppo), a moving average (reinforce)",
         choices=METHODS,
     )
-    num_prompts: int = knob(8, "Prompts answered at a time", low=1)
-    num_generations: int = knob(8, "Answers to each prompt", low=1)
+    num_prompts: int = knob(8, "Prompts per batch of answers", low=1)
+    num_generations: int = knob(8, "Answers per prompt", low=1)
     num_iterations: int = knob(
-        1, "Times that each answer is learned from", low=1, aliases=("ppo_epochs", "num_ppo_epochs")
+        1,
+        "How often each answer is used for training",
+        low=1,
+        aliases=("ppo_epochs", "num_ppo_epochs"),
     )
     max_completion_length: int = knob(
         256, "Longest answer, in tokens", low=1, aliases=("max_new_tokens", "response_length")
     )
-    temperature: float = knob(1.0, "With which answers are drawn, and judged", low=0.01)
-    top_k: int = knob(0, "Answer with one of so many of the likeliest tokens; 0 for all", low=0)
+    temperature: float = knob(
+        1.0, "Temperature for sampling answers and for their log-probabilities", low=0.01
+    )
+    top_k: int = knob(0, "Sample from this many of the likeliest tokens; 0: from all", low=0)
     top_p: float = knob(
-        1.0, "Answer with the likeliest tokens of this probability together", low=0.01, high=1
+        1.0, "Sample from the likeliest tokens that have this total probability", low=0.01, high=1
     )
     beta: float = knob(
         0.0,
-        "Price of the divergence from the reference; 0 has none",
+        "Weight of the KL divergence from the reference; 0: no KL term",
         low=0,
         aliases=("kl_coef", "init_kl_coef"),
     )
     kl_in_reward: bool | None = knob(
-        None, "Pay it out of the reward, not in the loss; unset: all but grpo do"
+        None, "Subtract it from the reward, not in the loss; unset: all except grpo do"
     )
     kl_estimator: str = knob(
         "k3", "How the divergence is measured in the loss", choices=tuple(KL_ESTIMATORS)
     )
     use_bias_correction_kl: bool = knob(
-        True, "Weigh it by the ratio of probabilities, so that its gradient is right on average"
+        True, "Weight it by the ratio of probabilities, so that its gradient is unbiased"
     )
     epsilon: float = knob(
         0.2,
@@ -219,7 +224,7 @@ class RLConfig:
         aliases=("cliprange",),
     )
     epsilon_high: float | None = knob(
-        None, "How much likelier; unset: as epsilon, and 0.28 is what DAPO takes", low=0
+        None, "How much more likely; unset: as epsilon; DAPO uses 0.28", low=0
     )
     loss_type: str = knob(
         "grpo",
@@ -243,20 +248,22 @@ class RLConfig:
         "reward models; for a run from a config",
     )
     reward_weights: list[float] | None = knob(None, "Weight of each reward function; unset: 1")
-    gamma: float = knob(1.0, "ppo: what a reward one token later is worth", low=0, high=1)
+    gamma: float = knob(1.0, "ppo: discount of rewards per token", low=0, high=1)
     lam: float = knob(
-        0.95, "ppo: trust in the value function (0) or in what came (1)", low=0, high=1
+        0.95, "ppo: rely on the value function (0) or on the actual returns (1)", low=0, high=1
     )
     vf_coef: float = knob(0.1, "ppo: weight of the value loss", low=0)
     cliprange_value: float = knob(0.2, "ppo: how far a value may move; 0 does not clip", low=0)
-    whiten_rewards: bool = knob(False, "ppo: bring rewards to spread 1")
+    whiten_rewards: bool = knob(False, "ppo: scale rewards to standard deviation 1")
     whiten_advantages: bool = knob(
         False,
-        "ppo: bring advantages to mean 0 and spread 1; where all answers earn the same, this makes "
-        "signals of the errors of the value function",
+        "ppo: scale advantages to mean 0 and standard deviation 1; if all answers have the same "
+        "score, this amplifies errors of the value function",
     )
-    entropy_coef: float = knob(0.0, "Reward for staying undecided", low=0)
-    baseline_decay: float = knob(0.9, "reinforce: memory of the moving average", low=0, high=0.9999)
+    entropy_coef: float = knob(0.0, "Weight of the entropy bonus", low=0)
+    baseline_decay: float = knob(
+        0.9, "reinforce: decay rate of the moving average", low=0, high=0.9999
+    )
     seed: int = knob(0, "Of the order of prompts and of the answers", low=0)
 
     def __post_init__(self):
@@ -300,7 +307,7 @@ class RLConfig:
         return problems
 
     @property
-    def pays_in_reward(self) -> bool:  # Whether the divergence is taken off the reward
+    def pays_in_reward(self) -> bool:  # Whether the divergence is subtracted from the reward
         return self.method != "grpo" if self.kl_in_reward is None else self.kl_in_reward
 
 # %% ../../nbs/08_align/11_rl.ipynb #a1e662ae
@@ -341,7 +348,7 @@ def _averaging(
 
 
 def _reward_metrics(batch: dict) -> _Metrics:
-    "One number for each answer; NaN where a reward does not apply."
+    "Sums and counts of the rewards; NaN means that a reward does not apply to an answer."
     return {
         name: (x.nan_to_num().sum(), (~x.isnan()).sum())
         for name, x in batch.items()
@@ -351,7 +358,7 @@ def _reward_metrics(batch: dict) -> _Metrics:
 
 @torch.no_grad()
 def _metrics(batch: dict, scores: TokenScores, log_ratio: Tensor, config: RLConfig) -> _Metrics:
-    "What to watch: sums and counts over tokens, or over answers."
+    "Metrics to watch, as sums and counts over tokens or answers."
     mask, n = _mask(batch), len(batch["labels"])
     tokens = mask.sum()
     ratio = log_ratio.exp()
@@ -374,7 +381,7 @@ def _metrics(batch: dict, scores: TokenScores, log_ratio: Tensor, config: RLConf
 
 
 def _kl_penalty(
-    terms: dict[str, _Term],  # The new terms are put in here
+    terms: dict[str, _Term],  # The new terms are added to it
     batch: dict,
     scores: TokenScores,
     log_ratio: Tensor,
@@ -382,7 +389,7 @@ def _kl_penalty(
     add: _Sum,
     n: int,
 ) -> None:
-    "Terms of the loss for the divergence and for the entropy, where the config has them."
+    "Add the terms for KL divergence and entropy that the config asks for."
     mask = _mask(batch)
     if config.beta and not config.pays_in_reward:
         kl = KL_ESTIMATORS[config.kl_estimator](scores.log_probs - batch["ref_log_probs"])
@@ -406,10 +413,10 @@ def _counting(count: Callable[[dict], int]) -> Callable[[dict], dict[str, int]]:
 def grpo_objective(
     config: RLConfig,
 ) -> Callable:  # (model, batch) -> Loss
-    """Clipped tokens, compared with their group (Shao et al. 2024).
+    """Clipped tokens, with advantages from a group of answers (Shao et al. 2024).
 
-    Knobs make Dr. GRPO, DAPO and GSPO of it. A batch has `labels` and `advantages` (B,), and
-    perhaps `old_log_probs` and `ref_log_probs`."""
+    Settings turn it into Dr. GRPO, DAPO or GSPO. A batch has `labels` and `advantages` (B,), and
+    optionally `old_log_probs` and `ref_log_probs`."""
     add, count = _averaging(config)
 
     @objective(counts=_counting(count))
@@ -434,7 +441,7 @@ def grpo_objective(
 def reinforce_objective(
     config: RLConfig,
 ) -> Callable:  # (model, batch) -> Loss, of batches as for `grpo_objective`
-    "Advantage times log-probability of an answer (Williams 1992), drawn from the policy as it is."
+    "Advantage times log-probability of an answer from the current policy (Williams 1992)."
 
     @objective(counts=_counting(_count_answers))
     def reinforce(model: nn.Module, batch: dict) -> Loss:
@@ -452,7 +459,7 @@ def reinforce_objective(
 def rloo_objective(
     config: RLConfig,
 ) -> Callable:  # (model, batch) -> Loss, of batches as for `grpo_objective`
-    "Whole answers clipped, and compared with the others to the question (Ahmadian et al. 2024)."
+    "Clipped whole answers, compared with others to the same question (Ahmadian et al. 2024)."
 
     @objective(counts=_counting(_count_answers))
     def rloo(model: nn.Module, batch: dict) -> Loss:
@@ -521,9 +528,9 @@ def rl_objective(
 
 
 def with_reward_metrics(
-    function: Callable,  # An objective of one's own: (model, batch) -> Loss
-) -> Callable:  # The same, with the rewards of the batch among its metrics
-    "Add the mean reward to the metrics, so that it can tell the best model, whatever the loss."
+    function: Callable,  # Your own objective: (model, batch) -> Loss
+) -> Callable:  # The same objective, with the rewards among its metrics
+    "Add the mean reward to the metrics, so that it can select the best model for any loss."
 
     @wraps(function)
     def with_rewards(model: nn.Module, batch: dict) -> Loss:

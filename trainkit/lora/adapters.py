@@ -1,10 +1,10 @@
 """Save and load adapters in PEFT's format, add tokens, and switch adapters on one model.
 
 `save_adapter` writes a folder that PEFT can open, and `load_adapter` opens our folders and
-PEFT's. `resize_vocabulary` makes room for new tokens, and the folder remembers how many there
-were. `peft_config` and `lora_config` translate the settings in both directions.
+PEFT's. `resize_vocabulary` adds rows for new tokens, and the folder stores the size of the
+vocabulary. `peft_config` and `lora_config` translate the settings in both directions.
 
-One model can carry many adapters. `use_adapter` activates one, or several with weights;
+One model can have many adapters. `use_adapter` activates one, or several with weights;
 `adapter_names` and `active_adapters` list them. Inside `adapters_off` the model is the base model
 again. `combine_adapters` makes one adapter out of several, and `remove_adapter` removes one."""
 
@@ -51,7 +51,7 @@ def adapter_names(
 def active_adapters(
     model: nn.Module,
 ) -> dict[str, float]:  # Adapter -> weight
-    "The adapters that take part now."
+    "The adapters that are active now."
     return {
         name: weight for layer in adapted(model).values() for name, weight in layer.active.items()
     }
@@ -59,11 +59,11 @@ def active_adapters(
 
 def use_adapter(
     model: nn.Module,
-    # One name, several, or names with weights; none for the bare model
+    # One name, several, or names with weights; empty for the base model
     names: str | Sequence[str] | Mapping[str, float],
-    trainable: bool = True,  # Only what is active learns; make the optimizer afterwards
+    trainable: bool = True,  # Active adapters are trainable; make the optimizer afterwards
 ) -> nn.Module:
-    "Choose the adapters that take part."
+    "Choose the active adapters."
     if isinstance(names, str):
         names = [names]
     weights = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names, 1.0)
@@ -86,7 +86,7 @@ def use_adapter(
     return model
 
 
-def _more_than_a_sum(config: LoRAConfig) -> str | None:  # The setting that makes it so
+def _more_than_a_sum(config: LoRAConfig) -> str | None:  # The setting that is the reason
     if config.use_dora:
         return "use_dora"
     if config.modules_to_save:
@@ -132,7 +132,7 @@ def remove_adapter(
 def adapters_off(
     model: nn.Module,
 ) -> Iterator[nn.Module]:  # The same model
-    "Within the block the model is the one without adapters."
+    "Turn all adapters off inside the block."
     layers = list(adapted(model).values())
     if _merged_layers(model):
         raise RuntimeError(
@@ -157,7 +157,7 @@ def combine_adapters(
     model: nn.Module,
     weights: Mapping[str, float],  # Adapter -> weight
     name: str,  # Of the sum
-) -> nn.Module:  # With one adapter more, which is active; its rank is the sum of the ranks
+) -> nn.Module:  # With one more adapter, which is active; its rank is the sum of the ranks
     "Make one adapter out of the weighted sum of several, exactly."
     if not name or "." in name:
         raise ValueError(f"name = {name!r}: must be a name without dots")
@@ -185,7 +185,7 @@ def combine_adapters(
 # %% ../../nbs/05_lora/06_adapters.ipynb #44e611d1
 def vocabulary_size(
     model: nn.Module,
-) -> int:  # Rows of the input embedding; 0 where there is none
+) -> int:  # Rows of the input embedding; 0 if it has no embedding
     "The number of tokens in a model's vocabulary."
     if not hasattr(model, "get_input_embeddings"):
         return 0
@@ -196,7 +196,7 @@ def vocabulary_size(
 @torch.no_grad()
 def resize_vocabulary(
     model: nn.Module,  # Ours or one of transformers', without adapters yet
-    vocab_size: int,  # Tokens from now on, at least as many as before
+    vocab_size: int,  # The new number of tokens, at least the old one
 ) -> nn.Module:  # Changed in place; new rows are the mean of the old
     "Add rows for new tokens to the embedding and the head."
     old = vocabulary_size(model)
@@ -297,7 +297,7 @@ def adapter_tensors(
             tensors[f"{start}.lora_magnitude_vector"] = length
     holder = cast(AdaptedModel, model)
     if holder.lora_configs[adapter].bias != "none":
-        trained = getattr(model, "lora_trained_biases", {})  # where the adapter is not active
+        trained = getattr(model, "lora_trained_biases", {})  # if the adapter is not active
         for name, p in model.named_parameters():
             if name in holder.lora_biases:
                 tensors[f"base_model.model.{name}"] = trained.get(name, p)
@@ -323,7 +323,7 @@ def peft_config(
     ends = sorted({n.rsplit(".", 1)[-1] for n in low})
     short = {n for n in adaptable(model) if n.rsplit(".", 1)[-1] in ends} == set(low)
     whole = [n for n, layer in layers.items() if isinstance(layer, ModulesToSaveWrapper)]
-    # PEFT goes by how a name ends
+    # PEFT compares the ends of names
     whole = [n if saved_layers(model, [n]) == [n] else f"base_model.model.{n}" for n in whole]
     return dict(
         peft_type="LORA",
@@ -350,7 +350,7 @@ def save_adapter(
     folder: str | Path,  # Created, or replaced if it contains an adapter and nothing else
     adapter: str = "default",
     base: str | None = None,  # Name or folder of the base model, for anyone who loads it
-) -> Path:  # The folder, whole or not at all
+) -> Path:  # The folder; it is written completely or not at all
     "Write an adapter that `PeftModel.from_pretrained` opens."
     folder = Path(folder)
     if adapter not in adapter_names(model):
@@ -396,11 +396,11 @@ def lora_config(
 
 @dataclass
 class AdapterParts:
-    "The tensors of an adapter's folder, by what they are for."
+    "The tensors of an adapter's folder, sorted by purpose."
 
-    low: dict[str, dict[str, Tensor]]  # Layer -> 'lora_A', 'lora_B' and the like
-    whole: dict[str, Tensor]  # Parameter of a layer that learned as a whole -> its value
-    layers: list[str]  # Those layers, as far as the folder alone names them
+    low: dict[str, dict[str, Tensor]]  # Layer -> 'lora_A', 'lora_B' and so on
+    whole: dict[str, Tensor]  # Parameter of a layer trained as a whole -> its value
+    layers: list[str]  # Those layers, if the folder alone determines them
     biases: dict[str, Tensor]  # Parameter -> its value
     same: dict[str, Tensor]  # Parameter -> the base's value, as PEFT saw it
 
@@ -409,7 +409,7 @@ def adapter_parts(
     config: Mapping[str, Any],  # PEFT's
     tensors: Mapping[str, Tensor],  # In PEFT's names
 ) -> AdapterParts:  # Raises `ValueError` for tensors that do not fit each other or the config
-    "Sort the tensors by what they are for (the inverse of peft.utils.save_and_load)."
+    "Sort the tensors by purpose (the inverse of peft.utils.save_and_load)."
     ours = lora_config(
         config,
         target_modules=None,
@@ -447,7 +447,7 @@ def adapter_parts(
 
 
 def _sort_plain(parts: AdapterParts, config: LoRAConfig, name: str, tensor: Tensor) -> None:
-    "A parameter under its own name: of a layer that learned as a whole, or a bias."
+    "Sort a parameter under its own name: of a layer trained as a whole, or a bias."
     layer, _, last = name.rpartition(".")
     if not layer:
         raise ValueError(f"'{name}' is in no layer")
@@ -460,7 +460,7 @@ def _sort_plain(parts: AdapterParts, config: LoRAConfig, name: str, tensor: Tens
     if whole is None and last == "bias" and config.bias != "none":
         parts.biases[name] = tensor
         return
-    parts.whole[name] = tensor  # Named, or written because the vocabulary had grown
+    parts.whole[name] = tensor  # Named in the config, or saved because the vocabulary was resized
     if (whole or layer) not in parts.layers:
         parts.layers.append(whole or layer)
 
@@ -535,7 +535,7 @@ def read_adapter(
     return config, tensors, _adapter_vocabulary(folder, parts)
 
 
-def _adapter_vocabulary(folder: Path, parts: AdapterParts) -> int:  # Tokens; 0: not known
+def _adapter_vocabulary(folder: Path, parts: AdapterParts) -> int:  # Tokens; 0: unknown
     own = folder / "trainkit.json"
     noted = read_json(own).get("vocab_size", 0) if own.is_file() else 0
     if isinstance(noted, bool) or not isinstance(noted, int) or noted < 0:
@@ -553,15 +553,15 @@ def _adapter_vocabulary(folder: Path, parts: AdapterParts) -> int:  # Tokens; 0:
     return size
 
 
-_DECOMPOSED = ("pissa", "olora")  # They change the base in a way that can be computed again
+_DECOMPOSED = ("pissa", "olora")  # They change the base in a reproducible way
 _KNOWN_INITS = (None, True, False, "true", "false", "gaussian", "orthogonal", "eva", *_DECOMPOSED)
 
 
 def check_adapter_base(
     config: Mapping[str, Any],  # PEFT's
     folder: str | Path,  # For messages
-) -> str | None:  # 'pissa' or 'olora': PEFT subtracted this start from the base; None: it did not
-    "Whether the base that the adapter was trained over can be computed again."
+) -> str | None:  # 'pissa', 'olora': PEFT subtracted this start from the base; None: no change
+    "Check that the base that the adapter was trained with can be reproduced."
     init = config.get("init_lora_weights")
     if str(init).startswith("pissa_niter_"):
         raise ValueError(
@@ -612,7 +612,7 @@ def load_adapter(
             except ValueError as error:
                 raise ValueError(f"{folder}: {name} {error}") from None
         _load_whole(model, parts, adapter)
-        for name, t in parts.same.items():  # The rows of new tokens are no part of the base
+        for name, t in parts.same.items():  # The rows of new tokens do not belong to the base
             if name.endswith(_VOCABULARY) and len(t) > before:
                 weight = _plain_parameters(model)[name]
                 weight[before:] = t[before:].to(weight)
@@ -621,7 +621,7 @@ def load_adapter(
 
 
 def _load_low(layer: LoRALayer, low: Mapping[str, Tensor], adapter: str, init: str | None) -> None:
-    "The matrices of one layer."
+    "Load the matrices of one layer."
     own_A, own_B = layer.factors(adapter)
     A = low.get(layer.A_name)
     B = low.get(layer.B_name)
@@ -644,7 +644,7 @@ def _load_low(layer: LoRALayer, low: Mapping[str, Tensor], adapter: str, init: s
 
 
 def _plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    "The parameters of the base model under the names that they have without adapters."
+    "The parameters of the base model under their names without adapters."
     inside = re.compile(r"\.(modules_to_save|lora_\w+)\.")
     return {
         name.replace(".base_layer.", ".").replace(".original_module.", "."): p
@@ -689,7 +689,7 @@ def _check_base(
             )
     for name, t in parts.same.items():
         p = params.get(name)
-        # The rows of new tokens are not the base's
+        # Without the rows of new tokens
         rows = vocab_size if name.endswith(_VOCABULARY) else len(t)
         if p is None or p.shape != t.shape or tensors_differ(p[:rows], t[:rows]):
             raise ValueError(
@@ -699,7 +699,7 @@ def _check_base(
 
 
 def _load_whole(model: nn.Module, parts: AdapterParts, adapter: str) -> None:
-    "The layers that learned as a whole, and the biases."
+    "Load the layers that were trained as a whole, and the biases."
     loaded: dict[int, Tensor] = {}
     layers = adapted(model)
     params = _plain_parameters(model)

@@ -1,9 +1,9 @@
 """Memory of a training step: predicted without running it, measured, and logged in a run.
 
-`predict_memory` takes a training step with tensors that have shapes and no data, and reports the
-peak in bytes by purpose: weights, gradients, optimizer state, activations. It needs almost no
-memory itself, so it works for models that do not fit. `measure_memory` counts a real step in the
-same way.
+`predict_memory` runs a training step on tensors that have shapes but no data, and reports the peak
+in bytes by purpose: weights, gradients, optimizer state, activations. It needs almost no memory
+itself, so it works for models that do not fit. `measure_memory` counts the bytes of a real step
+in the same way.
 
 `MemoryWatch()` is a callback that predicts the memory of a run, measures it during the steps, and
 adds both to the log. `predict_run` predicts the step of a whole trainer, and `meta_copy` makes a
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 def _convert(
     self: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    """`nn.Module._apply`, of `.to()` and `.half()`, for fakes.
+    """`nn.Module._apply`, which `.to()` and `.half()` call, for fake tensors.
 
-    Torch's own would swap them, and refuses where a weak reference is."""
+    torch's own version would swap the tensors, and fails if there is a weak reference."""
     if recurse:
         for child in self.children():
             child._apply(change)
@@ -69,7 +69,7 @@ def _convert(
 
 
 def _fill_tables(device: str) -> None:
-    "Some functions keep a table of numbers for later: it must not be made of fakes."
+    "Fill the tables that some functions cache: they must not contain fake tensors."
     onednn_is_exact()
     for name in CODEBOOKS:
         dequantize_4bit(quantize_4bit(torch.ones(64), name))
@@ -92,8 +92,8 @@ def _first_piece(
 ) -> None:
     """The update of AdamW8bit for the first piece of a parameter.
 
-    AdamW8bit goes through a parameter in pieces of equal size, and one shows what they need. Where
-    all gradients stay in memory, one parameter of a kind is enough."""
+    AdamW8bit updates a parameter in pieces of equal size, so the first one shows what each needs.
+    If all gradients stay in memory, one parameter of each kind is enough."""
     kind = (state["step"], p.dtype, p.shape, p.stride(), state["state1"].dtype)
     if kinds is not None:
         if kind in kinds:
@@ -109,17 +109,17 @@ def _first_piece(
     _whole(p, grad, state, False, **numbers)
 
 
-_one = threading.RLock()  # Two that change torch at once would not restore it
+_one = threading.RLock()  # Two threads that patch torch at once would not restore it
 
 
 def _here(ours: Callable, theirs: Callable) -> Callable:
-    "One function for this thread, and another one for a run in another thread."
+    "Call one function in this thread, and another one in all other threads."
     me = threading.get_ident()
     return lambda *args, **more: (ours if threading.get_ident() == me else theirs)(*args, **more)
 
 
 def _on_host(optimizer: Any) -> list:  # Tensors
-    "The tensors of an optimizer in main memory, though the model may be on a device."
+    "The tensors of an optimizer that are in main memory, even if the model is on a GPU."
     if hasattr(optimizer, "copies"):
         return [*optimizer.copies.values(), *tree_leaves(list(optimizer.inner.state.values()))]
     return tree_leaves(list(optimizer.state.values())) if getattr(optimizer, "paged", False) else []
@@ -127,13 +127,13 @@ def _on_host(optimizer: Any) -> list:  # Tensors
 
 def _several_steps(
     events: list[tuple[int, int]],  # Of a ledger
-    # Where in them something began: the gradients of a first step, its update, the next step,
-    # its update, one with other batches
+    # Positions in them: the gradients of a first step, its update, the next step, its update,
+    # a step with other batches
     marks: list[int],
-    in_backward: bool,  # Then there are two whole steps instead
+    in_backward: bool,  # Then the events contain two complete steps
     copies: list[int],  # Bytes of each copy for a checkpoint after the second step
 ) -> list[tuple[int, int]]:
-    """The events of the steps of a run, put together from those of one.
+    """Compose the events of the steps of a run from those of one step.
 
     The states of the optimizer are allocated in the first step, after the gradients."""
     events, other = events[: marks[-1]], events[marks[-1] :]
@@ -161,12 +161,12 @@ def _several_steps(
 
 def _with_code(
     steps: list[tuple[int, int]],  # Of a run
-    count: int,  # Products that code is written for
+    count: int,  # Products that oneDNN generates code for
     size: int,  # Bytes for each
 ) -> list[tuple[int, int]]:
-    """Put the code that oneDNN keeps evenly between the tensors.
+    """Distribute the code that oneDNN keeps evenly between the tensors.
 
-    It stays when they are released, so the holes that they leave are cut up."""
+    It stays when they are released, so it splits the free space that they leave."""
     if not count or not steps:
         return steps
     out: list[tuple[int, int]] = []
@@ -184,7 +184,7 @@ def _with_code(
 def _beside(
     peak: int, start: int, steps: list[tuple[int, int]], copied: int, count: int
 ) -> dict[str, int]:
-    "Main memory of the process besides the tensors of a step, where malloc can be asked."
+    "Main memory of the process in addition to the tensors of a step."
     main = threading.current_thread() is threading.main_thread()
     size = product_memory() if count else 0
     known = copied + count * size
@@ -215,7 +215,7 @@ def _plain_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _use_own_masks(stack: ExitStack) -> None:
-    "Let transformers take fakes for real tensors, or it would make masks for nothing."
+    "Make transformers treat fake tensors as real ones, or it would build unneeded masks."
     theirs = sys.modules.get("transformers.utils.import_utils")
     if theirs and hasattr(theirs, "is_fake_tensor"):
         stack.enter_context(patch.object(theirs, "is_fake_tensor", lambda _: False))
@@ -223,7 +223,7 @@ def _use_own_masks(stack: ExitStack) -> None:
 
 @dataclass
 class _Step:
-    "A training step without data; `marks` are places in the events of its ledger."
+    "A training step without data; `marks` are positions in the events of its ledger."
 
     ledger: Ledger
     model: nn.Module
@@ -239,7 +239,7 @@ class _Step:
         self.marks.append(len(self.ledger.events))
 
     def allocate_states(self) -> None:
-        "Take a first step, which allocates the states, whatever its gradients are."
+        "Take a first step with zero gradients, which allocates the states."
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         for p in trained:
             if p.requires_grad:
@@ -266,7 +266,7 @@ class _Step:
             self.ledger.know("host", states)
 
     def add_batches(self, batches: Iterable[Mapping[str, Any]]) -> None:
-        "Another step, of these batches."
+        "Take another step with these batches."
         for real in batches:
             batch = self.ledger.tell(real)
             self.ledger.know("other", batch.values())
@@ -284,36 +284,36 @@ class _Step:
 
 
 def predict_memory(
-    # Makes it as it will be trained: frozen, adapted, quantized, checkpointed
+    # Makes the model as it will be trained: frozen, adapted, quantized, checkpointed
     make_model: Callable[[], nn.Module],
     batch_size: int,  # Rows of one forward pass
     seq_len: int,  # Tokens of a row
     optimizer: OptimConfig
     | Callable[[nn.Module], Optimizer]
     | None = None,  # None: `OptimConfig()`
-    chunked_loss: bool = True,  # By `lm_loss`, which avoids the whole logits where the model can
-    mixed_precision: str = "no",  # 'bf16' or 'fp16': computed in half the bits
-    in_backward: bool = False,  # Each parameter moves as soon as its gradient is known
+    chunked_loss: bool = True,  # Use `lm_loss`, which avoids the full logits if the model can
+    mixed_precision: str = "no",  # 'bf16' or 'fp16': computed in 16 bits
+    in_backward: bool = False,  # Update each parameter as soon as its gradient is complete
     accumulation: int = 1,  # Forward passes for one step
-    objective: Callable | None = None,  # (model, batch) -> Loss, instead of those two
+    objective: Callable | None = None,  # (model, batch) -> Loss, instead of the two above
     # A context manager for the steps, for example an offload
     around: Callable[[nn.Module, Optimizer], AbstractContextManager] | None = None,
     host: bool = False,  # Leave out the main memory of an offloaded or paged optimizer
-    device: str = "cpu",  # Whose sizes and kernels; 'cuda' needs a torch that was built for it
+    device: str = "cpu",  # Predict for this device; 'cuda' needs a torch built with it
     block: int | None = None,  # Sizes are rounded up to it; None: 512 on a GPU
-    # A real one for the objective, instead of rows of ids; on the device its tensors have no data
+    # A real batch for the objective, instead of rows of ids; its copy has no data
     batch: Mapping[str, Any] | None = None,
-    # With `resident` and `batch`: more batches of the run, whose sizes malloc fits in less well
+    # With `resident` and `batch`: more batches of the run; malloc places different sizes less well
     # than equal ones
     others: Iterable[Mapping[str, Any]] = (),
-    # Called before each step, for example to make the answers that it learns from
+    # Called before each step, for example to generate the answers to train on
     before: Callable[[nn.Module], object] | None = None,
     resident: bool = False,  # On a CPU: also what malloc keeps (`beside` of the report)
     copies: bool = False,  # With `resident`: a checkpoint is written during the run
     # With `resident`: how many different products a run has, from those of this step
     kernels: Callable[[set[tuple]], int] = len,
 ) -> MemoryReport:
-    "The peak of a training step, found by taking it with no data and no weights."
+    "Predict the peak memory of a training step by running it on tensors without data."
     _check_arguments(batch_size, seq_len, accumulation, mixed_precision)
     _fill_tables(device)
     resident = resident and device == "cpu"
@@ -367,14 +367,14 @@ def predict_memory(
             steps = _several_steps([*ledger.events], step.marks, in_backward, copied)
     if resident:
         if result.peak > available_memory()[0]:
-            result.beside = {"checkpoint": sum(copied), "allocator": 0}  # It will not run
+            result.beside = {"checkpoint": sum(copied), "allocator": 0}  # The run does not fit
         else:
             count = kernels(result.products)
             result.beside = _beside(result.peak, start, steps, sum(copied), count)
     return result
 
 # %% ../../nbs/07_memory/01_memory.ipynb #e5d03f17
-def memory_used() -> int:  # Bytes; 0 where the system does not tell
+def memory_used() -> int:  # Bytes; 0 if the system does not report it
     "The main memory of this process now."
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
@@ -389,9 +389,9 @@ def memory_used() -> int:  # Bytes; 0 where the system does not tell
 
 
 def peak_memory_used(
-    forget: bool = False,  # Begin anew from here
-) -> int | None:  # Bytes; None where the system does not tell
-    "The most main memory that this process has had at a time, as Linux counts."
+    forget: bool = False,  # Reset the peak first
+) -> int | None:  # Bytes; None if the system does not report it
+    "The peak main memory of this process, as counted by Linux."
     try:
         if forget:
             Path("/proc/self/clear_refs").write_text("5")
@@ -402,7 +402,7 @@ def peak_memory_used(
 
 
 def library_memory() -> int:  # Bytes; 0: unknown, or all kernels have run before
-    "Main memory that kernels keep once they have run: a few are run, in a tenth of a second."
+    "Main memory that kernels keep after their first run; runs a few, in a tenth of a second."
     trim_malloc()
     before = memory_used()
     with torch.enable_grad(), torch.random.fork_rng([]):
@@ -426,10 +426,10 @@ PRODUCT_BYTES = (
 
 
 @cache
-def product_memory() -> int:  # Bytes; 0 where other products are used
+def product_memory() -> int:  # Bytes; 0 if oneDNN is not used
     """Main memory that oneDNN keeps for each different matrix product, mostly code.
 
-    It is measured with a few products that nobody needs."""
+    It is measured with a few products whose results are discarded."""
     if not onednn_pays():
         return 0
     x, sizes = torch.zeros(1100, 64), []
@@ -440,22 +440,22 @@ def product_memory() -> int:  # Bytes; 0 where other products are used
             x[: 1001 + 2 * n] @ x[:64]
             sizes.append((malloc_used() or 0) - (before or 0))
     usual = sorted(sizes)[1]
-    # Less: its store is full, or malloc cannot be asked
+    # A smaller value: oneDNN's cache is full, or malloc does not report
     return usual if usual > PRODUCT_BYTES // 4 else PRODUCT_BYTES
 
 
 def measure_memory(
     step: Callable[[], object],  # Called once
-    *objects: object,  # Modules, optimizers and tensors that were there before it
+    *objects: object,  # Modules, optimizers and tensors that exist before it
 ) -> MemoryReport:
     """Count the tensors of a real step, and measure the memory of the process.
 
-    `seen`: by how much the machine's count rose at most; on a GPU the allocator's own peak."""
+    `seen`: the largest rise of the system's count; on a GPU the peak of torch's allocator."""
     gc.collect()
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    before = peak_memory_used(forget=True)  # Forgetting sets it to what is used now
+    before = peak_memory_used(forget=True)  # A reset sets it to the current use
     with Ledger(512 if cuda else 1).follow(*objects) as ledger:
         step()
     after = peak_memory_used()
@@ -463,7 +463,7 @@ def measure_memory(
     return report(ledger, torch.cuda.max_memory_allocated() if cuda else seen)
 
 
-def memory_report() -> dict[str, int]:  # {what: bytes}; what a machine does not tell is missing
+def memory_report() -> dict[str, int]:  # {what: bytes}, without what the system does not report
     "Memory that is used and free: this process, main memory, CUDA, MPS. Never raises."
     sizes: dict[str, int] = {}
 
