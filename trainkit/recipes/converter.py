@@ -33,10 +33,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ..align.rl import METHODS as RL_METHODS
-from ..config import ConfigError, Problem, declared, nearest, parse_config, split_list
+from ..config import ConfigError, Problem, declared, find_knobs, nearest, parse_config
+from ..config import split_list
 from ..display import table
-from .config import ALIGNED, METHODS, METHOD_NAMES, NAMING, RunConfig, lora_words
-from .config import method_config, method_words
+from .config import ALIGNED, METHODS, METHOD_NAMES, NAMING, RunConfig
+from .config import choose_method, method_config, read_method
 from .launcher import LaunchConfig
 from .launcher import translate_launch as translate_launch
 from ..tokenizer.chat_template import TEMPLATES
@@ -1634,14 +1635,17 @@ def _knob_of(key: str, places: list[str], groups: Mapping[str, str]) -> str | Re
     return Refused(f"could be meant for {' or '.join(groups)}: put it into its group")
 
 
-def _renamed(replacement: str | Callable, value: object) -> Meaning:
-    "The meaning of a name that transformers used before: new settings, or why there are none."
-    if not callable(replacement):
-        return Refused(replacement)
-    settings = replacement(value)
+def _translated(knob: str, key: str, value: object) -> Meaning:
+    "The meaning of a name of a knob: the same value, other settings, or why there are none."
+    ((*groups, _), found, *_) = find_knobs(RunConfig, knob)[0]
+    meaning = found.aliases.get(key)
+    if meaning is None or found.name == key:
+        return Implied("empty is the default") if value is None else {knob: value}
+    settings = meaning(value) if callable(meaning) else meaning
     if isinstance(settings, str):
         return Refused(settings)
-    return {f"train.{k}": v for k, v in settings.items()} or Implied("as it is by default")
+    settings = {".".join((*groups, k)): v for k, v in settings.items()}
+    return settings or Implied("as it is by default")
 
 
 def _unknown(key: str, value: object) -> Refused:
@@ -1673,11 +1677,11 @@ def look_up(
     if word is None and groups:
         word = _knob_of(key, places, groups)
     if word is None:
-        train = next(k.type for k in declared(RunConfig) if k.name == "train")
-        renamed = getattr(train, "RENAMED_KEYS", {})
-        return _renamed(renamed[key], value) if key in renamed else _unknown(key, value)
+        return _unknown(key, value)
     if isinstance(word, Refused):
         return word
+    if isinstance(word, str) and word not in WORDS:
+        return _translated(word, key, value)
     if callable(word):
         return word(value, siblings)
     return Implied("empty is the default") if value is None else {word: value}
@@ -1749,18 +1753,11 @@ def flag_changes(
     if set(naming) == {"use_lora"}:
         changes.append(f"use_lora={json.dumps(naming['use_lora'])}")
     elif naming:
-        changes += _flat(lora_words(method_words(naming)))
+        settings = read_method(naming)
+        if (use_lora := naming.get("use_lora")) is not None:
+            settings = {"use_lora": use_lora, **settings}
+        changes += [f"{key}={json.dumps(setting)}" for key, setting in settings.items()]
     return changes, notes
-
-
-def _flat(data: Mapping, above: str = "") -> list[str]:
-    changes = []
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            changes += _flat(value, f"{above}{key}.")
-        else:
-            changes.append(f"{above}{key}={json.dumps(value)}")
-    return changes
 
 # %% ../../nbs/11_recipes/04_convert_configs.ipynb #612e8c14
 METHOD_GROUPS = {
@@ -2109,8 +2106,8 @@ def _find_method(
     naming = {k: v for k, v in words.items() if k in NAMING}
     switch = {k: v for k, v in words.items() if k not in NAMING}
     if naming or any(switch.values()):
-        if method := lora_words({**method_words(naming), **switch}).get("method"):
-            return method, ""
+        method = read_method(naming)["method"] if naming else None
+        return choose_method(method, words.get("use_lora")), ""
     groups = list(dict.fromkeys(g for s in settings if (g := method_group(s.path))))
     if len(groups) > 1:
         remedy = "are several methods, and nothing tells which of them runs: give method="
@@ -2338,18 +2335,15 @@ _SCORED = {
 
 def _implied(words: Mapping[str, object]) -> dict[str, object]:  # {knob: value}
     "The settings that the name of a method implies: `stage: kto` is a loss, `qlora` four bits."
-    settings = method_words({k: v for k, v in words.items() if k in NAMING})
-    return {
-        f"{group}.{k}": v
-        for group in ("dpo", "quant")
-        for k, v in (settings.get(group) or {}).items()
-    }
+    naming = {k: v for k, v in words.items() if k in NAMING}
+    return {k: v for k, v in read_method(naming).items() if "." in k} if naming else {}
 
 
 def _adapter(words: Mapping[str, object], method: str) -> dict[str, bool]:
     "Whether an adapter is trained, for a method that works with and without."
     if method not in ALIGNED:
-        return {}
+        refused = words.get("use_lora") is True and METHODS[method].trains != "adapter"
+        return {"use_lora": True} if refused else {}
     if words.get("finetuning_type") in ("lora", "qlora"):
         return {"use_lora": True}
     use_lora = words.get("use_lora")
