@@ -54,8 +54,9 @@ def knob(
     # Other names that files may use for it; or name -> None for the same value, a function from
     # the value to settings `{knob: value}`, or a sentence that says why there is no such knob
     aliases: Sequence[str] | Mapping[str, str | Callable | None] = (),
-    # Where its names mean something together: from all words of the file to settings
-    reads: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
+    # Where its names mean something together: from all words of a file, and the value that lies
+    # below, to settings
+    reads: Callable[[Mapping[str, Any], Any], dict[str, Any]] | None = None,
     # Of a group: the words at the top that mean its knobs, where other groups have them too;
     # or a function of the settings at the top: whether all such words do
     bare: Sequence[str] | Callable[[Mapping[str, Any]], bool] = (),
@@ -552,6 +553,7 @@ class _Reader:
         lines: Mapping[str, int] = {},  # Of the keys of all but the last
     ):
         self.cls, self.lines, self.problems = cls, lines, []
+        self.done: set[tuple] = set()
         self.unset: dict[tuple[int, str], KeyError] = {}  # Keys that name a missing variable
         self.layers = [self._fill_in(n, words) for n, words in enumerate(layers)]
         self.values: list[dict] = [{} for _ in layers]  # Of the knobs, nested
@@ -596,11 +598,17 @@ class _Reader:
     def _read(self, n: int, key: str) -> None:
         "Set the knobs that one key means."
         value = self.layers[n][key]
-        places = find_knobs(self.cls, key, self.said)
+        places = find_knobs(self.cls, key, {**self.said, **self.values[n]})
         if len(places) != 1:
             self._add(n, key, value if places else ..., self._where(key, places))
             return
         (place,) = places
+        if place.knob.reads:
+            if (n, place.path) in self.done:
+                return  # Its names are read together
+            self.done.add((n, place.path))
+        elif any(key in later for later in self.layers[n + 1 :]):
+            return  # It was said again
         try:
             settings = self._settings(place, value, self.layers[n])
         except ConfigError as error:
@@ -633,7 +641,7 @@ class _Reader:
         if _is_group(place.knob):
             raise ConfigError([Problem(place.name, value, "must be a group of keys")])
         if place.knob.reads:
-            return place.knob.reads(words)
+            return place.knob.reads(words, self._old(".".join(place.path)))
         if callable(meaning):
             return meaning(value)
         return meaning or {place.knob.name: value}
@@ -651,12 +659,13 @@ class _Reader:
         for group in groups:
             inner = inner.setdefault(group, {})
         other = self.origins[n].setdefault(path, key)
-        old = inner.setdefault(name, value)
+        old = self._old(path)
         if translated and isinstance(value, list) and isinstance(old, (str, list)):
             # Such as trackers, each with a switch of its own
             names = split_list(old) if isinstance(old, str) else old
             inner[name] = [*dict.fromkeys(names + value)]
-        elif other != key and old != value and [old] != value and old != [value]:
+        elif other != key and inner[name] != value and [inner[name]] != value:
+            old = inner[name]
             remedy = f"contradicts '{other}', which says {without_secrets(old)!r}: both are {path}"
             self._add(n, key, self.layers[n][key], remedy)
         else:
@@ -744,12 +753,12 @@ def _typed(cls: type, overrides: Sequence[str], file: Mapping[str, Any]) -> dict
             remedy = f"is not YAML: {getattr(error, 'problem', error)}"
             raise ConfigError([Problem(key, text, remedy)], "overrides") from None
         for place in find_knobs(cls, key, file):
+            if place.rest or place.knob.reads or place.knob.aliases.get(place.name):
+                continue
             if place.knob.type is str and not text:
                 value = ""
             elif place.knob.type in (str, str | None) and isinstance(value, (bool, int, float)):
                 value = text  # 12e4567 may be a name
-            if place.rest or place.knob.reads or place.knob.aliases.get(place.name):
-                continue
             words = {k: v for k, v in words.items() if paths.get(k) != place.path}
             paths[key] = place.path
         words.pop(key, None)

@@ -59,9 +59,12 @@ _BITS = {"quantization_bit", "load_in_8bit", "load_in_4bit", "bits"}
 
 def read_method(
     words: Mapping[str, Any],  # Of a config: dotted key -> value
+    under: str | None = None,  # The method so far, which `finetuning_type` alone is a part of
 ) -> dict[str, Any]:  # Knob -> value: `method`, and perhaps `use_lora`, `quant.bits` and a loss
     "Read `stage: sft` with `finetuning_type: lora` and the like as one method."
     said = {k: METHOD_NAMES.get(str(words[k]), str(words[k])) for k in NAMING if k in words}
+    if under and [*said] == ["finetuning_type"]:
+        said = {"method": under, **said}
     if len(said) > 1 and words.get("finetuning_type") == "full":
         del said["finetuning_type"]  # The whole model, whatever it learns
     names = [*dict.fromkeys(said.values())]
@@ -71,8 +74,8 @@ def read_method(
     goal, part = min(goals), next(iter(parts), "")
     adapter = goal in ALIGNED and part in ("lora", "qlora")
     if max(map(len, (goals, parts, losses))) > 1 or part and goal != "sft" and not adapter:
-        (first, value), *_, (last, _) = ((k, words[k]) for k in said)
-        remedy = f"does not go with '{first}', which says {value!r}"
+        first, *_, last = said
+        remedy = f"does not go with '{first}', which says {words.get(first, under)!r}"
         raise ConfigError([Problem(last, words[last], remedy)], "RunConfig")
     settings: dict[str, Any] = {"method": goal if adapter else part or goal}
     if losses:
@@ -118,6 +121,7 @@ class TokenizerConfig:
 
 def read_packing(
     words: Mapping[str, Any],  # Of a config: dotted key -> value
+    under: object = None,
 ) -> dict[str, Any]:
     "One strategy, where other libraries have a switch and a strategy next to it."
     named = {key: words[key] for key in words if key.rpartition(".")[2] in _PACKING}
