@@ -677,13 +677,15 @@ class _Reader:
             paths = " or ".join(".".join(place.path) for place in places)
             return f"may be {paths}: name the group too"
         group, _, name = key.rpartition(".")
+        if group and not find_knobs(self.cls, group):
+            return self._where(group, ())
         if group and (places := find_knobs(self.cls, name)):
             return f"is {' or '.join('.'.join(place.path) for place in places)}"
         kind = find_knobs(self.cls, group)[0].knob.type if group else self.cls
         inside = {}
         for k in filter(_is_group, declared(kind)):
             inside |= {name: f"{k.name}.{v[0].name}" for name, v in _knobs_by_name(k.type).items()}
-        return f"unknown key.{_near(key.rpartition('.')[2], [*_knobs_by_name(kind)], inside)}"
+        return f"unknown key.{_near(name, [*_knobs_by_name(kind)], inside)}"
 
 
 def merge(

@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ..align.rl import METHODS as RL_METHODS
-from ..config import ConfigError, Problem, declared, find_knobs, nearest, parse_config
-from ..config import split_list
+from ..config import ConfigError, Place, Problem, declared, find_knobs, nearest
+from ..config import parse_config, split_list
 from ..display import table
 from .config import ALIGNED, METHODS, METHOD_NAMES, NAMING, RunConfig
 from .config import choose_method, method_config, read_method
@@ -1635,16 +1635,15 @@ def _knob_of(key: str, places: list[str], groups: Mapping[str, str]) -> str | Re
     return Refused(f"could be meant for {' or '.join(groups)}: put it into its group")
 
 
-def _translated(knob: str, key: str, value: object) -> Meaning:
+def _translated(place: Place, key: str, value: object) -> Meaning:
     "The meaning of a name of a knob: the same value, other settings, or why there are none."
-    ((*groups, _), found, *_) = find_knobs(RunConfig, knob)[0]
-    meaning = found.aliases.get(key)
-    if meaning is None or found.name == key:
-        return Implied("empty is the default") if value is None else {knob: value}
+    meaning = place.knob.aliases.get(key)
+    if meaning is None:
+        return Implied("empty is the default") if value is None else {".".join(place.path): value}
     settings = meaning(value) if callable(meaning) else meaning
     if isinstance(settings, str):
         return Refused(settings)
-    settings = {".".join((*groups, k)): v for k, v in settings.items()}
+    settings = {".".join((*place.path[:-1], k)): v for k, v in settings.items()}
     return settings or Implied("as it is by default")
 
 
@@ -1680,8 +1679,8 @@ def look_up(
         return _unknown(key, value)
     if isinstance(word, Refused):
         return word
-    if isinstance(word, str) and word not in WORDS:
-        return _translated(word, key, value)
+    if isinstance(word, str) and (places := find_knobs(RunConfig, word)):
+        return _translated(places[0], key, value)
     if callable(word):
         return word(value, siblings)
     return Implied("empty is the default") if value is None else {word: value}
