@@ -637,7 +637,7 @@ class _Reader:
 
     def _settings(self, place: Place, value: Any, words: Mapping[str, Any]) -> dict | str:
         "What a word means: knobs with their values, or why it means none."
-        meaning = place.knob.aliases.get(place.name)
+        meaning: Any = place.knob.aliases.get(place.name)
         if _is_group(place.knob):
             raise ConfigError([Problem(place.name, value, "must be a group of keys")])
         if place.knob.reads:

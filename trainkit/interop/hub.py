@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import ConfigError, Problem, check_config, knob, without_secrets
+from ..config import check_config, knob, without_secrets
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

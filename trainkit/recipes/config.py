@@ -333,24 +333,8 @@ class RunConfig:
                 ],
                 "RunConfig",
             )
+        self._choose_adapter()
         recipe = self.recipe
-        if recipe.trains == "either":
-            self.use_lora = bool(self.use_lora or (self.use_lora is None and self.quant.bits))
-        elif self.use_lora and recipe.trains != "adapter" and self.method != "sft":
-            raise ConfigError(
-                [
-                    Problem(
-                        "use_lora",
-                        True,
-                        f"does not go with method {self.method}, which trains no adapter: "
-                        "set method to lora",
-                    )
-                ],
-                "RunConfig",
-            )
-        else:
-            self.method = "lora" if self.use_lora and self.method == "sft" else self.method
-            self.use_lora = None
         for name, group in list(vars(self).items()):
             if not hasattr(group, "__dict__") or not vars(group).pop("_unset", False):
                 continue
@@ -386,6 +370,26 @@ class RunConfig:
         ):
             why = f"must be at most model.max_seq_len = {self.model.max_seq_len}"
             raise ConfigError([Problem("data.max_length", self.data.max_length, why)], "RunConfig")
+
+    def _choose_adapter(self) -> None:
+        "`use_lora` is a choice for some methods; for the others it follows from the method."
+        if self.recipe.trains == "either":
+            self.use_lora = bool(self.use_lora or (self.use_lora is None and self.quant.bits))
+        elif self.use_lora and self.recipe.trains != "adapter" and self.method != "sft":
+            raise ConfigError(
+                [
+                    Problem(
+                        "use_lora",
+                        True,
+                        f"does not go with method {self.method}, which trains no adapter: "
+                        "set method to lora",
+                    )
+                ],
+                "RunConfig",
+            )
+        else:
+            self.method = "lora" if self.use_lora and self.method == "sft" else self.method
+            self.use_lora = None
 
     def _check_name(self) -> None:
         "The name is that of a folder in `runs_dir`, unless `train.output_dir` names another."

@@ -1637,7 +1637,7 @@ def _knob_of(key: str, places: list[str], groups: Mapping[str, str]) -> str | Re
 
 def _translated(place: Place, key: str, value: object) -> Meaning:
     "The meaning of a name of a knob: the same value, other settings, or why there are none."
-    meaning = place.knob.aliases.get(key)
+    meaning: Any = place.knob.aliases.get(key)
     if meaning is None:
         return Implied("empty is the default") if value is None else {".".join(place.path): value}
     settings = meaning(value) if callable(meaning) else meaning
@@ -2098,7 +2098,7 @@ def _is_wrong_alone(values: Mapping[str, Any], path: str) -> bool:
 
 
 def _find_method(
-    words: Mapping[str, object], settings: list[Setting], knobs: set[str], asked: str | None
+    words: Mapping[str, Any], settings: list[Setting], knobs: set[str], asked: str | None
 ) -> tuple[str, str]:  # The method, and the reason for it
     if asked:
         return METHOD_NAMES.get(asked, asked), "asked for"
