@@ -528,7 +528,7 @@ def find_knobs(
 def _is_group(knob: Knob) -> bool:
     return dataclasses.is_dataclass(knob.type)
 
-
+# %% ../nbs/90_toolbox/03_config.ipynb #alias-reader
 def _words(cls: type, data: Mapping, above: str = "") -> Iterator[tuple[str, Any]]:
     "Each setting of nested dicts: its dotted key, as it is written, and its value."
     for name, value in data.items():
@@ -687,7 +687,7 @@ class _Reader:
             inside |= {name: f"{k.name}.{v[0].name}" for name, v in _knobs_by_name(k.type).items()}
         return f"unknown key.{_near(name, [*_knobs_by_name(kind)], inside)}"
 
-
+# %% ../nbs/90_toolbox/03_config.ipynb #alias-merge
 def merge(
     cls: type,  # A config class
     *layers: Mapping[str, Any],  # Nested dicts by the names of its knobs
@@ -714,7 +714,7 @@ def canonical(
         raise ConfigError(reader.problems, cls.__name__)
     return reader.said
 
-
+# %% ../nbs/90_toolbox/03_config.ipynb #alias-build
 def _build(cls: type, data: Mapping, reader: _Reader, path: str = "") -> tuple[Any, list[Problem]]:
     "An instance of `cls` from the values of its knobs, or None; and all problems."
     values, problems, missing = {}, [], False

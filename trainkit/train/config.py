@@ -76,9 +76,7 @@ _FOLDERS = {
 class TrainConfig:
     "How long to train and what happens on the way; names as in transformers' TrainingArguments."
 
-    output_dir: str = knob(
-        "", "Folder of the run; empty: nothing is written", aliases=_FOLDERS
-    )
+    output_dir: str = knob("", "Folder of the run; empty: nothing is written", aliases=_FOLDERS)
     max_steps: int = knob(-1, "Optimizer steps in all; -1: what num_train_epochs takes", low=-1)
     num_train_epochs: float = knob(
         3.0, "Passes over the data when max_steps is -1", low=0, aliases=("num_epochs", "epochs")
