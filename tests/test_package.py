@@ -520,7 +520,7 @@ def test_a_run_refuses_what_was_written_to_no_knob(tmp_path):
     assert "data.max_lenght: unknown key. Did you mean 'max_length'?" in message_of(
         lambda c: setattr(c.data, "max_lenght", 64)
     )
-    assert "report_to of the run itself" in message_of(
+    assert "train.report_to = ['wandb']: is report_to, at the top" in message_of(
         lambda c: setattr(c.train, "report_to", ["wandb"])
     )
     assert "must be one of" in message_of(lambda c: setattr(c.optim, "optim", "adamw_bnb_8bit"))

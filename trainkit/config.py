@@ -674,18 +674,21 @@ class _Reader:
     def _where(self, key: str, places: Sequence[Place]) -> str:
         "What would be right instead of a key that means no knob, or several."
         if places:
-            paths = " or ".join(".".join(place.path) for place in places)
-            return f"may be {paths}: name the group too"
+            return f"may be {_either(places)}: name the group too"
         group, _, name = key.rpartition(".")
         if group and not find_knobs(self.cls, group):
             return self._where(group, ())
         if group and (places := find_knobs(self.cls, name)):
-            return f"is {' or '.join('.'.join(place.path) for place in places)}"
+            return f"is {_either(places)}{', at the top' * (len(places[0].path) == 1)}"
         kind = find_knobs(self.cls, group)[0].knob.type if group else self.cls
         inside = {}
         for k in filter(_is_group, declared(kind)):
             inside |= {name: f"{k.name}.{v[0].name}" for name, v in _knobs_by_name(k.type).items()}
         return f"unknown key.{_near(name, [*_knobs_by_name(kind)], inside)}"
+
+
+def _either(places: Sequence[Place]) -> str:
+    return " or ".join(".".join(place.path) for place in places)
 
 # %% ../nbs/90_toolbox/03_config.ipynb #alias-merge
 def merge(
