@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 from ..align.dpo import DPOConfig
 from ..align.rl import RLConfig
 from ..align.rl import METHODS as RL_METHODS
-from ..config import ConfigError, Problem, canonical, check_config, default_profile
-from ..config import find_settings, knob, load_config, merge, nearest, parse_config
-from ..config import split_list
+from ..config import ConfigError, Problem, canonical_config, check_config
+from ..config import default_profile, find_settings, knob, load_config, merge, nearest
+from ..config import parse_config, split_list
 from ..data.dataloader import CurriculumConfig
 from ..data.dataset import DataConfig
 from ..interop.hub import HubConfig
@@ -453,7 +453,7 @@ class RunConfig:
         said: Mapping[str, Any],  # What files and commands say, by the names of the knobs
     ) -> dict[str, Any]:
         "What nobody says comes from the preset, else from the method, else from the profile."
-        preset = canonical(RunConfig, preset_knobs(said.get("preset")))
+        preset = canonical_config(RunConfig, preset_knobs(said.get("preset")))
         use_lora = said.get("use_lora")
         default = preset.get("method", "pretrain")
         method = choose_method(said.get("method"), use_lora, default)
