@@ -5,6 +5,9 @@ Every module of the kit keeps its settings in a plain dataclass. `knob` describe
 refuses wrong values with a sentence that says what would be right; all mistakes are reported
 together in one `ConfigError`.
 
+Files may call a knob by other names, its `aliases`; `find_knobs` returns what a key means, and
+`canonical_config` the same settings by the names of the knobs.
+
 `load_config` fills a config class from YAML, JSON or a dict, with overrides such as
 `train.max_steps=100` and `${NAME}` from the environment; `save_config` writes it back without
 secrets. `from_profile` sizes a config for a laptop (`quick`) or a GPU (`full`). `pick_device`,
@@ -25,6 +28,7 @@ import os
 import re
 import sys
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from configparser import ConfigParser
 from configparser import Error as IniError
@@ -513,7 +517,7 @@ def find_knobs(
             return [place._replace(path=(knob.name, *place.path)) for place in places]
     if first in names:
         return []
-    ranked = []
+    ranked = []  # Groups that claim the word come first, and those that now do not claim it last
     for group in filter(_is_group, declared(cls)):
         if callable(group.bare):
             rank = 1 if group.bare(said) else 3
@@ -598,7 +602,7 @@ class _Reader:
     def _read(self, n: int, key: str) -> None:
         "Set the knobs that one key means."
         value = self.layers[n][key]
-        places = find_knobs(self.cls, key, {**self.said, **self.values[n]})
+        places = find_knobs(self.cls, key, ChainMap(self.values[n], *reversed(self.values)))
         if len(places) != 1:
             self._add(n, key, ..., self._where(key, places))
             return
@@ -622,8 +626,8 @@ class _Reader:
             remedy = f"the environment variable {self.unset[n, key]} is not set"
             self._add(n, key, value, remedy)
             return
-        translated = settings != {place.knob.name: value}
-        if translated and settings and callable(place.knob.aliases.get(place.name)):
+        translated = callable(place.knob.aliases.get(place.name))
+        if translated and settings:
             warnings.warn(
                 f"{key} = {without_secrets(value)!r} is a word of other libraries, "
                 f"and is taken for {without_secrets(settings)}",
@@ -648,10 +652,13 @@ class _Reader:
 
     def _old(self, path: str) -> Any:
         "The value that a knob has so far."
-        value: Any = self.said
-        for name in path.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
-        return value
+        for layer in reversed(self.values):
+            value: Any = layer
+            for name in path.split("."):
+                value = value.get(name) if isinstance(value, Mapping) else None
+            if value is not None:
+                return value
+        return None
 
     def _set(self, n: int, key: str, path: str, value: Any, translated: bool) -> None:
         *groups, name = path.split(".")
@@ -659,14 +666,13 @@ class _Reader:
         for group in groups:
             inner = inner.setdefault(group, {})
         other = self.origins[n].setdefault(path, key)
-        old = self._old(path)
-        if translated and isinstance(value, list) and isinstance(old, (str, list)):
-            # Such as trackers, each with a switch of its own
+        if translated and isinstance(value, list):  # Such as trackers, each with its own switch
+            old = self._old(path) or []
             names = split_list(old) if isinstance(old, str) else old
             inner[name] = [*dict.fromkeys(names + value)]
         elif other != key and inner[name] != value and [inner[name]] != value:
-            old = inner[name]
-            remedy = f"contradicts '{other}', which says {without_secrets(old)!r}: both are {path}"
+            says = without_secrets(inner[name])
+            remedy = f"contradicts '{other}', which says {says!r}: both are {path}"
             self._add(n, key, self.layers[n][key], remedy)
         else:
             inner[name] = value
