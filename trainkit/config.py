@@ -646,9 +646,9 @@ class _Reader:
             raise ConfigError([Problem(place.name, value, "must be a group of keys")])
         if place.knob.reads:
             return place.knob.reads(words, self._old(".".join(place.path)))
-        if callable(meaning):
-            return meaning(value)
-        return meaning or {place.knob.name: value}
+        if meaning is None:
+            return {place.knob.name: value}
+        return meaning if isinstance(meaning, str) else meaning(value)
 
     def _old(self, path: str) -> Any:
         "The value that a knob has so far."

@@ -1640,7 +1640,7 @@ def _translated(place: Place, key: str, value: object) -> Meaning:
     meaning: Any = place.knob.aliases.get(key)
     if meaning is None:
         return Implied("empty is the default") if value is None else {".".join(place.path): value}
-    settings = meaning(value) if callable(meaning) else meaning
+    settings = meaning if isinstance(meaning, str) else meaning(value)
     if isinstance(settings, str):
         return Refused(settings)
     settings = {".".join((*place.path[:-1], k)): v for k, v in settings.items()}
