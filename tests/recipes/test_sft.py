@@ -693,7 +693,7 @@ def test_tokens_of_a_new_chat_format_are_learned(home, method):
 
 def test_the_name_of_a_run_in_the_words_of_other_libraries():
     assert load_config(RunConfig, {"run_name": "mine"}).name == "mine"
-    with pytest.raises(ValueError, match="train.run_name.*is name of the run itself, one level up"):
+    with pytest.raises(ValueError, match="train.run_name.*is name, at the top"):
         load_config(RunConfig, {"train": {"run_name": "mine"}})
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .policy import KL_ESTIMATORS, TokenScores, token_scores
-from ..config import ConfigError, Problem, check_config, knob
+from ..config import ConfigError, Problem, check_config, knob, split_list
 from ..train.objectives import Loss, to_model_device, objective
 
 # %% ../../nbs/08_align/10_advantages.ipynb #2675ef21
@@ -267,6 +267,8 @@ class RLConfig:
     seed: int = knob(0, "Of the order of prompts and of the answers", low=0)
 
     def __post_init__(self):
+        if isinstance(self.rewards, str):
+            self.rewards = split_list(self.rewards)
         check_config(self)
         problems = []
         if self.method in ("grpo", "rloo") and self.num_generations < 2:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import ConfigError, Problem, check_config, knob, without_secrets
+from ..config import check_config, knob, without_secrets
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -135,13 +135,15 @@ def push_to_hub(
         raise OSError(explain(error, repo)) from None
 
 # %% ../../nbs/10_interop/03_hub.ipynb #97dbff3d
-_TOKENS = ("hub_token", "token", "use_auth_token")
-# What a config may say of a token
-_NO_TOKEN = (None, False, True, "", "${HF_TOKEN}", "${HUGGING_FACE_HUB_TOKEN}")
-_TOKEN_REMEDY = (
-    "a token is a secret, and a config is not: put it into the environment, "
-    "HF_TOKEN=… trainkit train …"
-)
+def _token(value: object) -> dict | str:
+    "A config may only refer to a token in the environment."
+    named = ("${HF_TOKEN}", "${HUGGING_FACE_HUB_TOKEN}")
+    if without_secrets(value) in (None, False, True, "", *named):
+        return {}
+    return (
+        "a token is a secret, and a config is not: put it into the environment, "
+        "HF_TOKEN=… trainkit train …"
+    )
 
 
 @dataclass
@@ -149,7 +151,9 @@ class HubConfig:
     "What a run uploads to the Hugging Face hub."
 
     push_to_hub: bool = knob(
-        False, "Upload the model, with the token in HF_TOKEN in the environment"
+        False,
+        "Upload the model, with the token in HF_TOKEN in the environment",
+        aliases=dict.fromkeys(("hub_token", "token", "use_auth_token"), _token),
     )
     hub_model_id: str = knob(
         "", "owner/name of the repository; empty: the name of the run, under your own name"
@@ -164,24 +168,6 @@ class HubConfig:
 
     def __post_init__(self):
         check_config(self)
-
-    @staticmethod
-    def moved(
-        data: Mapping,  # The group as it was written
-    ) -> Mapping:  # The same without what names a token
-        "Refuse a token in a config; it may only refer to the environment."
-        for name in _TOKENS:
-            if without_secrets(data.get(name)) not in _NO_TOKEN:
-                raise ConfigError([Problem(name, ..., _TOKEN_REMEDY)], "HubConfig")
-        return {k: v for k, v in data.items() if k not in _TOKENS}
-
-
-# A message for whoever looks for it in a config
-setattr(  # noqa: B010
-    HubConfig,
-    "RENAMED_KEYS",
-    dict.fromkeys(_TOKENS, "belongs into the environment: HF_TOKEN"),
-)
 
 # %% ../../nbs/10_interop/03_hub.ipynb #ab15ee26
 class HubPush:

@@ -33,10 +33,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ..align.rl import METHODS as RL_METHODS
-from ..config import ConfigError, Problem, declared, nearest, parse_config, split_list
+from ..config import ConfigError, Place, Problem, declared, find_knobs, nearest
+from ..config import parse_config, split_list
 from ..display import table
-from .config import ALIGNED, METHODS, METHOD_NAMES, NAMING, RunConfig, lora_words
-from .config import method_config, method_words
+from .config import ALIGNED, METHODS, METHOD_NAMES, NAMING, RunConfig
+from .config import choose_method, method_config, read_method
 from .launcher import LaunchConfig
 from .launcher import translate_launch as translate_launch
 from ..tokenizer.chat_template import TEMPLATES
@@ -1634,14 +1635,16 @@ def _knob_of(key: str, places: list[str], groups: Mapping[str, str]) -> str | Re
     return Refused(f"could be meant for {' or '.join(groups)}: put it into its group")
 
 
-def _renamed(replacement: str | Callable, value: object) -> Meaning:
-    "The meaning of a name that transformers used before: new settings, or why there are none."
-    if not callable(replacement):
-        return Refused(replacement)
-    settings = replacement(value)
+def _translated(place: Place, key: str, value: object) -> Meaning:
+    "The meaning of a name of a knob: the same value, other settings, or why there are none."
+    meaning: Any = place.knob.aliases.get(key)
+    if meaning is None:
+        return Implied("empty is the default") if value is None else {".".join(place.path): value}
+    settings = meaning if isinstance(meaning, str) else meaning(value)
     if isinstance(settings, str):
         return Refused(settings)
-    return {f"train.{k}": v for k, v in settings.items()} or Implied("as it is by default")
+    settings = {".".join((*place.path[:-1], k)): v for k, v in settings.items()}
+    return settings or Implied("as it is by default")
 
 
 def _unknown(key: str, value: object) -> Refused:
@@ -1673,11 +1676,11 @@ def look_up(
     if word is None and groups:
         word = _knob_of(key, places, groups)
     if word is None:
-        train = next(k.type for k in declared(RunConfig) if k.name == "train")
-        renamed = getattr(train, "RENAMED_KEYS", {})
-        return _renamed(renamed[key], value) if key in renamed else _unknown(key, value)
+        return _unknown(key, value)
     if isinstance(word, Refused):
         return word
+    if isinstance(word, str) and (places := find_knobs(RunConfig, word)):
+        return _translated(places[0], key, value)
     if callable(word):
         return word(value, siblings)
     return Implied("empty is the default") if value is None else {word: value}
@@ -1749,18 +1752,11 @@ def flag_changes(
     if set(naming) == {"use_lora"}:
         changes.append(f"use_lora={json.dumps(naming['use_lora'])}")
     elif naming:
-        changes += _flat(lora_words(method_words(naming)))
+        settings = read_method(naming)
+        if (use_lora := naming.get("use_lora")) is not None:
+            settings = {"use_lora": use_lora, **settings}
+        changes += [f"{key}={json.dumps(setting)}" for key, setting in settings.items()]
     return changes, notes
-
-
-def _flat(data: Mapping, above: str = "") -> list[str]:
-    changes = []
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            changes += _flat(value, f"{above}{key}.")
-        else:
-            changes.append(f"{above}{key}={json.dumps(value)}")
-    return changes
 
 # %% ../../nbs/11_recipes/04_convert_configs.ipynb #612e8c14
 METHOD_GROUPS = {
@@ -2102,15 +2098,15 @@ def _is_wrong_alone(values: Mapping[str, Any], path: str) -> bool:
 
 
 def _find_method(
-    words: Mapping[str, object], settings: list[Setting], knobs: set[str], asked: str | None
+    words: Mapping[str, Any], settings: list[Setting], knobs: set[str], asked: str | None
 ) -> tuple[str, str]:  # The method, and the reason for it
     if asked:
         return METHOD_NAMES.get(asked, asked), "asked for"
     naming = {k: v for k, v in words.items() if k in NAMING}
     switch = {k: v for k, v in words.items() if k not in NAMING}
     if naming or any(switch.values()):
-        if method := lora_words({**method_words(naming), **switch}).get("method"):
-            return method, ""
+        method = read_method(naming)["method"] if naming else None
+        return choose_method(method, words.get("use_lora")), ""
     groups = list(dict.fromkeys(g for s in settings if (g := method_group(s.path))))
     if len(groups) > 1:
         remedy = "are several methods, and nothing tells which of them runs: give method="
@@ -2338,18 +2334,15 @@ _SCORED = {
 
 def _implied(words: Mapping[str, object]) -> dict[str, object]:  # {knob: value}
     "The settings that the name of a method implies: `stage: kto` is a loss, `qlora` four bits."
-    settings = method_words({k: v for k, v in words.items() if k in NAMING})
-    return {
-        f"{group}.{k}": v
-        for group in ("dpo", "quant")
-        for k, v in (settings.get(group) or {}).items()
-    }
+    naming = {k: v for k, v in words.items() if k in NAMING}
+    return {k: v for k, v in read_method(naming).items() if "." in k} if naming else {}
 
 
 def _adapter(words: Mapping[str, object], method: str) -> dict[str, bool]:
     "Whether an adapter is trained, for a method that works with and without."
     if method not in ALIGNED:
-        return {}
+        refused = words.get("use_lora") is True and METHODS[method].trains != "adapter"
+        return {"use_lora": True} if refused else {}
     if words.get("finetuning_type") in ("lora", "qlora"):
         return {"use_lora": True}
     use_lora = words.get("use_lora")
