@@ -1239,6 +1239,27 @@ def test_a_deepspeed_file_alone_becomes_the_knobs_that_it_names(tmp_path):
     ] == [True, True], "nothing is left out in silence"
 
 
+@pytest.mark.parametrize("device", ["cpu", "nvme", "none"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_states_in_main_memory_are_carried_where_one_process_trains(device, alone):
+    "What DeepSpeed moves for several processes is its own; parameters are reported, as before."
+    places = dict(offload_optimizer=dict(device=device), offload_param=dict(device=device))
+    settings = dict(
+        zero_optimization=dict(stage=3, **places),
+        train_micro_batch_size_per_gpu=2,
+        gradient_accumulation_steps=2,
+        train_batch_size=4,
+    )
+    run = dict(deepspeed=settings, method="sft", model_name_or_path="tiny/base")
+    config, account = convert_config(settings if alone else run)
+    given = config.train.offload_optimizer if not alone else None
+    carried = account.given.get("train", {}).get("offload_optimizer", False)
+    assert carried is (device == "cpu") and given in (None, carried)
+    [row] = [row for row in account.named("refused") if "nothing to shard" in row.why]
+    assert "offload_param" in str(row.value)
+    assert ("offload_optimizer" in str(row.value)) is (device != "cpu")
+
+
 @pytest.mark.parametrize("where", ["inline", "a file", "use_amp"])
 def test_fp16_with_zero_becomes_bf16_and_says_so(where, tmp_path):
     "As a trainer from scratch has it; the loop refuses the two together."

@@ -2166,11 +2166,19 @@ def _launch(
     number = _number_of_processes(deepspeed)
     if number == 1:  # Nothing to distribute
         zero = deepspeed.get("zero_optimization", ...)
+        plain = {**deepspeed, "zero_optimization": {"stage": 0}}
+        rest = dict(zero) if isinstance(zero, Mapping) else {}
+        offload = rest.get("offload_optimizer")
+        moves = isinstance(offload, Mapping) and offload.get("device") == "cpu"
+        if moves:  # The loop does this itself
+            zero = {name: value for name, value in rest.items() if name != "offload_optimizer"}
         notes.append(
             Problem("zero_optimization", zero, "one process has nothing to shard: left out")
         )
-        plain = {**deepspeed, "zero_optimization": {"stage": 0}}
-        return translate_launch({**words, key: plain}, notes)
+        launch, groups = translate_launch({**words, key: plain}, notes)
+        if moves:
+            groups["train"] = {**groups.get("train", {}), "offload_optimizer": True}
+        return launch, groups
     try:
         return translate_launch(words, notes, num_processes=number or 1)
     except ConfigError as error:
