@@ -85,7 +85,8 @@ def write_atomic(
 
 
 def write_together(
-    files: Mapping[str | Path, str | bytes],  # Path -> text (as UTF-8) or bytes
+    # Path -> text (as UTF-8) or bytes; None: this file is removed
+    files: Mapping[str | Path, str | bytes | None],
 ) -> None:  # Raises `OSError` as `write_atomic` does
     "Write files that belong together: all of them are on the disk before the first gets its name."
     written: dict[Path, Path] = {}
@@ -93,6 +94,8 @@ def write_together(
     try:
         for name, data in files.items():
             path = Path(name)
+            if data is None:
+                continue
             path.parent.mkdir(parents=True, exist_ok=True)
             written[path] = _temporary_name(path)
             with open(written[path], "xb") as file:
@@ -101,6 +104,8 @@ def write_together(
                 os.fsync(file.fileno())
             if path.exists():
                 os.chmod(written[path], path.stat().st_mode)
+        for path in (Path(name) for name, data in files.items() if data is None):
+            path.unlink(missing_ok=True)
         for path, temporary in written.items():
             os.replace(temporary, path)
     except BaseException as error:

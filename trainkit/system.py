@@ -385,7 +385,7 @@ ONEDNN_STORES = {  # Of torch, for each thread; the second is the older name
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "DNNL_PRIMITIVE_CACHE_CAPACITY",
     "LRU_CACHE_CAPACITY": "",
 }
-SHAPES_KEPT = 128
+SHAPES_KEPT = 32
 
 
 def malloc_used() -> int | None:  # Bytes; None where glibc lacks it (before 2.33)

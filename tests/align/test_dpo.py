@@ -30,7 +30,7 @@ from trainkit.align.reference import (
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 from trainkit.train.config import TrainConfig
 from trainkit.train.trainer import Trainer
-from trainkit.align.kto import UnpairedBatches, kto_objective
+from trainkit.align.kto import UnpairedBatches, kto_objective, tokenize_unpaired
 
 warnings.filterwarnings("ignore")
 RNG = torch.Generator().manual_seed(0)
@@ -720,6 +720,37 @@ def test_pairs_that_are_the_same_once_they_are_cut_are_left_out():
     assert (
         len(tokenize_pairs(rows, letters, 12 + 13, None, "prompt")) == 2
     )  # Where the difference is read
+
+
+ROW = dict(prompt="abcdefgh", chosen="ijkl", rejected="mn", completion="ijkl", label=True)
+
+
+@pytest.mark.parametrize("tokenize", [tokenize_pairs, tokenize_unpaired])
+@pytest.mark.parametrize(
+    "limits, kept, named",
+    [
+        (dict(), (8, 5), ""),
+        (dict(max_length=13, max_prompt_length=8), (8, 5), ""),
+        (dict(max_length=12), (7, 5), "raise dpo.max_length"),
+        (dict(max_length=5), (1, 4), "raise dpo.max_length"),
+        (dict(max_prompt_length=7), (7, 5), "raise dpo.max_prompt_length"),
+        (dict(max_length=12, max_prompt_length=3), (3, 5), "raise dpo.max_prompt_length"),
+    ],
+)
+def test_nothing_is_cut_where_a_long_row_is_an_error(tokenize, limits, kept, named):
+    "truncation='error' raises for a prompt, too; 'prompt' cuts the same row and says so."
+    letters = BPETokenizer.train(["abc"], 257, special_tokens=["<|end|>"], progress=False)
+    letters.eos_token = "<|end|>"
+    if named:
+        with pytest.raises(ValueError, match=f"row 0 .*{named}.*dpo.truncation='prompt'"):
+            tokenize([ROW], letters, truncation="error", **limits)
+        with pytest.raises(ValueError, match="row 0 "):
+            tokenize([ROW], letters, **limits)
+        with pytest.warns(UserWarning, match="lost their"):
+            row = tokenize([ROW], letters, truncation="prompt", **limits)[0]
+    else:
+        row = tokenize([ROW], letters, truncation="error", **limits)[0]
+    assert (len(row["prompt"]), len(row["chosen" if "chosen" in row else "completion"])) == kept
 
 
 @pytest.mark.parametrize("loss", ["simpo", "orpo", "cpo"])

@@ -476,6 +476,30 @@ def test_new_tokens_everywhere(tmp_path):
         assert gap(logits(merge_lora(copy.deepcopy(model))), logits(model)) < 1e-5
 
 
+@pytest.mark.parametrize("formatted", [False, True], ids=["template gone", "template new"])
+def test_a_merged_folder_has_the_tokenizer_of_the_adapter(formatted, tmp_path):
+    "The base's template goes with the base's tokenizer."
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+
+    base = llama(vocab_size=300)
+    base.save_pretrained(tmp_path / "base")
+    old = BPETokenizer.train(["a b c " * 9], 258, special_tokens=["<|end|>"], progress=False)
+    old.chat_template = "old"
+    old.save(tmp_path / "base")
+    model = add_lora(
+        resize_vocabulary(base, 310), LoRAConfig(r=2, modules_to_save=["embed_tokens", "lm_head"])
+    )
+    save_adapter(model, tmp_path / "a")
+    new = BPETokenizer.load(tmp_path / "base")
+    new.add_special_tokens(["<|new|>"])
+    new.chat_template = "new" if formatted else None
+    new.save(tmp_path / "a")
+    merge_folder(tmp_path / "base", tmp_path / "a", tmp_path / "out")
+    opened = BPETokenizer.load(tmp_path / "out")
+    assert opened.special_tokens == new.special_tokens
+    assert opened.chat_template == new.chat_template
+
+
 def test_dropped_layers_and_switching_keep_the_optimizer_honest():
     "After a switch, what was active before gets no gradient."
     model = add_lora(add_lora(small(), LoRAConfig(r=2), "a"), LoRAConfig(r=2), "b")

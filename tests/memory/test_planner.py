@@ -461,3 +461,31 @@ def test_batches_of_other_sizes_leave_gaps_that_a_step_of_several_is_predicted_w
             tensors.products,
         )
     assert not _others(trainer, None)
+
+
+def test_the_largest_batch_of_pairs_is_the_one_with_the_most_tokens():
+    """Pairs are computed without padding: one long answer among short ones is a small batch.
+
+    The batch that is predicted at the end of a run came in it, and no other took more memory."""
+    from trainkit.align.dpo import DPOConfig, dpo_objective
+    from trainkit.align.preference_data import collate_pairs
+    from trainkit.align.reference import make_reference
+    from trainkit.memory.estimate import batch_size, computed_tokens
+
+    long = dict(prompt=[1] * 8, chosen=[4] * 24, rejected=[5] * 24)
+    short = dict(prompt=[1] * 8, chosen=[4], rejected=[5, 6])
+    wide, full = [dict(long, chosen=[4] * 30), short, short, short], [long] * 4
+    batches = [collate_pairs(rows) for rows in (wide, full)]
+    sizes = [(batch_size(batch), computed_tokens(batch)) for batch in batches]
+    assert sizes == [((4, 62), 62 + 3 * 11), ((4, 56), 4 * 56)]
+    plain = dict(input_ids=torch.ones(3, 5, dtype=torch.long))
+    assert computed_tokens(plain) == 15
+    watch, model = MemoryWatch(), Transformer(TINY)
+    Trainer(
+        model,
+        dpo_objective(make_reference(model), DPOConfig()),
+        batches,
+        callbacks=[watch],
+        config=TrainConfig(max_steps=2, progress=False),
+    ).train()
+    assert watch.largest == (4, 56) and watch.known.keys() == {(4, 56, 224)}

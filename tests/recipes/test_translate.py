@@ -20,7 +20,7 @@ from trainkit.recipes.config import METHODS, RunConfig, method_config
 from trainkit.train.config import TrainConfig
 from trainkit.recipes.config import PRESETS
 from trainkit.recipes.methods import ALIGNED
-from trainkit.recipes.converter import convert_config
+from trainkit.recipes.converter import convert_config, flag_changes
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
 MEANT = {  # file -> knobs that it must come to, and what must be refused
@@ -988,6 +988,92 @@ def test_what_only_a_run_would_tell_is_no_literal(case):
     ], "never a wrong value, and never left out"
 
 
+SCRIPTS = {  # A call in a script -> knobs that it must come to, and words that must be refused
+    "GRPOConfig(beta=0.04, epsilon=0.1, epsilon_high=0.28, temperature=0.9, top_p=0.95, top_k=5, "
+    "loss_type='dapo', scale_rewards=False, num_generations=4, num_iterations=2, seed=3, "
+    "max_completion_length=64, learning_rate=1e-6, adam_epsilon=1e-7, min_p=0.1, delta=1.5, "
+    "max_prompt_length=9, repetition_penalty=1.1, disable_dropout=True, vllm_mode='colocate')": (
+        {
+            "method": "grpo",
+            "rl.beta": 0.04,
+            "rl.epsilon": 0.1,
+            "rl.epsilon_high": 0.28,
+            "rl.temperature": 0.9,
+            "rl.top_p": 0.95,
+            "rl.top_k": 5,
+            "rl.loss_type": "dapo",
+            "rl.scale_rewards": "none",
+            "rl.num_generations": 4,
+            "rl.num_iterations": 2,
+            "rl.max_completion_length": 64,
+            "train.seed": 3,
+            "optim.learning_rate": 1e-6,
+            "optim.adam_epsilon": 1e-7,
+            "dpo.beta": 0.1,
+        },
+        {"min_p", "delta", "max_prompt_length", "repetition_penalty"},
+    ),
+    "RLOOConfig(beta=0.05, epsilon=0.3, temperature=0.7, normalize_advantages=True)": (
+        {"method": "rloo", "rl.beta": 0.05, "rl.epsilon": 0.3, "rl.temperature": 0.7},
+        {"normalize_advantages"},
+    ),
+    "KTOConfig(beta=0.2, desirable_weight=1.5, max_length=64, disable_dropout=True)": (
+        {
+            "method": "dpo",
+            "dpo.loss_type": ["kto"],
+            "dpo.beta": 0.2,
+            "dpo.desirable_weight": 1.5,
+            "dpo.max_length": 64,
+        },
+        set(),
+    ),
+    "KTOConfig(loss_type='apo_zero_unpaired', undesirable_weight=2.0)": (
+        {"method": "dpo", "dpo.loss_type": ["apo_zero"], "dpo.undesirable_weight": 2.0},
+        set(),
+    ),
+    "DPOConfig(truncation_mode='keep_end', loss_type=['sigmoid', 'sft'])": (
+        {"method": "dpo", "dpo.truncation": "prompt", "dpo.loss_type": ["sigmoid", "sft"]},
+        set(),
+    ),
+    "DPOConfig(truncation_mode='keep_start')": ({"method": "dpo"}, {"truncation_mode"}),
+    "RewardConfig(max_length=64)": ({"method": "reward", "data.max_length": 64}, set()),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script[:40])
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole", "adapter"])
+def test_a_script_of_trl_keeps_its_method_and_the_sense_of_its_words(script, adapter, tmp_path):
+    "`epsilon` is a bound on the ratio in GRPOConfig; and what an adapter learns stays in one."
+    knobs, words = SCRIPTS[script]
+    lora = "peft_config = LoraConfig(r=4)\n" if adapter else ""
+    (tmp_path / "script.py").write_text(
+        f"{lora}args = {script}\ntrainer = Trainer(model='tiny/base', args=args)\n"
+    )
+    config, account = convert_config(tmp_path / "script.py")
+    assert {name: value_of(config, name) for name in knobs} == knobs
+    assert {row.setting.rpartition(".")[2] for row in account.named("refused")} == words
+    assert bool(config.use_lora) is adapter and (not adapter or config.lora.r == 4)
+
+
+def test_a_word_at_the_top_goes_to_the_group_of_its_method():
+    "In a file, and as flags; where nothing tells the method, a word with two meanings is refused."
+    words = dict(beta=0.04, epsilon=0.1, temperature=0.7)
+    for data in (
+        dict(method="grpo", **words),
+        dict(rl="grpo", trl=words),
+        dict(method="grpo", rl=words),
+    ):
+        config = convert_config(dict(data, base_model="tiny/base"))[0]
+        assert {k: getattr(config.rl, k) for k in words} == words, data
+        assert (config.optim.adam_epsilon, config.dpo.beta) == (1e-8, 0.1)
+    config = convert_config(dict(method="dpo", base_model="tiny/base", beta=0.3, epsilon=1e-6))[0]
+    assert (config.dpo.beta, config.optim.adam_epsilon) == (0.3, 1e-6)
+    for method, knob in (("grpo", "rl.epsilon"), ("sft", "optim.adam_epsilon")):
+        assert f"{knob}=1e-5" in flag_changes([("method", method), ("epsilon", "1e-5")])[0]
+    with pytest.raises(ValueError, match="optim.adam_epsilon or rl.epsilon"):
+        flag_changes([("epsilon", "0.1")])
+
+
 def test_what_a_script_computes_is_reported_with_its_place(tmp_path):
     (tmp_path / "train.py").write_text("""class Pipeline:
     def __init__(self, output_dir='mine', model_name='tiny/base'):
@@ -1151,6 +1237,27 @@ def test_a_deepspeed_file_alone_becomes_the_knobs_that_it_names(tmp_path):
     assert [
         ("offload_optimizer" in row.why) or ("Adam" in row.why) for row in offload.named("refused")
     ] == [True, True], "nothing is left out in silence"
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme", "none"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_states_in_main_memory_are_carried_where_one_process_trains(device, alone):
+    "What DeepSpeed moves for several processes is its own; parameters are reported, as before."
+    places = dict(offload_optimizer=dict(device=device), offload_param=dict(device=device))
+    settings = dict(
+        zero_optimization=dict(stage=3, **places),
+        train_micro_batch_size_per_gpu=2,
+        gradient_accumulation_steps=2,
+        train_batch_size=4,
+    )
+    run = dict(deepspeed=settings, method="sft", model_name_or_path="tiny/base")
+    config, account = convert_config(settings if alone else run)
+    given = config.train.offload_optimizer if not alone else None
+    carried = account.given.get("train", {}).get("offload_optimizer", False)
+    assert carried is (device == "cpu") and given in (None, carried)
+    [row] = [row for row in account.named("refused") if "nothing to shard" in row.why]
+    assert "offload_param" in str(row.value)
+    assert ("offload_optimizer" in str(row.value)) is (device != "cpu")
 
 
 @pytest.mark.parametrize("where", ["inline", "a file", "use_amp"])

@@ -294,6 +294,90 @@ def test_a_set_template_survives_folders(tmp_path):
         )
 
 
+def save_plainly(tok, folder: Path) -> None:
+    tok.save(folder)
+
+
+def save_as_a_run(tok, folder: Path) -> None:
+    from types import SimpleNamespace
+
+    from trainkit.recipes.runner import _save_inputs
+
+    folder.parent.mkdir(exist_ok=True)
+    _save_inputs(SimpleNamespace(tokenizer=tok, files={}, test_rows=[]), folder.parent)
+
+
+def save_with_a_model(tok, folder: Path) -> None:
+    from trainkit.interop.hf import save_pretrained
+    from trainkit.model.config import ModelConfig
+    from trainkit.model.transformer import Transformer
+
+    sizes = dict(d_model=8, n_heads=1, n_layers=1, d_ff=8, max_seq_len=8)
+    model = Transformer(ModelConfig(vocab_size=len(tok), **sizes))
+    save_pretrained(model, tok, folder, verify=False)
+
+
+def save_with_shards(tok, folder: Path) -> None:
+    from trainkit.data.shards import tokenize_to_disk
+
+    tokenize_to_disk(["Santiago."], tok, folder.parent, overwrite=True, progress=False)
+
+
+@pytest.mark.parametrize(
+    "save, ours",
+    [
+        (save_plainly, True),
+        (save_as_a_run, True),
+        (save_as_a_run, False),
+        (save_with_a_model, True),
+        (save_with_a_model, False),
+        (save_with_shards, True),
+    ],
+)
+def test_a_tokenizer_saved_over_another_is_the_last_one(tmp_path, save, ours):
+    "A template or a role that the new tokenizer lacks is not taken from the old one's files."
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    folder = tmp_path / "run" / "tokenizer"
+    plain = BPETokenizer.from_hf(TOK.to_hf(), "python")
+    chat = set_template(BPETokenizer.from_hf(TOK.to_hf(), "python"), "llama3")
+    assert not plain.chat_template and chat.chat_template and plain.bos_token != chat.bos_token
+    for tok in (chat, plain, chat):
+        save(tok if ours else tok.to_hf(), folder)
+        ids = tok.encode("Santiago.")
+        for opened in (
+            BPETokenizer.load(folder),
+            AutoTokenizer.from_pretrained(folder),
+            PreTrainedTokenizerFast.from_pretrained(folder),
+        ):
+            assert (opened.chat_template or None) == tok.chat_template
+            roles = (opened.bos_token, opened.eos_token, opened.pad_token)
+            assert roles == (tok.bos_token, tok.eos_token, tok.pad_token)
+            assert list(opened.encode("Santiago.")) == list(ids)
+        if save is not save_plainly:
+            continue
+        # What older programs left: roles, and templates for more than one purpose
+        more = folder / "additional_chat_templates"
+        more.mkdir(exist_ok=True)
+        (more / "tool_use.jinja").write_text("old")
+        (folder / "special_tokens_map.json").write_text('{"unk_token": "<|endoftext|>"}')
+
+
+def test_a_full_disk_keeps_the_old_template(tmp_path, monkeypatch):
+    "All files of a tokenizer change, or none does: the old template goes with its tokenizer."
+    chat = set_template(BPETokenizer.from_hf(TOK.to_hf(), "python"), "llama3")
+    chat.save(tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def full(number):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="the disk is full"):
+        BPETokenizer.from_hf(TOK.to_hf(), "python").save(tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
 def factbook(count: int) -> list[dict]:
     from trainkit.data.sources import CORPORA
 

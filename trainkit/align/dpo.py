@@ -72,11 +72,15 @@ class DPOConfig:
     )
     max_length: int = knob(1024, "Tokens of the prompt and one answer", low=2)
     max_prompt_length: int | None = knob(
-        512, "Tokens of the prompt; a longer one loses its beginning, and that is said", low=1
+        512,
+        "Tokens of the prompt; a longer one loses its beginning, which is said, "
+        "or is an error if truncation is",
+        low=1,
     )
     truncation: str = knob(
         "prompt",
-        "What becomes of a pair that is too long even so",
+        "What becomes of a pair that is too long: an error, where nothing is cut; cut, first its "
+        "prompt's beginning, then the answers' ends; or dropped",
         choices=("error", "prompt", "drop"),
     )
     share_prompts: bool = knob(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from .dpo import DPOConfig
 from .logprobs import sequence_log_probs
+from .preference_data import fit_lengths
 from .reference import PrecomputedReference, Reference
 from ..data.dataloader import Batches
 from ..data.schema import as_example
@@ -49,9 +50,10 @@ def tokenize_unpaired(
     # Ours, or a fast tokenizer of transformers
     tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
     max_length: int | None = None,  # Tokens of prompt and answer, at most
-    max_prompt_length: int | None = None,  # A longer prompt loses its beginning
-    # A row that is still too long: 'error', 'prompt' (cut the prompt's beginning, then the
-    # answer's end) or 'drop'
+    # A longer prompt loses its beginning, or is an error
+    max_prompt_length: int | None = None,
+    # A row that is too long: 'error' (nothing is cut), 'prompt' (cut the prompt's beginning,
+    # then the answer's end) or 'drop' (if it still is once the prompt was cut)
     truncation: str = "error",
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
     num_workers: int = 1,  # Processes
@@ -78,19 +80,12 @@ def tokenize_unpaired(
         learned = (labels != -100).nonzero()[0]
         first, end = int(learned[0]), int(learned[-1]) + 1  # Nothing is learned from what follows
         answer = end - first
-        n = min(first, max_prompt_length or first)
-        if max_length is not None and n + answer > max_length:
-            if truncation == "error":
-                raise ValueError(
-                    f"row {i} has {first} tokens of prompt and an answer of {answer}, more than "
-                    f"max_length = {max_length}: raise dpo.max_length, set dpo.max_prompt_length, "
-                    "or say dpo.truncation='prompt' or 'drop'"
-                )
-            if truncation == "drop":
-                dropped += 1
-                continue
-            n = max(1, min(n, max_length - answer))
-        stop = end if max_length is None else min(end, first + max_length - n)
+        fit = fit_lengths(i, first, answer, max_length, max_prompt_length, truncation)
+        if fit is None:
+            dropped += 1
+            continue
+        n = fit[0]
+        stop = first + fit[1]
         prompts_cut = prompts_cut + (n < first)
         answers_cut = answers_cut + (stop < end)
         bos = int(n < first and n > 1 and ids[0] == bos_id)

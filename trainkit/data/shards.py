@@ -39,7 +39,7 @@ from .readers import COMPRESSIONS, READERS, TEXT_SUFFIXES, plain_suffix, read_ro
 from .schema import as_example
 from .sources import CORPORA
 from ..display import plural
-from ..files import read_json, reading, write_atomic
+from ..files import atomic_folder, read_json, reading, write_atomic
 from ..parallel import begin_worker, end_workers
 from ..progress import Progress
 from ..tokenizer.bpe_tokenizer import BPETokenizer
@@ -616,7 +616,8 @@ def _save_tokenizer(tokenizer: "BPETokenizer | PreTrainedTokenizerFast", folder:
     if isinstance(tokenizer, BPETokenizer):
         tokenizer.save(folder)
     else:
-        tokenizer.save_pretrained(folder)
+        with atomic_folder(folder) as temporary:
+            tokenizer.save_pretrained(temporary)
 
 
 def _other_text(folder: Path, number: int) -> FileExistsError:

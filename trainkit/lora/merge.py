@@ -400,6 +400,8 @@ def _copy_tokenizer(adapter: Path, output: Path) -> dict[str, int]:  # The ids o
     ):
         if (source / name).is_file():
             shutil.copy(source / name, output / name)
+        else:  # The base's: it belongs to another tokenizer
+            (output / name).unlink(missing_ok=True)
     with reading(source / "tokenizer.json"):
         added = read_json(source / "tokenizer.json").get("added_tokens", ())
         ids = {token["content"]: token["id"] for token in added}

@@ -859,11 +859,28 @@ def _if(
     "A meaning for a switch that is on."
 
     def meaning(value: object, _: Mapping) -> Meaning:
-        if value in (False, None, 0, "false", "no", "none"):
+        if value in (False, None, 0, "", [], {}, "false", "no", "none"):
             return Implied(off)
         return on(value) if callable(on) else on
 
     return meaning
+
+
+def _unless(
+    usual: object,
+    other: Meaning,
+    why: str,  # The usual value changes nothing
+) -> Reader:
+    "A meaning for a value that is not the usual one."
+    return lambda value, _: Implied(why) if value is None or value == usual else other
+
+
+def _checkpointing(value: object, _: Mapping) -> Meaning:
+    settings = dict(value) if isinstance(value, Mapping) else {}
+    settings.pop("use_reentrant", None)
+    if settings.pop("every_n_layers", 1) == 1 and not any(settings.values()):
+        return Implied("never reentrant")
+    return Refused("model.gradient_checkpointing recomputes every layer, and keeps nothing else")
 
 
 def _stopping(value: object, _: Mapping) -> Meaning:
@@ -1217,7 +1234,8 @@ WORDS: dict[str, str | Reader | Refused | Implied] = {
     "enable_activation_checkpointing": "model.gradient_checkpointing",
     "use_gradient_checkpointing": "model.gradient_checkpointing",
     "activation_checkpointing": "model.gradient_checkpointing",
-    "gradient_checkpointing_kwargs": Implied("never reentrant"),
+    "gradient_checkpointing_kwargs": _checkpointing,
+    "activation_checkpointing_kwargs": _checkpointing,
     "resize_vocab": _if(Refused("trainkit.lora.adapters.resize_vocabulary, before the run")),
     # the adapter and the bits
     "lora_target_modules": _targets,
@@ -1290,11 +1308,15 @@ WORDS: dict[str, str | Reader | Refused | Implied] = {
     "train_sampling_strategy": lambda v, _: (
         {"data.group_by_length": True} if v == "group_by_length" else Implied("rows are shuffled")
     ),
-    "shuffle": lambda v, _: (
-        Implied("rows are shuffled")
-        if v
-        else Refused("rows are shuffled, unless a curriculum orders them")
+    **dict.fromkeys(
+        ("shuffle", "grpo.shuffle_dataset"),
+        lambda v, _: (
+            Implied("rows are shuffled")
+            if v
+            else Refused("rows are shuffled, unless a curriculum orders them")
+        ),
     ),
+    "shuffle_dataset": Implied("rows are shuffled"),  # And in TRL's other trainers, too
     "special_tokens": Refused(
         "the tokenizer keeps its own; "
         "trainkit.lora.adapters.resize_vocabulary adds some before a run"
@@ -1454,35 +1476,32 @@ WORDS: dict[str, str | Reader | Refused | Implied] = {
 _UNSUPPORTED = """
     lr_scheduler_kwargs optim_args optim_target_modules label_smoothing_factor
     liger_kernel_config neftune_noise_alpha torch_empty_cache_steps auto_find_batch_size
-    log_on_each_node log_level_replica project trackio_space_id eval_delay prediction_loss_only
+    trackio_space_id trackio_bucket_id trackio_static_space_id eval_delay prediction_loss_only
     include_for_metrics batch_eval_metrics save_on_each_node enable_jit_checkpoint hub_revision
     ignore_data_skip restore_callback_states_from_checkpoint accelerator_config
     parallelism_config dataloader_drop_last dataloader_persistent_workers
-    dataloader_prefetch_factor label_names ddp_find_unused_parameters ddp_bucket_cap_mb
-    ddp_broadcast_buffers ddp_static_graph debug skip_memory_metrics do_predict sortish_sampler
+    dataloader_prefetch_factor dataloader_multiprocessing_context label_names
+    ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph debug
+    do_predict sortish_sampler generation_config
     predict_with_generate generation_max_length generation_num_beams model_init_kwargs
-    router_aux_loss_coef dataset_kwargs pad_to_multiple_of precompute_ref_batch_size
-    use_weighting sync_ref_model ref_model_mixup_alpha ref_model_sync_steps steps_per_generation
+    router_aux_loss_coef dataset_kwargs precompute_ref_batch_size
+    use_weighting sync_ref_model steps_per_generation
     generation_kwargs chat_template_kwargs cache_implementation mask_truncated_completions
-    top_entropy_quantile log_completions num_completions_to_print dataset_streaming streaming
+    log_completions log_unique_prompts log_completions_hub_repo num_completions_to_print
+    off_policy_mask_threshold use_adaptive_entropy normalize_advantages reward_clip_range
+    dataset_streaming streaming
     layer_replication loftq_config eva_config corda_config trainable_token_indices
-    target_parameters megatron_config ensure_weight_tying mixture_of_depths use_badam use_galore
+    target_parameters lora_target_parameters lora_ga_config velora_config monteclora_config
+    arrow_config kasa_config alora_invocation_tokens use_qalora use_bdlora runtime_config
+    megatron_config ensure_weight_tying mixture_of_depths use_badam use_galore
     use_apollo use_adam_mini use_llama_pro shift_attn moe_aux_loss_coef freeze_vision_tower
     compute_accuracy
 """.split()
 _NO_EQUIVALENT = "has no equivalent here: leave it out, or run the config with its own library"
 WORDS |= {word: _if(Refused(_NO_EQUIVALENT)) for word in _UNSUPPORTED if word not in WORDS}
 WORDS |= {
-    word: _if(
+    "use_vllm": _if(
         Refused("vLLM is a library of its own: rollouts are written by the model in training")
-    )
-    for word in (
-        "use_vllm",
-        "vllm_mode",
-        "vllm_gpu_memory_utilization",
-        "vllm_server_host",
-        "vllm_server_port",
-        "vllm_tensor_parallel_size",
     )
 }
 WORDS |= {
@@ -1498,9 +1517,8 @@ WORDS |= {
     "local_rank": Implied("the launcher sets it"),
     "padding_free": Implied("see sft.packing"),
     "eval_packing": Implied("held-out rows are not packed"),
-    "shuffle_dataset": Implied("rows are shuffled"),
     "activation_offloading": _if(Refused("trainkit.memory.offload, around the loop in Python")),
-    "disable_dropout": _if(Refused("model.dropout is 0 unless you set it")),
+    "disable_dropout": Implied("model.dropout is 0 unless you set it"),
     "truncation_mode": lambda v, _: (
         {"sft.truncation": v}
         if v in ("keep_end", "keep_start")
@@ -1512,7 +1530,9 @@ WORDS |= {
     "center_rewards_coefficient": _if(
         Refused("is an argument in Python, not a knob: reward_objective(center=0.01)")
     ),
-    "generation_batch_size": Refused("is rl.num_prompts times rl.num_generations here"),
+    "generation_batch_size": _if(
+        Refused("is rl.num_prompts times rl.num_generations here"), "empty is the default"
+    ),
     "model_revision": Implied("the folder of the model holds one revision"),
     "revision": Implied("the folder of the model holds one revision"),
     **dict.fromkeys(("data_path", "dataset_path", "train_data_path", "train_data"), "data.path"),
@@ -1525,7 +1545,10 @@ WORDS |= {
     "peft_version": Implied("a label"),
     "auto_mapping": Implied("read from the model itself"),
     "hub_always_push": Implied("see hub.hub_strategy"),
-    "fsdp": _if(Refused("is about processes: trainkit launch FILE --processes N --strategy fsdp")),
+    **dict.fromkeys(
+        ("fsdp", "fsdp_config"),
+        _if(Refused("is about processes: trainkit launch FILE --processes N --strategy fsdp")),
+    ),
     "deepspeed": _if(
         Refused("is about processes: trainkit launch FILE --processes N --strategy zero2")
     ),
@@ -1568,9 +1591,11 @@ CONTEXTS = {
     "earlystoppingcallback": "stopping",
     "curriculum": "curriculum",
     "curriculum_learning": "curriculum",
-    "dpo": "dpo",
-    "dpoconfig": "dpo",
-    "dpo_config": "dpo",
+    **dict.fromkeys(("dpo", "dpoconfig", "dpo_config"), "dpo"),
+    **dict.fromkeys(("kto", "ktoconfig", "kto_config"), "dpo"),
+    "rl": "rl",
+    **dict.fromkeys(("grpo", "grpoconfig", "grpo_config"), "grpo"),
+    **dict.fromkeys(("rloo", "rlooconfig", "rloo_config"), "grpo"),
     "fine_tuner": "fine_tuner",
     "checkpointer": "checkpointer",
     "metric_logger": "metric_logger",
@@ -1581,6 +1606,122 @@ CONTEXTS = {
     "sampling": "sampling",
     "generation": "sampling",
     "sft": "sft",
+}
+
+# %% ../../nbs/11_recipes/04_convert_configs.ipynb #words-of-trl
+WORDS |= {  # Of the methods of TRL that compare answers
+    **dict.fromkeys(
+        (
+            "vllm_mode",
+            "vllm_model_impl",
+            "vllm_enable_sleep_mode",
+            "vllm_structured_outputs_regex",
+            "vllm_server_base_url",
+            "vllm_server_host",
+            "vllm_server_port",
+            "vllm_server_timeout",
+            "vllm_group_port",
+            "vllm_gpu_memory_utilization",
+            "vllm_max_model_length",
+            "vllm_tensor_parallel_size",
+            "vllm_importance_sampling_correction",
+            "vllm_importance_sampling_mode",
+            "vllm_importance_sampling_clip_max",
+            "vllm_importance_sampling_clip_min",
+            "vllm_importance_sampling_cap",
+        ),
+        Implied("see use_vllm"),
+    ),
+    **dict.fromkeys(
+        ("ref_model_mixup_alpha", "ref_model_sync_steps"), Implied("see sync_ref_model")
+    ),
+    **dict.fromkeys(
+        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+        Implied("see use_adaptive_entropy"),
+    ),
+    **dict.fromkeys(
+        (
+            "sapo_temperature_neg",
+            "sapo_temperature_pos",
+            "vespo_k_pos",
+            "vespo_lambda_pos",
+            "vespo_k_neg",
+            "vespo_lambda_neg",
+        ),
+        Implied("is read by the loss of that name only: see loss_type"),
+    ),
+    "delta": _if(Refused("a second bound, for answers worse than the others, is not built in")),
+    "top_entropy_quantile": _unless(
+        1.0, Refused("all tokens of an answer are learned"), "all tokens are learned"
+    ),
+    "multi_objective_aggregation": _unless(
+        "sum_then_normalize",
+        Refused("rewards are summed first, and then compared within their group"),
+        "rewards are summed first",
+    ),
+    "cast_lm_head_to_fp32": _if(
+        Refused("the head computes in the precision of the run: train.mixed_precision")
+    ),
+    "num_generations_eval": _if(
+        Refused("held-out prompts are answered rl.num_generations times, too")
+    ),
+    "max_tool_calling_iterations": _if(Refused("answers call no tools")),
+    "ds3_gather_for_generation": Implied("is read with DeepSpeed's ZeRO-3 only"),
+    "log_multimodal": Implied("there are only texts"),
+    **dict.fromkeys(
+        ("use_transformers_continuous_batching", "use_transformers_paged"),
+        _if(Implied("changes the speed of the answers, not what they are")),
+    ),
+    "transformers_continuous_batching_config": Implied("see use_transformers_continuous_batching"),
+    # Words that mean something else elsewhere
+    **{
+        f"grpo.{name}": f"rl.{name}"
+        for name in ("beta", "epsilon", "loss_type", "temperature", "top_p")
+    },
+    "grpo.top_k": lambda v, _: {"rl.top_k": max(0, v or 0)},  # -1 is all of them, too
+    "grpo.min_p": _if(Refused("answers that are scored have temperature, top_k and top_p alone")),
+    "grpo.repetition_penalty": _unless(
+        1.0,
+        Refused("answers that are scored have temperature, top_k and top_p alone"),
+        "1 is no penalty",
+    ),
+    "grpo.scale_rewards": lambda v, _: {
+        "rl.scale_rewards": ("none", "group")[v] if isinstance(v, bool) else v
+    },
+    "grpo.max_prompt_length": _if(Refused("a prompt that is answered is never cut")),
+    "grpo.max_length": _if(Refused("a prompt that is answered is never cut")),
+    "dpo.truncation_mode": lambda v, _: (
+        {"dpo.truncation": "prompt"}
+        if v == "keep_end"
+        else Refused(
+            "a pair that is too long loses the beginning of its prompt, then its answers' ends, "
+            "or it is an error, or left out: dpo.truncation"
+        )
+    ),
+    # Answers that stand alone have the same loss under its plain name
+    "dpo.loss_type": lambda v, _: {"dpo.loss_type": "apo_zero" if v == "apo_zero_unpaired" else v},
+}
+WORDS |= {  # What is the same however it is set, of transformers and PEFT
+    **dict.fromkeys(
+        ("log_on_each_node", "log_level_replica"), Implied("the first process writes the log")
+    ),
+    "project": _unless("huggingface", Refused(_NO_EQUIVALENT), "a word of trackio"),
+    "skip_memory_metrics": Implied("memory is always measured"),
+    **dict.fromkeys(
+        ("eval_do_concat_batches", "eval_use_gather_object"),
+        Implied("metrics are added up batch by batch"),
+    ),
+    "dataloader_in_order": _unless(
+        True, Refused("batches always come in their order"), "batches come in their order"
+    ),
+    "pad_to_multiple_of": _unless(
+        "auto", Refused(_NO_EQUIVALENT), "rows are padded to the longest of their batch"
+    ),
+    "megatron_core": Implied("see megatron_config"),
+    "qalora_group_size": Implied("see use_qalora"),
+    "bnb_4bit_quant_storage": _unless(
+        "uint8", Refused("codes are kept in bytes"), "codes are kept in bytes"
+    ),
 }
 
 # %% ../../nbs/11_recipes/04_convert_configs.ipynb #33505646
@@ -1705,9 +1846,14 @@ def takes_list(
     return any("list" in str(_knob_types().get(k, "")) for k in meaning)
 
 
-def _try_look_up(word: str, value: object) -> Meaning:
+def _contexts_of(method: object) -> tuple[str, ...]:
+    "Where a word stands that has no group, in a config of this method."
+    return ("grpo",) if method in RL_METHODS else ()
+
+
+def _try_look_up(word: str, value: object, above: tuple[str, ...] = ()) -> Meaning:
     try:
-        return look_up(word, value)
+        return look_up(word, value, above)
     except (TypeError, ValueError, LookupError, AttributeError):
         return Refused(f"has a value that it does not take: {value!r}")
 
@@ -1729,9 +1875,15 @@ def flag_changes(
     Returns a list of `group.knob=value`, and notes; raises `ValueError` for a flag that has no
     equivalent here."""
     changes, notes, naming = [], [], {}
+    stage = next((METHOD_NAMES.get(str(v), v) for k, v in flags if k in (*NAMING[:3], "rl")), "")
     for word, text in flags:
         value = _parsed(text)
-        meaning = {word: value} if word in _knob_types() else _try_look_up(word, value)
+        if word in _knob_types():
+            meaning: Meaning = {word: value}
+        elif word == "epsilon" and not stage:
+            meaning = Refused("could be meant for optim.adam_epsilon or rl.epsilon: say which")
+        else:
+            meaning = _try_look_up(word, value, _contexts_of(stage))
         if isinstance(meaning, Refused):
             raise ValueError(f"--{word}{'' if text is None else ' ' + text}: {meaning}")
         if isinstance(meaning, Implied):
@@ -2010,11 +2162,19 @@ def _launch(
     number = _number_of_processes(deepspeed)
     if number == 1:  # Nothing to distribute
         zero = deepspeed.get("zero_optimization", ...)
+        plain = {**deepspeed, "zero_optimization": {"stage": 0}}
+        rest = dict(zero) if isinstance(zero, Mapping) else {}
+        offload = rest.get("offload_optimizer")
+        moves = isinstance(offload, Mapping) and offload.get("device") == "cpu"
+        if moves:  # The loop does this itself
+            zero = {name: value for name, value in rest.items() if name != "offload_optimizer"}
         notes.append(
             Problem("zero_optimization", zero, "one process has nothing to shard: left out")
         )
-        plain = {**deepspeed, "zero_optimization": {"stage": 0}}
-        return translate_launch({**words, key: plain}, notes)
+        launch, groups = translate_launch({**words, key: plain}, notes)
+        if moves:
+            groups["train"] = {**groups.get("train", {}), "offload_optimizer": True}
+        return launch, groups
     try:
         return translate_launch(words, notes, num_processes=number or 1)
     except ConfigError as error:
@@ -2097,6 +2257,9 @@ def _is_wrong_alone(values: Mapping[str, Any], path: str) -> bool:
     return False
 
 
+_TRL_CLASSES = re.compile("(SFT|DPO|KTO|ORPO|CPO|GRPO|RLOO|Reward)(?:Config|Trainer)")
+
+
 def _find_method(
     words: Mapping[str, Any], settings: list[Setting], knobs: set[str], asked: str | None
 ) -> tuple[str, str]:  # The method, and the reason for it
@@ -2120,6 +2283,15 @@ def _find_method(
     if "init_from" in knobs:
         return "sft", "a trained model is fine-tuned"
     return "pretrain", "there is no model to start from"
+
+
+def _method_of_classes(settings: list[Setting], words: Mapping[str, object]) -> str:
+    "The method whose config or trainer a script makes, if it is one and the file names none."
+    if any(name in words for name in NAMING) or any(method_group(s.path) for s in settings):
+        return ""
+    names = {name for s in settings for name in s.path[:-1]}
+    kinds = {match[1].lower() for name in names if (match := _TRL_CLASSES.fullmatch(name))}
+    return kinds.pop() if len(kinds) == 1 and kinds != {"sft"} else ""
 
 
 class _Choice(NamedTuple):
@@ -2148,12 +2320,16 @@ class _Conversion:
         self.strategy = self.report.launch.strategy if self.report.launch else ""
         self.meanings = self._meanings(settings)
         self.words = self._method_words()
-        stage = self.words.get("stage")
-        if METHOD_NAMES.get(str(stage), stage) in RL_METHODS:
-            self._move_sampling()
+        kind = "" if asked else _method_of_classes(settings, self.words)
+        if kind:
+            self.words["stage"] = kind
         # A DeepSpeed file alone
         self.only_launch = not settings and self.report.launch is not None and not asked
         self.method, self.reason = _find_method(self.words, settings, self._named(), asked)
+        if kind:
+            self.reason = f"follows from the classes of {kind.upper()} in the script"
+        if self.method in RL_METHODS:
+            self._move_sampling()
         if self.only_launch:
             self.reason = (
                 "the file only tells how processes share the work: "
@@ -2201,8 +2377,13 @@ class _Conversion:
         return words
 
     def _move_sampling(self) -> None:
-        "In RL, settings of the sampling are about answers that are scored."
+        "In RL, settings of the sampling are about answers that are scored, and so are others."
         for i, (s, meaning) in enumerate(self.meanings):
+            if not any(name.lower() in CONTEXTS for name in s.path[:-1]):
+                if f"grpo.{s.path[-1]}" in WORDS:
+                    meaning = _meaning(s._replace(path=("grpo", s.path[-1])), self.file)
+                    self.meanings[i] = s, meaning
+                    continue
             if isinstance(meaning, dict) and not {"sampling", "generation"} & {*s.path[:-1]}:
                 meaning = {_SCORED.get(k, k): v for k, v in meaning.items()}
                 self.meanings[i] = s, meaning
@@ -2254,7 +2435,10 @@ class _Conversion:
         if self.final.get("train.eval_steps") and "train.eval_strategy" not in self.final:
             self.final["train.eval_strategy"] = "steps"
         values: dict[str, Any] = {} if self.only_launch else {"method": self.method}
-        values |= _adapter(self.words, self.method)
+        made = {
+            name.lower() for choice in self.choices.values() for name in choice.setting.path[:-1]
+        }
+        values |= _adapter(self.words, self.method, bool(made & {"loraconfig", "peft_config"}))
         for key, value in self.final.items():
             group, _, name = key.rpartition(".")
             (values.setdefault(group, {}) if group else values)[name] = value
@@ -2338,14 +2522,18 @@ def _implied(words: Mapping[str, object]) -> dict[str, object]:  # {knob: value}
     return {k: v for k, v in read_method(naming).items() if "." in k} if naming else {}
 
 
-def _adapter(words: Mapping[str, object], method: str) -> dict[str, bool]:
+def _adapter(
+    words: Mapping[str, object],
+    method: str,
+    made: bool,  # Whether a script makes one
+) -> dict[str, bool]:
     "Whether an adapter is trained, for a method that works with and without."
     if method not in ALIGNED:
         refused = words.get("use_lora") is True and METHODS[method].trains != "adapter"
         return {"use_lora": True} if refused else {}
     if words.get("finetuning_type") in ("lora", "qlora"):
         return {"use_lora": True}
-    use_lora = words.get("use_lora")
+    use_lora = words.get("use_lora", True if made else None)
     return {"use_lora": use_lora} if isinstance(use_lora, bool) else {}
 
 

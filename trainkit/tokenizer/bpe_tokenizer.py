@@ -40,6 +40,10 @@ def _text_of(token: object) -> str | None:
     return str(token) if token else None
 
 
+# Files of a tokenizer that `save` may not write
+_LEFTOVERS = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
+
+
 class BPETokenizer:
     "A byte-level BPE tokenizer: make one with `train`, `load`, `from_hf` or `from_tiktoken`."
 
@@ -312,9 +316,9 @@ class BPETokenizer:
 
     def save(
         self,
-        folder: str | Path,  # Created if missing
+        folder: str | Path,  # Created if missing; a tokenizer that is there is replaced
     ) -> Path:
-        """Write `tokenizer.json` and `tokenizer_config.json`.
+        """Write `tokenizer.json`, `tokenizer_config.json` and the chat template, if it has one.
 
         `AutoTokenizer` opens them without remote code."""
         folder = Path(folder)
@@ -323,7 +327,10 @@ class BPETokenizer:
             clean_up_tokenization_spaces=False,
             **self._names(),
         )
-        files: dict[str | Path, str | bytes] = {
+        files: dict[str | Path, str | bytes | None] = {
+            # Of a tokenizer that was here before: readers would take its template and its roles
+            **dict.fromkeys((folder / name for name in _LEFTOVERS), None),
+            **dict.fromkeys(folder.glob("additional_chat_templates/*.jinja"), None),
             folder / "tokenizer.json": json.dumps(self._parts(), ensure_ascii=False, indent=1),
             folder / "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=1),
         }
