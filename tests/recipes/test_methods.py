@@ -439,7 +439,7 @@ def test_tokens_of_a_new_chat_format_are_learned(home, method):
 
     assert (
         not rows()[0].equal(rows()[1])
-        and "The chat format brings 2 tokens" in (done.folder / "log.txt").read_text()
+        and "The chat format adds 2 tokens" in (done.folder / "log.txt").read_text()
     )
     with adapters_off(net):
         assert rows()[0].equal(rows()[1])

@@ -654,7 +654,7 @@ def test_tokens_of_a_new_chat_format_are_learned(home, method):
     tokenizer, rows = result.tokenizer, result.model.get_input_embeddings().weight
     start, end = (tokenizer.special_tokens[t] for t in ("<|im_start|>", "<|im_end|>"))
     assert not rows[start].equal(rows[end])
-    assert "The chat format brings 2 tokens" in (result.folder / "log.txt").read_text()
+    assert "The chat format adds 2 tokens" in (result.folder / "log.txt").read_text()
     if method == "lora":  # and they are in the folder of the adapter
         base = AutoModelForCausalLM.from_pretrained(plan.init_from)
         base.resize_token_embeddings(len(tokenizer), mean_resizing=False)
@@ -681,7 +681,7 @@ def test_tokens_of_a_new_chat_format_are_learned(home, method):
         )
         with pytest.raises(
             ValueError,
-            match=r"adapter is an adapter of .*, and no model: the model with it folded in is",
+            match=r"adapter is an adapter of .*, and no model: the merged model is",
         ):
             run(
                 RunConfig(**{**vars(plan), "init_from": str(result.folder / "adapter")}),
@@ -710,7 +710,7 @@ def test_what_a_run_cannot_take_is_said_before_it_begins(home):
         )
     )
     with pytest.raises(
-        TypeError, match="a LlamaForCausalLM, and a run is of a Transformer: from_hf"
+        TypeError, match="a LlamaForCausalLM, and a run needs a Transformer: from_hf"
     ):
         run(config(home, "never"), base=(theirs, None))
 

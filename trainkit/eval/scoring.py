@@ -2,7 +2,7 @@
 
 `score_texts` measures how likely a model finds texts of any number and length, in bounded memory.
 It returns a `TextScore` for each text, with the loss, perplexity, bits per byte and token accuracy.
-`score_pieces` is the function below it: token ids in, log-probabilities out. `score_choices`
+`score_pieces` does the work for it: it takes token ids and returns log-probabilities. `score_choices`
 computes the log-probability of each answer to a question, and `multiple_choice` counts how often
 the likeliest answer is the right one. All of them accept any model and tokenizer, ours or those of
 transformers.
@@ -107,8 +107,8 @@ def windows(
     "Overlapping windows in which each token but the very first is counted exactly once."
     if not 1 <= stride < size:
         raise ValueError(
-            f"stride = {stride}: it is at least 1 and less than the {size} tokens that are read "
-            "at once"
+            f"stride = {stride}: must be at least 1 and less than {size}, the tokens that the "
+            "model reads at once"
         )
     pieces, counted = [], 1  # Nothing predicts the first token
     while counted < length:

@@ -186,7 +186,7 @@ def _pre_tokenizer(data: dict) -> str:
         known = ", ".join(sorted(set(PRE_TOKENIZERS.values())))
         raise ValueError(
             f"llama.cpp has no name for the pattern {pattern!r}: it knows those of {known} and "
-            "smollm. Give pre= with its name if you know that it cuts alike"
+            "smollm. If one of its names splits text in the same way, give this name as pre="
         )
     return PRE_TOKENIZERS[pattern]
 
@@ -333,7 +333,7 @@ def export_gguf(
     if quant_type not in QUANT_TYPES:
         raise ValueError(f"quant_type = {quant_type!r} is none of {', '.join(QUANT_TYPES)}")
     if path.suffix != ".gguf":
-        raise ValueError(f"{path} must end with .gguf: programs go by it")
+        raise ValueError(f"{path} must end with .gguf, by which programs recognize the format")
     config = read_config(folder)
     kinds = gguf.GGMLQuantizationType
     wanted = QUANT_TYPES[quant_type]
@@ -374,8 +374,8 @@ def export_gguf(
                     array = read()
                     if not np.isfinite(array).all():
                         raise ValueError(
-                            f"{folder} has NaN or Inf in {title}: its training broke down, "
-                            "which no quantized number would show"
+                            f"{folder} has NaN or Inf in {title}: its training failed, "
+                            "and after quantization nobody could see this"
                         )
                     data = gguf.quants.quantize(array, types[title])
                     sums[title] = _checksum(data)
@@ -433,17 +433,17 @@ def chat_parts(
     def render(turns: str, prompt: bool = False) -> str:
         return render_text(_probe(turns), template, names, add_generation_prompt=prompt)[0]
 
-    reason = "this chat format is not the same text around each message: "
+    reason = "this chat format does not put the same text around each message: "
     one = render("u")
     two = render("ua")
     three = render("uau")
     if not (two.startswith(one) and three.startswith(two)):
-        raise ValueError(reason + "a turn looks otherwise when another follows")
+        raise ValueError(reason + "a message changes when another one follows")
     opening, closing = one.split("«0»")
     before, after = two[len(one) :].split("«1»")
     front = three[len(two) :].split("«2»")[0]
     if not opening.endswith(front):
-        raise ValueError(reason + "the first question looks otherwise than the next")
+        raise ValueError(reason + "the first question has another format than the next")
     start = opening.removesuffix(front)
     default = ""
     around = {"user": (front, closing), "assistant": (before, after)}
@@ -454,7 +454,7 @@ def chat_parts(
     if system:
         rest = front + "«1»" + closing
         if not system.endswith(rest) or system.count("«0»") != 1:
-            raise ValueError(reason + "the system message stands inside a question")
+            raise ValueError(reason + "the system message is inside a question")
         head, tail = system.removesuffix(rest).split("«0»")
         shared = next(text for text in (start, bos_token, "") if head.startswith(text))
         # The rest of the start appears only without a system message
@@ -462,14 +462,14 @@ def chat_parts(
         around = {"system": (head[len(shared) :], tail)} | around
     question = render("u", True)
     if not question.startswith(one):
-        raise ValueError(reason + "a question looks otherwise when an answer is wanted")
+        raise ValueError(reason + "a question changes when an answer is asked for")
     parts = ChatParts(start, default, around, question.removeprefix(one))
     for turns in _PROBES:  # The check
         if "s" in turns and not system:
             continue
         for prompt in (False, True):
             if parts.render(_probe(turns), prompt) != render(turns, prompt):
-                raise ValueError(reason + "a longer chat looks otherwise")
+                raise ValueError(reason + "a longer chat has another format")
     return parts
 
 

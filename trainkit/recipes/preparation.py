@@ -629,7 +629,7 @@ def _base(
     if base is None:
         raise ValueError(
             f"method = '{config.method}' goes on from a trained model: "
-            "say which with init_from (--model in a shell)"
+            "set init_from to it (--model in a shell)"
         )
     model, tokenizer = base
     known = len(tokenizer)

@@ -1,4 +1,4 @@
-"""Whole runs from one config: prepare, train, evaluate, save, report, and a dry run.
+"""A whole run from one config: prepare, train, evaluate, save and report; also a dry run.
 
 `run(RunConfig(…))` does what you would do by hand with the other modules: it reads text or
 examples, trains or loads a tokenizer, builds or opens a model, trains it, evaluates it on
@@ -96,7 +96,7 @@ def open_trained(
     if config.tokenizer.path:
         tokenizer = BPETokenizer.load(config.tokenizer.path)
     if tokenizer is None:
-        raise ValueError(f"{config.init_from} has no tokenizer: say tokenizer.path")
+        raise ValueError(f"{config.init_from} has no tokenizer: set tokenizer.path")
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens and the model "
@@ -147,9 +147,9 @@ def prepare(
         and getattr(shape, "model_type", None) in (None, *FAMILIES)
     ):  # Models of other families are used as they are
         raise TypeError(
-            f"base holds a {type(base[0]).__name__}, and a run is of a Transformer: "
-            "from_hf(model) of trainkit.interop.hf makes one of what transformers has "
-            "(an adapter of PEFT merged first), and Trainer takes any module"
+            f"base holds a {type(base[0]).__name__}, and a run needs a Transformer: "
+            "from_hf(model) of trainkit.interop.hf converts a model of transformers "
+            "(merge an adapter of PEFT first); Trainer takes any module"
         )
     base = base or (open_trained(config) if config.init_from else None)
     recipe = config.recipe
@@ -161,7 +161,7 @@ def prepare(
     if recipe.trains == "adapter" and base is None:
         raise ValueError(
             f"method = '{config.method}' adapts a trained model: "
-            "say which with init_from (--model in a shell)"
+            "set init_from to it (--model in a shell)"
         )
     if recipe.learns_from == "pairs":
         return prepare_pairs(config, base, saved)
@@ -209,11 +209,11 @@ def rounding_note(
         return []
     was = json.loads(mark.read_text(encoding="utf-8"))
     return [
-        f"Note       {config.init_from} holds an adapter that was "
-        f"trained over {was['bits']} bits and folded in. To round it to "
+        f"Note       {config.init_from} contains an adapter that was "
+        f"trained over {was['bits']} bits and merged. Quantizing it to "
         f"{config.quant.bits} bits again loses part of what that adapter learned: "
-        "adapt it in full precision instead (method: lora, no quant), "
-        f"or begin with {was['base'] or 'its base'} and train on both sets of data"
+        "train in full precision instead (method: lora, no quant), "
+        f"or start from {was['base'] or 'its base'} and train on both datasets"
     ]
 
 
@@ -225,11 +225,11 @@ def _new_tokens_note(
     if not new or not (c.adapts or c.recipe.trains == "blocks"):
         return []
     return [
-        f"Note       The chat format brings {plural(new, 'token')} "
+        f"Note       The chat format adds {plural(new, 'token')} "
         "that the model has never seen, so its embedding "
-        + ("learns" if c.method == "reward" else "and its head learn")
-        + " as a whole"
-        + ", and go with the adapter" * c.adapts
+        + ("is" if c.method == "reward" else "and its head are")
+        + " trained too"
+        + ", and saved with the adapter" * c.adapts
     ]
 
 
@@ -380,7 +380,7 @@ def _in_launched_folder(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             "Several processes share one run folder, "
-            "and nobody named it: start them with trainkit launch"
+            "and its name is not given: start them with trainkit launch"
         )
     return config, resume, False
 
@@ -555,7 +555,7 @@ def run(
         say(*plan_lines(inputs, trainer))
         if trainer.accelerator.num_processes == 1:
             model.to(trainer.accelerator.device)  # where generating is faster
-        titles = "Before training, the model goes on like this:", "After training:"
+        titles = "Before training, the model continues like this:", "After training:"
         again = config.train.load_best_model_at_end
         with timed(seconds, "base answers"):
             say(*judge.begin())
@@ -566,7 +566,7 @@ def run(
             result = trainer.train("auto" if resume else None, force_resume)
         metrics, samples, words = {}, [], []
         if result.stop_reason in EXIT_CODES:
-            say(f"Go on with: trainkit train --resume {folder.path}")
+            say(f"Resume with: trainkit train --resume {folder.path}")
         else:
             with timed(seconds, "evaluation"):
                 metrics, words = _final_metrics(trainer, judge, main, bool(compute_metrics))
