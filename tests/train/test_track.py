@@ -655,3 +655,29 @@ def test_an_evaluation_that_a_kill_cut_off_from_its_run_stands_there_once(tmp_pa
     ]
     unchanged = folder.path / "metrics.jsonl"
     assert unchanged.read_text().count('"eval"') == 3
+
+
+def test_compared_runs_show_every_curve_that_was_logged(tmp_path):
+    "The known curves in their order, and after the losses what an evaluation measured besides."
+    folders = [RunFolder(tmp_path / name) for name in "ab"]
+    keys = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu")
+    for folder in folders:
+        log = MetricsLog(folder)
+        log.on_start(None, dict(total_steps=9, start_step=0))
+        for step in range(1, 9):
+            log.on_log(None, dict(step=step, **dict.fromkeys(keys, 1 / step)))
+            log.on_eval(None, dict(step=step, eval_loss=1 / step, eval_exact_match=step / 9))
+        folder.close()
+    page = compare_runs(*(folder.path for folder in folders)).pictures
+    titles = re.findall(
+        "Exact match|Evaluation loss|Loss|Gradient norm|Learning rate|Tokens a second|MFU", page
+    )
+    assert [*dict.fromkeys(titles)] == [
+        "Loss",
+        "Evaluation loss",
+        "Exact match",
+        "Gradient norm",
+        "Learning rate",
+        "Tokens a second",
+        "MFU",
+    ]
