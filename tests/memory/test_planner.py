@@ -491,3 +491,24 @@ def test_a_plan_as_knobs_is_read_back_as_the_same_setup(method):
     assert knobs["train.per_device_train_batch_size"] == 4
     changed = method_config(known, [f"{k}={json.dumps(v)}" for k, v in knobs.items()])
     assert read_setup(changed).setup == new
+
+
+@pytest.mark.parametrize(
+    "predicted, measured, largest, why, line",
+    [
+        (2e9, 1.5e9, (4, 64), "", "2 GB predicted for a step of 4 x 64 tokens, 1.5 GB measured"),
+        (2e9, None, (0, 0), "", "2 GB predicted for a step, unknown measured"),
+        (None, 1.5e9, (0, 0), "", "1.5 GB measured for a step; not predicted"),
+        (
+            None,
+            None,
+            (4, 64),
+            "x",
+            "unknown measured for a step of 4 x 64 tokens; not predicted: x",
+        ),
+    ],
+)
+def test_the_line_of_a_watch_has_what_is_known(predicted, measured, largest, why, line):
+    watch = MemoryWatch()
+    watch.predicted, watch.measured, watch.largest, watch.why = predicted, measured, largest, why
+    assert str(watch) == f"Memory     {line}"
