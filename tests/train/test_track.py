@@ -681,3 +681,20 @@ def test_compared_runs_show_every_curve_that_was_logged(tmp_path):
         "Tokens a second",
         "MFU",
     ]
+
+
+def test_a_list_of_runs_has_the_columns_that_some_run_has(tmp_path):
+    "Empty where another run has not come so far; a column that no run has is left out."
+    a_run(tmp_path / "whole")
+    RunFolder(tmp_path / "begun").close()
+    rows = {row["run"]: row for row in list_runs(tmp_path).rows()}
+    columns = ["step", "loss", "eval_loss", "best_eval_loss", "tokens_per_second", "seconds"]
+    assert [*rows["whole"]] == [*rows["begun"]] == ["run", "started", *columns, "status"]
+    values = [20, 0.1, 2.0, 2.0, 1e4, 20]
+    assert [rows["whole"][name] for name in columns] == values
+    assert [rows["begun"][name] for name in columns] == [None] * 6
+    log = MetricsLog(folder := RunFolder(tmp_path / "other" / "loss"))
+    log.on_log(None, dict(step=1, loss=3.0))
+    folder.close()
+    (row,) = list_runs(tmp_path / "other").rows()
+    assert [*row] == ["run", "started", "step", "loss", "status"]
