@@ -386,3 +386,18 @@ def test_an_error_names_both_spellings(tmp_path):
     assert done.returncode == 1 and "init_from" in done.stderr and "--model" in done.stderr, (
         done.stderr
     )
+
+
+def test_aliases_may_make_a_hundred_thousand_values():
+    "The mapping, its lists and their items are counted, each alias as what it stands for."
+    few = ", ".join(["0"] * 998)  # A list and its items: 999 values
+    many = ", ".join(["*few"] * 99)  # A list of 99 such lists
+    left = 100_000 - 1 - 999 - (1 + 99 * 999) - 1
+    for count in (left, left + 1):
+        rest = ", ".join(["0"] * count)
+        text = f"few: &few [{few}]\nmany: [{many}]\nrest: [{rest}]\n"
+        if count == left:
+            assert len(parse_config(text)[0]["rest"]) == left
+            continue
+        with pytest.raises(ConfigError, match="more than 100,000 values"):
+            parse_config(text)

@@ -237,3 +237,22 @@ def test_lab_hands_options_on_to_jupyterlab(tmp_path, monkeypatch):
         ["mine", "--no-browser"],
     ]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "trainkit-lessons"]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("pip", [True, False])
+def test_missing_data_is_installed_where_there_is_a_pip(pip, code, monkeypatch, capsys):
+    "One call of pip without dependencies, its exit status passed on; advice where pip is missing."
+    from trainkit import cli, course
+
+    calls = []
+    monkeypatch.setattr(course, "missing_data", lambda: ["one==1", "two==2"])
+    monkeypatch.setattr(course, "find_spec", lambda name: object() if pip else None)
+    monkeypatch.setattr(course.subprocess, "call", lambda words: calls.append(words) or code)
+    monkeypatch.setattr(sys, "argv", ["trainkit", "course", "install"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    call = [sys.executable, "-m", "pip", "install", "--no-deps", "one==1", "two==2"]
+    assert calls == [call] * pip
+    assert end.value.code == (code if pip else 1)
+    assert ("has no pip" in capsys.readouterr().err) != pip

@@ -699,6 +699,8 @@ def test_rows_become_pairs_as_trl_makes_them():
             == row["prompt"] + row["chosen"] + "<|endoftext|>"
         )
         assert (np.asarray(pair["rejected_labels"]) != -100).all()
+        tokens = pair["prompt"], pair["chosen"], pair["rejected"]
+        assert pair["length"] == sum(map(len, tokens))  # By which batches are grouped
 
 
 def test_pairs_that_are_the_same_once_they_are_cut_are_left_out():

@@ -1029,3 +1029,24 @@ def test_llamafactory_knows_our_words(home, tmp_path):
         "lora_r is not known",
         "stage = 'orpo' is not among dpo, kto, ppo, pt, rm, sft",
     ]
+
+
+def test_prompts_and_preferences_of_any_form_are_the_same_rows_for_llamafactory():
+    "A prompt as text or as messages; an answer as text or as its one message; a system turn."
+    from trainkit.interop.llamafactory import stage_rows
+
+    asked = dict(role="user", content="Spell 1.")
+    system = dict(role="system", content="Be brief.")
+    for prompt in ("Spell 1.", [asked]):
+        assert stage_rows("ppo", [dict(prompt=prompt)]) == [dict(instruction="Spell 1.", output="")]
+    with pytest.raises(ValueError, match="row 0 has several messages"):
+        stage_rows("ppo", [dict(prompt=[system, asked])])
+    good, bad = (dict(role="assistant", content=word) for word in ("one", "two"))
+    for prompt in ("Spell 1.", [asked]):
+        for chosen, rejected in (("one", "two"), ([good], [bad])):
+            row = dict(prompt=prompt, chosen=chosen, rejected=rejected)
+            assert stage_rows("rm", [row]) == [dict(messages=[asked], chosen=good, rejected=bad)]
+    row = dict(prompt=[system, asked], chosen=[good], rejected=[bad])
+    assert stage_rows("rm", [row])[0]["messages"] == [system, asked]
+    with pytest.raises(ValueError, match="row 0: the chosen answer has 2 messages"):
+        stage_rows("rm", [row | dict(chosen=[good, good])])

@@ -9,6 +9,7 @@ from torch import nn
 
 from support.peak import run_measured
 from trainkit.train.optim import AdamW8bit
+from trainkit.memory import tracker
 from trainkit.memory.tracker import Ledger
 from trainkit.memory.estimate import (
     free_memory,
@@ -330,3 +331,15 @@ def test_a_model_of_a_billion_parameters_in_little_time_and_memory():
         run_measured(code).split(),
     )
     assert 4.3e9 < size < 4.5e9 and seconds < 30 and most < 1e9
+
+
+@pytest.mark.parametrize("count", [5, 6, 7])
+def test_values_are_followed_up_to_a_size(count, monkeypatch):
+    "A tensor of just that size is still followed, and a larger one is not."
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    monkeypatch.setattr(tracker, "FOLLOWED", 6)
+    with FakeTensorMode(), Ledger() as ledger:
+        ids = ledger.tell(dict(input_ids=torch.arange(3)))["input_ids"]
+        values = vars(ids.new_zeros(count)).get("known")
+    assert (values is not None) == (count <= 6)

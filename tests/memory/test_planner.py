@@ -489,3 +489,54 @@ def test_the_largest_batch_of_pairs_is_the_one_with_the_most_tokens():
         config=TrainConfig(max_steps=2, progress=False),
     ).train()
     assert watch.largest == (4, 56) and watch.known.keys() == {(4, 56, 224)}
+
+
+@pytest.mark.parametrize("method", ["pretrain", "sft", "dpo", "reward", "kto", "grpo"])
+def test_a_plan_as_knobs_is_read_back_as_the_same_setup(method):
+    "A batch that is halved and stays larger than 1 is halved in the config too."
+    from dataclasses import replace
+
+    from trainkit.recipes.config import method_config
+    from trainkit.recipes.memory_commands import plan_knobs, read_setup
+
+    shape = dict(d_model=32, n_heads=2, n_layers=1, d_ff=64, max_seq_len=64)
+    train = dict(per_device_train_batch_size=8, gradient_accumulation_steps=2)
+    known = dict(method=method, model=shape, data=dict(max_length=64), train=train)
+    config = method_config(known)
+    old = read_setup(config).setup
+    assert plan_knobs(planner.Plan(1, old, 1, []), config) == {}
+    new = replace(
+        old,
+        batch_size=old.batch_size // 2,
+        accumulation=4,
+        mixed_precision="bf16",
+        checkpointing=True,
+        optim="adamw_8bit",
+        offload=True,
+        seq_len=32,
+    )
+    knobs = plan_knobs(planner.Plan(1, new, 1, []), config)
+    assert knobs["train.per_device_train_batch_size"] == 4
+    changed = method_config(known, [f"{k}={json.dumps(v)}" for k, v in knobs.items()])
+    assert read_setup(changed).setup == new
+
+
+@pytest.mark.parametrize(
+    "predicted, measured, largest, why, line",
+    [
+        (2e9, 1.5e9, (4, 64), "", "2 GB predicted for a step of 4 x 64 tokens, 1.5 GB measured"),
+        (2e9, None, (0, 0), "", "2 GB predicted for a step, unknown measured"),
+        (None, 1.5e9, (0, 0), "", "1.5 GB measured for a step; not predicted"),
+        (
+            None,
+            None,
+            (4, 64),
+            "x",
+            "unknown measured for a step of 4 x 64 tokens; not predicted: x",
+        ),
+    ],
+)
+def test_the_line_of_a_watch_has_what_is_known(predicted, measured, largest, why, line):
+    watch = MemoryWatch()
+    watch.predicted, watch.measured, watch.largest, watch.why = predicted, measured, largest, why
+    assert str(watch) == f"Memory     {line}"

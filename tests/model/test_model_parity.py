@@ -24,7 +24,7 @@ from trainkit.interop.families import (
     to_hf_weights,
 )
 from trainkit.model.transformer import ACTIVATIONS, Block, Transformer
-from trainkit.model.attention import KVCache, attend
+from trainkit.model.attention import MAX_CROP, KVCache, attend
 from trainkit.model.config import ModelConfig
 from trainkit.model.layers import chunked_cross_entropy
 
@@ -489,6 +489,32 @@ def test_cache_padding_and_packing(name: str) -> None:
             ours(ids, position_ids=packed).logits,
             theirs(input_ids=ids, position_ids=packed, use_cache=False).logits,
         )
+
+
+@pytest.mark.parametrize("step", [1, 3, 30])
+@pytest.mark.parametrize("window", [1, 4, 20])
+def test_a_cache_with_a_window_is_cut_back_as_far_as_its_tokens_reach(window, step) -> None:
+    "The next token sees its whole window then; one token further back the cache refuses."
+    for end in range(step, 121, step):
+        cache = KVCache(1, 130, [window])
+
+        def add(first: int, last: int, cache: KVCache = cache) -> torch.Tensor:
+            "Keys that are their own positions."
+            x = torch.arange(first, last)[None, None, :, None]
+            keys, _ = cache.update(0, x, x)
+            cache.length = last
+            return keys.flatten()
+
+        for begin in range(0, end, step):
+            add(begin, begin + step)
+        least = min(n for n in range(end + 1) if max(0, n - window + 1) >= cache.first[0])
+        assert end - least >= min(end, MAX_CROP - 1)
+        if least:
+            with pytest.raises(ValueError, match="cannot go back"):
+                cache.crop(least - 1)
+        cache.crop(least)
+        seen = add(least, least + 1)[-window:]
+        assert seen.tolist() == [*range(max(0, least - window + 1), least + 1)]
 
 
 def gpt_names(name: str, first: bool) -> str:

@@ -1004,3 +1004,16 @@ def test_a_strategy_of_ones_own(tmp_path):
         done = call("train", *words, "--method", "sft", cwd=tmp_path)
         assert done.returncode == 1 and says in done.stderr, done.stderr
     assert call("config", "show", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize("value", ["-1", "-.5", "-0.5", "1e-4", ".5", "word"])
+@pytest.mark.parametrize("word", ["--learning_rate", "--report_to"])
+def test_a_negative_number_is_the_value_of_a_flag_and_no_flag(word, value):
+    from trainkit.recipes.commands import _value_of
+
+    for after in ([], ["-x"], ["--bf16"], ["train.max_steps=3"], ["run.yaml"]):
+        rest = [value, *after]
+        assert (_value_of(word, rest), rest) == (value, after)
+    for first in ("-x", "-", "--bf16", "train.max_steps=3", "run.yml"):
+        rest = [first, value]
+        assert (_value_of(word, rest), rest) == (None, [first, value])

@@ -542,3 +542,21 @@ def test_without_a_file_and_dry(home):
     for part in ("Pairs", "the model with its adapter off", "trainable%", "2 x 16 x 1 = 32 rows"):
         assert part in done.stdout, done.stdout
     assert not (home / "runs" / "run").exists()
+
+
+@pytest.mark.parametrize("before", [["two", "three"], []])
+def test_answers_of_a_run_are_shown_with_those_of_before_where_there_are_any(before):
+    from types import SimpleNamespace
+
+    from trainkit.recipes.evaluation import PromptEvaluator
+
+    asked = [dict(prompt=f"Spell {n}.", expected=name) for n, name in enumerate(NAMES[:2])]
+    judge = object.__new__(PromptEvaluator)
+    judge.inputs = SimpleNamespace(questions=asked)  # type: ignore
+    judge.before, judge.after = before, []
+    assert judge.sections() == []
+    judge.after = ["four", "five"]
+    ((heading, page),) = judge.sections()
+    assert heading == "Answers"
+    for word in ("Spell 0.", "Spell 1.", "zero", "one", *before, *judge.after):
+        assert word in page

@@ -151,6 +151,32 @@ def test_ctrl_c_leaves_no_half_file(home, tmp_path):
     }
 
 
+def test_packing_says_how_many_examples_were_too_long(home):
+    "Counts of examples, tokens and rows as the library gives them, with and without long ones."
+    from trainkit.data.dataloader import STRATEGIES, pack, packing_efficiency
+    from trainkit.data.tokenization import tokenize_examples
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+
+    tokenizer = BPETokenizer.load(home / "model")
+    rows = [json.loads(line) for line in (home / "rows.jsonl").read_text().splitlines()]
+    sizes = sorted(len(row["input_ids"]) for row in tokenize_examples(rows, tokenizer, 999))
+    assert sizes[0] < sizes[-1]
+    for limit in (sizes[-1], sizes[-1] - 1):
+        words = ["--max-length", str(limit), "--tokenizer", "model", "--drop"]
+        done = call("data", "pack", "rows.jsonl", *words, cwd=home)
+        assert done.returncode == 0, done.stderr
+        first, *lines = done.stdout.splitlines()
+        kept = tokenize_examples(rows, tokenizer, limit, truncation="drop")
+        known = f"{len(kept)} examples of {sum(s for s in sizes if s <= limit)} tokens"
+        gone = f", {len(rows) - len(kept)} too long and left out"
+        assert first == known + gone * (limit < sizes[-1])
+        packings = [kept, *(pack(kept, limit, name) for name in STRATEGIES)]
+        for line, name, packed in zip(lines, ("a row each", *STRATEGIES), packings, strict=True):
+            efficiency = f"{packing_efficiency(packed, limit):.1%} full"
+            assert line.startswith(f"{name} ") and line.endswith(efficiency)
+            assert f" {len(packed)} row" in line
+
+
 def test_a_pipe_that_closes_early_is_no_error(home):
     for words in (
         ["tokenizer", "encode", "model", "x " * 40_000],

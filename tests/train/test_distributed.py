@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.train.optim import OptimConfig
 from trainkit.train.config import TrainConfig
+from trainkit.train.sharding import ZeRO
 from trainkit.train.trainer import Trainer
 
 ROWS = [
@@ -597,3 +599,18 @@ def test_two_launchers_are_two_nodes(tmp_path, machines, restarts):
             path.parent.parent.name for path in logs
         }  # a machine whose process was only ended counts no attempt
         assert "attempt_0" in attempts and (f"attempt_{restarts}" in attempts or rank == 0)
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("scaler", [None, object()])
+def test_zero_is_refused_with_fp16_and_without_deepspeed(there, scaler, monkeypatch):
+    "Before DeepSpeed is asked for anything, so it need not be installed."
+    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed") if there else None)
+    accelerator = SimpleNamespace(scaler=scaler)
+    given = SimpleNamespace(strategy="zero2", accelerator=accelerator, sharded=object())
+    if there and scaler is None:
+        assert ZeRO.cut(given) is given.sharded  # type: ignore
+        return
+    error, words = (ValueError, "fp16") if there else (ImportError, "deepspeed]")
+    with pytest.raises(error, match=words):
+        ZeRO.cut(given)  # type: ignore

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from trainkit.data.readers import read_text
+from trainkit.train import monitors
 from trainkit.train.monitors import CHECKS, HealthCheck, check_health
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
@@ -486,3 +487,14 @@ def test_a_model_that_writes_its_own_batches_does_not_wait_for_data():
         and check_health([{**r, "completion_length": None} for r in records])[0].name
         == "waiting_for_data"
     )
+
+
+@pytest.mark.parametrize("platform, unit", [("linux", 1024), ("darwin", 1)])
+def test_peak_memory_of_any_system_is_in_gib(platform, unit, monkeypatch):
+    "`getrusage` counts kilobytes, on macOS bytes."
+    import resource
+
+    peak = SimpleNamespace(ru_maxrss=512 * 2**30 // unit)
+    monkeypatch.setattr(monitors.sys, "platform", platform)
+    monkeypatch.setattr(resource, "getrusage", lambda who: peak)
+    assert monitors.usage()["memory_peak_gib"] == 512

@@ -655,3 +655,46 @@ def test_an_evaluation_that_a_kill_cut_off_from_its_run_stands_there_once(tmp_pa
     ]
     unchanged = folder.path / "metrics.jsonl"
     assert unchanged.read_text().count('"eval"') == 3
+
+
+def test_compared_runs_show_every_curve_that_was_logged(tmp_path):
+    "The known curves in their order, and after the losses what an evaluation measured besides."
+    folders = [RunFolder(tmp_path / name) for name in "ab"]
+    keys = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu")
+    for folder in folders:
+        log = MetricsLog(folder)
+        log.on_start(None, dict(total_steps=9, start_step=0))
+        for step in range(1, 9):
+            log.on_log(None, dict(step=step, **dict.fromkeys(keys, 1 / step)))
+            log.on_eval(None, dict(step=step, eval_loss=1 / step, eval_exact_match=step / 9))
+        folder.close()
+    page = compare_runs(*(folder.path for folder in folders)).pictures
+    titles = re.findall(
+        "Exact match|Evaluation loss|Loss|Gradient norm|Learning rate|Tokens a second|MFU", page
+    )
+    assert [*dict.fromkeys(titles)] == [
+        "Loss",
+        "Evaluation loss",
+        "Exact match",
+        "Gradient norm",
+        "Learning rate",
+        "Tokens a second",
+        "MFU",
+    ]
+
+
+def test_a_list_of_runs_has_the_columns_that_some_run_has(tmp_path):
+    "Empty where another run has not come so far; a column that no run has is left out."
+    a_run(tmp_path / "whole")
+    RunFolder(tmp_path / "begun").close()
+    rows = {row["run"]: row for row in list_runs(tmp_path).rows()}
+    columns = ["step", "loss", "eval_loss", "best_eval_loss", "tokens_per_second", "seconds"]
+    assert [*rows["whole"]] == [*rows["begun"]] == ["run", "started", *columns, "status"]
+    values = [20, 0.1, 2.0, 2.0, 1e4, 20]
+    assert [rows["whole"][name] for name in columns] == values
+    assert [rows["begun"][name] for name in columns] == [None] * 6
+    log = MetricsLog(folder := RunFolder(tmp_path / "other" / "loss"))
+    log.on_log(None, dict(step=1, loss=3.0))
+    folder.close()
+    (row,) = list_runs(tmp_path / "other").rows()
+    assert [*row] == ["run", "started", "step", "loss", "status"]
