@@ -574,8 +574,15 @@ _SVG = (
     '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
     'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{label}" '
     'style="width:100%;max-width:{shown:g}px;height:auto;display:block" '
-    'fill="currentColor" stroke-linejoin="round">{body}</svg>'
+    """fill="currentColor" font-family="'DejaVu Sans', sans-serif" stroke-linejoin="round">"""
+    "{body}</svg>"
 )
+# What the frame says for all of its elements
+_SAID_ONCE = {
+    INK: "currentColor",
+    "font-family: 'DejaVu Sans', sans-serif; ": "",
+    '; fill: currentColor"': '"',
+}
 _REFERENCE = re.compile(r'(?:url\(#|xlink:href="#)([^)"]+)')
 P = ParamSpec("P")
 
@@ -598,7 +605,9 @@ def to_svg(
     body = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", body)
     body = re.sub(r' transform="rotate\(-0 [^"]*"', "", body)
     body = re.sub(r"(?<=\.\d\d)\d+(?=[^<>]*>)", "", body)  # Digits inside tags
-    body = re.sub(r"\s*\n\s*", " ", body).replace(INK, "currentColor")
+    body = re.sub(r"\s*\n\s*", " ", body)
+    for long, short in _SAID_ONCE.items():
+        body = body.replace(long, short)
     shown = [a for a in figure.axes if a.get_label() != "<colorbar>"]
     words = clean("; ".join(caption(a) for a in shown))
     return Picture(
