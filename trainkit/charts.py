@@ -282,7 +282,8 @@ def _mark_numbers(ax: "Axes", log_y: bool, whole: bool, zero: bool) -> None:
         ax.set_yscale("log")
     low, high = ax.get_ylim()
     if log_y and high >= 10 * low:
-        ax.yaxis.set_major_locator(LogLocator(numticks=6))
+        between = (1, 2, 5) if high < 100 * low else (1,)
+        ax.yaxis.set_major_locator(LogLocator(subs=between, numticks=6))
         ax.yaxis.set_minor_formatter(NullFormatter())
     else:
         if high - low < 2e-3 * abs(high) and not log_y:

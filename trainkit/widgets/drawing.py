@@ -1,9 +1,9 @@
 """Draw curves, bars and heatmaps as small SVG strings that are quick enough for a live panel.
 
-A panel redraws its curves up to five times a second while a model trains, and an explorer draws
-with each move of a slider. Matplotlib takes a tenth of a second for a figure, so live pictures are
-drawn here, as SVG strings, in a thousandth. `live_curves`, `live_bars` and `live_heatmap` draw the
-same as `curves`, `bars` and `heatmap` in `trainkit.charts`, which are for pictures that stay.
+A panel redraws its curves several times a second while a model trains, and an explorer draws with
+each move of a slider. A figure of matplotlib would take a noticeable part of that time, so live
+pictures are drawn here, as SVG strings. `live_curves`, `live_bars` and `live_heatmap` draw the same
+as `curves`, `bars` and `heatmap` in `trainkit.charts`, which are for pictures that stay.
 
 Each function returns a `Picture`: an SVG string that a widget displays, and that stays small
 however long the run is."""
