@@ -53,7 +53,7 @@ def test_wheel_holds_lessons_and_profiles(wheel):
         for kind in ("py", "pyi")
         for p in (ROOT / "trainkit").rglob(f"*.{kind}")
     } <= names
-    assert {"trainkit/settings.ini", "trainkit/py.typed"} <= names
+    assert {"trainkit/settings.ini", "trainkit/py.typed", "trainkit/charts.mplstyle"} <= names
 
 
 def test_wheel_works_elsewhere(wheel, tmp_path):

@@ -277,6 +277,18 @@ def output(out):
     return f'<div class="text">{html.escape(joined(data.get("text/plain", "")))}</div>'
 
 
+def captioned(outputs):
+    "The text of Axes, their caption, becomes the description of the picture that follows it."
+    rest = []
+    for out in outputs:
+        data, before = out.get("data", {}), rest[-1].get("data", {}) if rest else {}
+        if "image/png" in data and [*before] == ["text/plain"]:
+            rest.pop()
+            out = {**out, "data": {**data, **before}}
+        rest.append(out)
+    return rest
+
+
 def cell(c):
     "One cell as HTML."
     text = joined(c["source"])
@@ -284,7 +296,7 @@ def cell(c):
         return render(text)
     if c["cell_type"] != "code" or not text.strip():
         return ""
-    outs = "".join(map(output, c.get("outputs", [])))
+    outs = "".join(map(output, captioned(c.get("outputs", []))))
     if text.startswith("#| hide"):
         return outs
     note = re.match(r"#\| ?(.*)\n", text)

@@ -633,13 +633,13 @@ def test_a_full_disk_leaves_the_old_tokenizer_whole(tmp_path, monkeypatch, files
 
 
 def test_a_full_disk_leaves_the_old_picture(tmp_path, monkeypatch):
-    from trainkit.charts import bars
+    from trainkit.charts import bars, draw_svg
 
-    bars({"a": 1.0, "b": 2.0}).save(tmp_path / "a.svg")
+    draw_svg(bars, {"a": 1.0, "b": 2.0}).save(tmp_path / "a.svg")
     before = everything(tmp_path)
     full_after(monkeypatch, 0)
     with pytest.raises(OSError, match=r"Nothing was written to .*a\.svg: the disk is full"):
-        bars({"a": 3.0}).save(tmp_path / "a.svg")
+        draw_svg(bars, {"a": 3.0}).save(tmp_path / "a.svg")
     assert everything(tmp_path) == before
 
 

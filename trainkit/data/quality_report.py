@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..charts import bars
+from ..charts import bars, draw_svg
 from .schema import KINDS, ROLES, as_example, example_kind
 from .text_checks import named_personal, named_secrets
 from ..display import PLAIN, Picture, clean, plural
@@ -381,7 +381,7 @@ class QualityReport:
         "The report as HTML, for a notebook or a page."
         out = _TITLE.format(title=clean(self.title()))
         if shares := {f.name: 100 * f.share for f in self.findings if f.total and f.unit == "rows"}:
-            out += bars(shares, "Rows concerned", unit="%")
+            out += draw_svg(bars, shares, "Rows concerned", unit="%")
         for f in self.findings:
             places = "".join(
                 f"<li><code>{clean(e.where)}</code> {clean(e.before)}"

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ..charts import bars
+from ..charts import bars, draw_svg
 from .schema import example_kind, to_messages
 from ..display import PLAIN, Picture, clean, grid, table, visible
 from ..parallel import cached, in_order
@@ -157,7 +157,8 @@ class LengthReport:
             edges.append(longest + 1)
         counts = np.histogram(self.lengths, edges)[0]
         names = [f"{a}–{b - 1}" for a, b in zip(edges, edges[1:], strict=False)]
-        return bars(
+        return draw_svg(
+            bars,
             dict(zip(names, map(int, counts), strict=True)),
             title="Rows by length, in tokens",
             unit="",

@@ -19,13 +19,15 @@ import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..charts import INK, chart_style, draw_svg, new_axes
 from ..config import nearest
-from ..display import PALETTE, Picture, svg, text
+from ..display import PALETTE, Picture
 from ..files import show_bytes
 from ..lora.inject import add_lora, replace_layer, with_vocabulary
 from ..lora.targets import LoRAConfig
@@ -37,6 +39,9 @@ from ..model.transformer import Transformer
 from ..quant.linear import Linear4bit, Linear8bit
 from ..quant.quantize import QuantConfig, quantizable
 from ..train.optim import OptimConfig, make_optimizer
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # %% ../../nbs/07_memory/05_planner.ipynb #cd4b32f5
 @dataclass(frozen=True)
@@ -243,14 +248,6 @@ def find_machine(
     return Machine((size / 2**30 + 0.5) / 0.92)
 
 # %% ../../nbs/07_memory/05_planner.ipynb #b348a855
-_BAR = '<rect x="{x}" y="{y}" width="{width:.1f}" height="16" rx="2" fill="{colour}"/>'
-_SAVED = '<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="16" fill="{colour}" opacity=".2"/>'
-_LIMIT = (
-    '<line x1="{x:.1f}" x2="{x:.1f}" y1="22" y2="{y}" stroke="currentColor" '
-    'stroke-dasharray="4 3"/>'
-)
-
-
 @dataclass
 class Plan:
     "A setup for a budget, and the levers that made it smaller."
@@ -296,27 +293,34 @@ class Plan:
         each = f" on each of {self.cards} cards" if self.cards > 1 else ""
         return "\n".join([*lines, f"Setup({chosen}){each}: {peak}, {end}"])
 
-    def _repr_html_(self) -> Picture:
-        most = 1.02 * max(self.budget, *(size for _, size in self.waterfall))
-
-        def place(size: int) -> float:  # From left to right
-            return 130 + 330 * size / most
-
-        body, before = "", 0
-        for i, (name, size) in enumerate(self.waterfall):
-            y, colour = 26 + 24 * i, PALETTE[0] if size > self.budget else PALETTE[2]
-            end = place(size)
-            body += text(122, y + 14, name, "end")
-            body += _BAR.format(x=130, y=y + 2, width=end - 130, colour=colour)
+    @chart_style()
+    def draw(
+        self,
+        ax: "Axes | None" = None,  # Drawn into; new ones when None
+    ) -> "Axes":
+        "What a step takes after each lever, and the budget as a line."
+        ax = ax or new_axes(540, 24 * len(self.waterfall) + 34)
+        before = 0
+        for i, (_, size) in enumerate(self.waterfall):
+            colour = PALETTE[0] if size > self.budget else PALETTE[2]
+            ax.barh(i, size, height=0.7, color=colour)
             if before > size:
-                body += _SAVED.format(x=end, y=y + 2, width=place(before) - end, colour=colour)
-            body += text(place(max(size, before)) + 6, y + 14, show_bytes(size))
+                ax.barh(i, before - size, left=size, height=0.7, color=colour, alpha=0.2)
+            end = max(size, before), i
+            ax.annotate(show_bytes(size), end, (5, 0), textcoords="offset points", va="center")
             before = size
-        height = 30 + 24 * len(self.waterfall)
-        body += _LIMIT.format(x=place(self.budget), y=height)
+        ax.axvline(self.budget, color=INK, linewidth=1, linestyle="--")
+        ax.set_yticks(range(len(self.waterfall)), [name for name, _ in self.waterfall])
+        ax.set(xticks=[], ylim=(len(self.waterfall) - 0.5, -0.5))
+        ax.spines[:].set_visible(False)
+        ax.grid(False)
         title = f"Budget {show_bytes(self.budget)}: {'fits' if self.fits else 'does not fit'}"
-        body += text(0, 13, title, more='font-weight="600"')
-        return svg(540, height + 4, str(self), body)
+        ax.set_title(title, loc="left")
+        ax.set_label(str(self))
+        return ax
+
+    def _repr_html_(self) -> Picture:
+        return draw_svg(self.draw)
 
 
 def _check_levers(levers: Collection[str]) -> None:

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..charts import bars
+from ..charts import bars, draw_svg
 from ..display import Picture
 from ..files import show_bytes
 
@@ -325,7 +325,7 @@ class MemoryReport:
     def _repr_html_(self) -> Picture:
         sizes = {**self.parts, **self.beside}
         megabytes = {name: size / 1e6 for name, size in sizes.items() if size}
-        return bars(megabytes, f"At the peak: {show_bytes(self.resident)}", "MB")
+        return draw_svg(bars, megabytes, f"At the peak: {show_bytes(self.resident)}", "MB")
 
 
 def report(

@@ -28,7 +28,7 @@ import numpy as np
 from torch import nn
 from torch.nn import functional as F
 
-from ..charts import curves
+from ..charts import curves, draw_svg
 from ..config import check_config, dump_config, knob, to_dict
 from ..data.dataloader import collate, encode_rows, token_blocks
 from ..data.dataset import load_examples, load_splits
@@ -441,7 +441,7 @@ def finish_demo(
             for k, key in (("loss", "loss"), ("reward margin", "rewards/margins"))
             if key in log.keys()
         }
-        charts.append(f"<div>{curves(lines, PHASES[name], 'step', '')}</div>")
+        charts.append(f"<div>{draw_svg(curves, lines, PHASES[name], 'step', '')}</div>")
     seconds = notes["seconds"] | {"compare": time.monotonic() - began}
     with RunFolder(folder, resume=True) as run_folder:
         page = write_run_report(

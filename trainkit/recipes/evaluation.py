@@ -34,7 +34,7 @@ from ..align.logprobs import pair_log_probs, sequence_log_probs
 from ..align.preference_data import collate_pairs
 from ..align.reward_model import RewardModel, score_pairs
 from ..align.rewards import score
-from ..charts import bars, curves
+from ..charts import bars, curves, draw_svg
 from ..data.dataset import DataFacts
 from ..data.schema import to_messages
 from ..display import clean, table, token_boxes
@@ -311,7 +311,7 @@ class PairEvaluator(TextEvaluator):
                 (
                     "Held-out pairs",
                     "<p>The chosen answer is preferred, before training and after.</p>"
-                    f"{bars(shares, 'Accuracy', '%', highlight='after')}",
+                    f"{draw_svg(bars, shares, 'Accuracy', '%', highlight='after')}",
                 )
             )
         names = {
@@ -325,7 +325,9 @@ class PairEvaluator(TextEvaluator):
             if run is not None and key in run.keys()
         }
         if lines:
-            chart = curves(lines, "Rewards of the answers, and their margin", "step", "reward")
+            chart = draw_svg(
+                curves, lines, "Rewards of the answers, and their margin", "step", "reward"
+            )
             out.append(("Rewards", str(chart)))
         report = getattr(self.inputs.pairs, "report", None)
         return [*out, *([("Data", report._repr_html_())] if report else [])]
@@ -482,7 +484,7 @@ class PromptEvaluator(TextEvaluator):
             "Length of the answers, in tokens": "completion_length",
         }
         drawn = [
-            str(curves({title.lower(): run.series(key)}, title, "step", ""))
+            str(draw_svg(curves, {title.lower(): run.series(key)}, title, "step", ""))
             for title, key in names.items()
             if run is not None and key in run.keys()
         ]
@@ -717,7 +719,7 @@ def write_run_report(
             "<p>Bits that are needed to write down one byte of "
             f"{clean(measured_on or 'text that the model has not seen')}; "
             "fewer is better.</p>"
-            f"{narrow(bars(bits, 'Bits per byte', 'bits', highlight='this model'))}"
+            f"{narrow(draw_svg(bars, bits, 'Bits per byte', 'bits', highlight='this model'))}"
         )
     elif "exact_match" in metrics:
         share = {
@@ -726,7 +728,7 @@ def write_run_report(
         words = (
             f"<p>Answers to {clean(measured_on or 'questions that were set apart')}, "
             "right to the letter.</p>"
-            f"{narrow(bars(share, 'Exact match', '%', highlight='tuned'))}"
+            f"{narrow(draw_svg(bars, share, 'Exact match', '%', highlight='tuned'))}"
         )
     shown[1:1] = [
         *(
@@ -736,7 +738,7 @@ def write_run_report(
         ),
         *sections,
     ]
-    phases = narrow(bars(seconds, "Seconds for each part", "s"))
+    phases = narrow(draw_svg(bars, seconds, "Seconds for each part", "s"))
     shown = [
         (heading, f"{phases}{html}" if heading == "Timings" else html) for heading, html in shown
     ]

@@ -27,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from ..charts import curves
+from ..charts import curves, draw_svg
 from ..display import Picture, clean, grid, number, table
 from ..files import write_atomic
 from .runs import Record, Run, RunFolder, mask_secrets, read_run, text_table
@@ -116,7 +116,8 @@ def compare_runs(
         and k not in ("eval_tokens", "eval_seconds")
     ]
     drawn = [
-        curves(
+        draw_svg(
+            curves,
             {n: r.series(key) for n, r in zip(names, opened, strict=True) if key in r.keys()},
             title,
             smooth=smooth,
@@ -166,7 +167,8 @@ def draw_run(
         if k.startswith("eval_") and k not in drawn_keys
     ]
     drawn = [
-        curves(
+        draw_svg(
+            curves,
             {name: _shown(run, key) for name, key in names.items() if key in keys},
             title,
             smooth=smooth,
@@ -174,7 +176,7 @@ def draw_run(
         for title, names, smooth in (*PICTURES[:1], *others, *PICTURES[1:])
         if set(names.values()) & {*keys}
     ]
-    return drawn or [curves({}, "Loss")]
+    return drawn or [draw_svg(curves, {}, "Loss")]
 
 
 def run_curves(

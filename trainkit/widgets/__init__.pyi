@@ -1,5 +1,6 @@
 from . import (
     chat_compare as chat_compare,
+    drawing as drawing,
     explorer as explorer,
     form as form,
     labeler as labeler,

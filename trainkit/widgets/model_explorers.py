@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..charts import bars, heatmap
 from ..config import knob
 from ..display import PALETTE, Picture, clean, grid, number, svg, table, text, token_boxes
 from ..display import visible
 from ..model.generation import SamplingConfig, adjust, keep_min_p, keep_top_k, keep_top_p
 from ..model.generation import penalize_repetition
 from ..tokenizer.chat import is_bpe_tokenizer
+from .drawing import live_bars, live_heatmap
 from .explorer import Explorer
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ class AttentionExplorer(Explorer):
         return (
             _title(f"Token {token}, “{pieces[token]}”, in layer {self.layer}, head {self.head}")
             + token_boxes(pieces, ids=values.ids, shade=[v / max(looks) for v in looks])
-            + bars(percent, "It takes the most from", "%", width=360)
+            + live_bars(percent, "It takes the most from", "%", width=360)
         )
 
     def _square(self, weights: Tensor, pieces: list[str]) -> Picture:
@@ -287,7 +287,7 @@ class AttentionExplorer(Explorer):
             for i, row in enumerate(weights.tolist())
         ]
         title = f"layer {self.layer}, head {self.head}: row looks at column"
-        return heatmap(rows, pieces, pieces, title=title, width=440)
+        return live_heatmap(rows, pieces, pieces, title=title, width=440)
 
     def _habits(self, values: AttentionMaps) -> str:
         "How much each head looks at the habit."
@@ -297,7 +297,7 @@ class AttentionExplorer(Explorer):
         layer, head = divmod(int(share.argmax()), share.shape[1])
         layers = [f"layer\u00a0{i}" for i in range(len(share))]
         heads = [f"{h}" for h in range(share.shape[1])]
-        return heatmap(share, layers, heads, limit=1.0, width=440) + _line(
+        return live_heatmap(share, layers, heads, limit=1.0, width=440) + _line(
             f"The most: layer {layer}, head {head}, {share.max():.0%} of its look."
         )
 

@@ -30,10 +30,10 @@ from pathlib import Path
 from pprint import pformat
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..charts import curves
 from ..config import ConfigError, knobs, load_config, to_dict
 from ..display import PLAIN, Picture, clean, grid, notice, number, table
 from ..progress import duration
+from .drawing import live_curves
 from .form import Form, close_all, notebook, claim_cell, widgets
 from .session import ACTIVE, RunSnapshot, TrainSession
 
@@ -686,7 +686,7 @@ def pictures(
     titles = sorted(charts, key=lambda title: title != "Reward")[skip:][:limit]
     height = 220 if width > 400 else 190
     return [
-        curves(
+        live_curves(
             data,
             label,
             smooth=0.02 if title in ("Loss", "Reward") else 0.0,

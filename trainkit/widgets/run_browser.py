@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..charts import curves
 from ..config import nearest
 from ..display import PLAIN, Picture, clean, plural, table
 from ..train.reports import compare_runs, run_facts
 from ..train.runs import Run, list_runs
+from .drawing import live_curves
 from .form import Page, widgets
 
 # %% ../../nbs/12_widgets/15_run_browser.ipynb #run-browser-html
@@ -107,7 +107,7 @@ def overlay(
     left = f", the first 6 of {len(runs)} runs" if len(runs) > 6 else ""
     smooth = 0.02 if len(series) < 4 else 0.0
     title, width = f"{metric}{left}", 420  # Letters stay readable on a phone
-    return curves(series, title, smooth=smooth, log_y=log_y, width=width, height=240)
+    return live_curves(series, title, smooth=smooth, log_y=log_y, width=width, height=240)
 
 
 def metrics_of(

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from ..charts import curves
 from ..config import knob
 from ..data.dataloader import STRATEGIES, Batches, CurriculumConfig, assign
 from ..data.tokenization import TRUNCATIONS, mask_problems, show_mask, tokenize_examples
@@ -34,6 +33,7 @@ from ..tokenizer.bpe_tokenizer import BPETokenizer
 from ..tokenizer.chat import is_bpe_tokenizer, set_template
 from ..tokenizer.chat_template import TEMPLATES
 from ..tokenizer.pretokenize import split_words
+from .drawing import live_curves
 from .explorer import CHART, Explorer
 
 if TYPE_CHECKING:
@@ -587,7 +587,7 @@ class CurriculumExplorer(Explorer):
         if "based" in self.order:
             series["allowed"] = values.limit
         title = f"{self.order}: the rows of each batch"
-        picture = curves(series, title, x_label="batch", y_label=unit, **CHART)
+        picture = live_curves(series, title, x_label="batch", y_label=unit, **CHART)
         padding = {
             name: padding_share(self.all, self.planned(name))
             for name in ("shuffled", "group_by_length")

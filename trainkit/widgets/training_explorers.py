@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from ..align.dpo import COUPLED, LOSSES, USED_BY, DPOConfig, preference_loss
-from ..charts import curves
 from ..config import ConfigError, Problem, knob
 from ..display import PALETTE, Picture, clean, grid, notice, number, svg, table, text
 from ..files import show_bytes
@@ -40,6 +39,7 @@ from ..memory.planner import predict_setup
 from ..memory.tracker import MemoryReport
 from ..model.config import PRESETS, ModelConfig, count_parameters
 from ..train.optim import SCHEDULES, OptimConfig, make_schedule
+from .drawing import live_curves
 from .explorer import CHART, Explorer
 
 if TYPE_CHECKING:
@@ -430,7 +430,7 @@ class ScheduleExplorer(Explorer):
                     "of peak": f"{mean / peak:.0%}" if peak else "–",
                 }
             )
-        chart = curves(values["rates"], "Learning rate of each step", **CHART)
+        chart = live_curves(values["rates"], "Learning rate of each step", **CHART)
         side = "".join(_SIDE.format(part) for part in (*strips, table(rows)))
         messages = "".join(notice(w, PALETTE[1], "status") for w in values["warnings"])
         return Picture(messages + grid(chart, Picture(side)))
@@ -562,8 +562,8 @@ class DPOExplorer(Explorer):
         series = {name: (delta, loss), "your pair": ([self.delta], [at_pair])}
         pull_series = {**lines, "your pair": ([self.delta] * 2, pulls)}
         both = (
-            curves(series, f"Loss of {name}", "Δ, nats", **CHART),
-            curves(pull_series, f"Pull of {name}", "Δ, nats", **CHART),
+            live_curves(series, f"Loss of {name}", "Δ, nats", **CHART),
+            live_curves(pull_series, f"Pull of {name}", "Δ, nats", **CHART),
         )
         return grid(*(Picture(chart.replace('r="2.6"', 'r="5"')) for chart in both))
 

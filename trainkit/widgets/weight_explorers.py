@@ -26,7 +26,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ..charts import curves
 from ..config import knob, nearest
 from ..display import PALETTE, Picture, clean, grid, number, svg, table, text
 from ..files import show_bytes
@@ -37,6 +36,7 @@ from ..lora.rank import effective_rank, thin_svd
 from ..lora.targets import rank_and_alpha
 from ..quant.int8 import dequantize_int8, quantize_int8
 from ..quant.nf4 import CODEBOOKS, dequantize_4bit, quantize_4bit
+from .drawing import live_curves
 from .explorer import CHART, Explorer
 
 # %% ../../nbs/12_widgets/12_weight_explorers.ipynb #weight-explorers-html
@@ -520,12 +520,12 @@ class LoRAExplorer(Explorer):
         if r < n:
             lines["left out"] = (range(r + 1, n + 1), s[r:])
         title = "Singular values of the update"
-        first = curves(lines, title, "direction", log_y=self.log_scale, **CHART)
+        first = live_curves(lines, title, "direction", log_y=self.log_scale, **CHART)
         energy = {
             "energy kept": (range(1, n + 1), 100 * kept),
             f"at rank {r}": ([r], [100 * values["share"]]),
         }
-        second = curves(energy, "Energy kept, in percent", "rank", **CHART)
+        second = live_curves(energy, "Energy kept, in percent", "rank", **CHART)
         if n > 32:
             second = Picture(second.replace('r="2.6"', 'r="5"'))
         rows = [
