@@ -265,7 +265,7 @@ def exchange_biases(
 
 def activate(
     model: nn.Module,
-    weights: Mapping[str, float],  # Adapter -> weight in the sum; empty for the bare model
+    weights: Mapping[str, float],  # Adapter -> weight in the sum; empty for the base model
     trainable: bool = True,  # Active adapters are trained, the rest is frozen
 ) -> None:
     "Set which adapters are active, and which of their parameters are trainable."

@@ -304,8 +304,8 @@ def predict_memory(
     block: int | None = None,  # Sizes are rounded up to it; None: 512 on a GPU
     # A real batch for the objective, instead of rows of ids; its copy has no data
     batch: Mapping[str, Any] | None = None,
-    # With `resident` and `batch`: more batches of the run; malloc places different sizes less well
-    # than equal ones
+    # With `resident` and `batch`: more batches of the run; different sizes waste more of
+    # malloc's memory than equal ones
     others: Iterable[Mapping[str, Any]] = (),
     # Called before each step, for example to generate the answers to train on
     before: Callable[[nn.Module], object] | None = None,

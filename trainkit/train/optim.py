@@ -291,13 +291,13 @@ def make_optimizer(
             rate = config.muon_learning_rate
         group["lr"] = rate * group.pop("lr_factor", 1.0)
         if config.optim == "muon":
-            group.setdefault("use_muon", False)  # All of them may be vectors
+            group.setdefault("use_muon", False)  # A model may have vectors only
     return OPTIMIZERS[config.optim](groups, config)
 
 # %% ../../nbs/04_train/01_optimizers.ipynb #6702ebe9
 def show_groups(
     optimizer: Optimizer,
-) -> str:  # A line a group: how many parameters and numbers, peak rate, decay, and some names
+) -> str:  # One line per group: how many parameters and numbers, peak rate, decay, some names
     "The parameter groups of an optimizer in words."
     lines = []
     for group in optimizer.param_groups:
@@ -344,9 +344,9 @@ def make_schedule(
             stacklevel=2,
         )
     floor = config.min_lr_ratio
-    if config.lr_scheduler_type == "polynomial" and not floor:  # 1e-7 at the end, in transformers
+    if config.lr_scheduler_type == "polynomial" and not floor:  # In transformers it ends at 1e-7
         floor = min(1.0, 1e-7 / config.learning_rate) if config.learning_rate else 0.0
-    # Where the warm-up begins, in transformers
+    # As in transformers, the warm-up of one schedule does not begin at 0
     start = floor if config.lr_scheduler_type == "warmup_stable_decay" else 0.0
 
     def factor(step: int) -> float:
@@ -361,7 +361,7 @@ def make_schedule(
 @contextmanager
 def step_in_backward(
     optimizer: Optimizer,  # Must update each parameter independently, as AdamW, Muon and SGD do
-) -> Iterator[list[int]]:  # Fills up: the bytes of each gradient that was used
+) -> Iterator[list[int]]:  # A list that grows: the bytes of each gradient that was used
     "Inside, the backward pass updates the parameters and frees gradients (Lv et al. 2023)."
     used: list[int] = []
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
