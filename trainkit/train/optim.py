@@ -2,9 +2,9 @@
 
 `make_optimizer` builds an optimizer for a model from an `OptimConfig`. Only matrices get weight
 decay, frozen parameters (`requires_grad=False`) are left out, and parameters whose names match a
-pattern can have their own learning rate or weight decay; `show_groups` lists the result. `make_schedule`
-builds the learning rate schedule: a warm-up, then one of the curves in `SCHEDULES`. Names of
-options and the resulting numbers are those of transformers.
+pattern can have their own learning rate or weight decay; `show_groups` lists the result.
+`make_schedule` builds the learning rate schedule: a warm-up, then one of the curves in `SCHEDULES`.
+Names of options and the resulting numbers are those of transformers.
 
 `Muon` is an optimizer for the weight matrices inside the network, which `hidden_matrices` finds:
 it makes each of their updates orthogonal (`newton_schulz`), and uses AdamW for all other
