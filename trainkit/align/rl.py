@@ -131,7 +131,7 @@ def whiten(
 
 # %% ../../nbs/08_align/11_rl.ipynb #9e55dfaa
 def clipped_surrogate(
-    log_ratio: Tensor,  # (B, T), log-probability now minus log-probability when the token was sampled
+    log_ratio: Tensor,  # (B, T), log-probability now minus that at the time of sampling
     advantages: Tensor,  # (B, T) or (B, 1)
     epsilon: float = 0.2,  # How much less likely a bad token may become
     epsilon_high: float | None = None,  # How much more likely a good token; None: `epsilon`
