@@ -131,7 +131,7 @@ def whiten(
 
 # %% ../../nbs/08_align/11_rl.ipynb #9e55dfaa
 def clipped_surrogate(
-    log_ratio: Tensor,  # (B, T), log-probability now, minus the one when the token was sampled
+    log_ratio: Tensor,  # (B, T), log-probability now minus that at the time of sampling
     advantages: Tensor,  # (B, T) or (B, 1)
     epsilon: float = 0.2,  # How much less likely a bad token may become
     epsilon_high: float | None = None,  # How much more likely a good token; None: `epsilon`
@@ -277,7 +277,7 @@ class RLConfig:
         corrected = self.pays_in_reward or self.use_bias_correction_kl
         if self.beta and not corrected and self.kl_estimator == "k1":
             why = (
-                "has no gradient on average, so it holds nothing in a loss: k2 or k3, "
+                "has no gradient on average, so it has no effect in a loss: use k2 or k3, "
                 "use_bias_correction_kl=True or kl_in_reward=True"
             )
             problems.append(Problem("kl_estimator", "k1", why))
@@ -302,7 +302,7 @@ class RLConfig:
                 why = f"on {self.method}: only {', '.join(sorted(users))} {verb} it"
                 problems.append(ignored(name, why))
         if self.beta and self.pays_in_reward:
-            why = "where the divergence is paid out of the reward: kl_in_reward = False"
+            why = "because the divergence is subtracted from the reward: set kl_in_reward=False"
             for name in ("kl_estimator", "use_bias_correction_kl"):
                 if changed(name):
                     problems.append(ignored(name, why))

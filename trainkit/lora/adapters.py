@@ -1,8 +1,9 @@
 """Save and load adapters in PEFT's format, add tokens, and switch adapters on one model.
 
-`save_adapter` writes a folder that PEFT can open, and `load_adapter` opens our folders and
-PEFT's. `resize_vocabulary` adds rows for new tokens, and the folder stores the size of the
-vocabulary. `peft_config` and `lora_config` translate the settings in both directions.
+`save_adapter` writes a folder that PEFT, the adapter library of Hugging Face, can open, and
+`load_adapter` opens our folders and PEFT's. `resize_vocabulary` adds rows for new tokens, and the
+folder stores the size of the vocabulary. `peft_config` writes the settings of an
+adapter in PEFT's format, and `lora_config` translates them back.
 
 One model can have many adapters. `use_adapter` activates one, or several with weights;
 `adapter_names` and `active_adapters` list them. Inside `adapters_off` the model is the base model

@@ -1,7 +1,8 @@
 r"""LoRA freezes a weight $W$ and learns a low-rank update $\frac{\alpha}{r}BA$ next to it. `add_lora`
-adds such updates to the layers of a model, ours or one of transformers', that a `LoRAConfig`
-selects; `trainable_report` counts the trainable parameters. The layers themselves, including the
-variants of LoRA, are in `trainkit.lora.layers`; their parameters have the same names as in PEFT.
+adds such updates to the layers that a `LoRAConfig` selects, in a model of trainkit or of
+transformers; `trainable_report` counts the trainable parameters. The layers themselves, including
+the variants of LoRA, are in `trainkit.lora.layers`; their parameters have the same names as in
+PEFT, the adapter library of Hugging Face.
 `trainkit.lora.merge` adds the updates to the weights, and `trainkit.lora.adapters` manages several
 adapters on one model."""
 
@@ -264,7 +265,7 @@ def exchange_biases(
 
 def activate(
     model: nn.Module,
-    weights: Mapping[str, float],  # Adapter -> weight in the sum; empty for the bare model
+    weights: Mapping[str, float],  # Adapter -> weight in the sum; empty for the base model
     trainable: bool = True,  # Active adapters are trained, the rest is frozen
 ) -> None:
     "Set which adapters are active, and which of their parameters are trainable."

@@ -63,10 +63,10 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 # %% ../../nbs/04_train/08_trainer.ipynb #home-limits
-MAX_SKIPPED_STEPS = 10  # After as many steps in a row without a finite loss, on_nan='skip' gives up
+MAX_SKIPPED_STEPS = 10  # on_nan='skip' gives up after so many steps in a row without a finite loss
 DEAD_WORKER = (
     "a process that prepares batches died, most often because the machine has no memory left: "
-    "fewer num_workers; with num_workers=0 an error of the data itself is shown. "
+    "use fewer num_workers; num_workers=0 shows an error of the data itself. "
 )
 
 # %% ../../nbs/04_train/08_trainer.ipynb #home-save_weights
