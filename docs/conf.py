@@ -14,7 +14,7 @@ from latex2mathml.converter import convert
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 project, author = "trainkit", "The trainkit authors"
-copyright = author  # noqa: A001: Sphinx's name
+copyright = author
 extensions = ["myst_nb", "sphinx_design", "sphinx_copybutton"]
 
 nb_execution_mode = "off"  # The outputs that the notebooks carry are shown
@@ -65,7 +65,6 @@ html_sidebars = {"index": []}
 def mathml(latex, display):
     "LaTeX as MathML; what cannot be converted stays as it is."
     try:
-        # A comma of a thousand, 1{,}000, and a tie confuse the converter
         return convert(latex, display=display)
     except Exception:
         return f"<code>{html.escape(latex)}</code>"

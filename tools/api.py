@@ -85,9 +85,7 @@ def parameter_remarks(target):
     "The docments of a function: parameter -> comment, and 'return'."
     _, nodes, comments = parsed(target.filepath)
     node = next(
-        n
-        for line, n in sorted(nodes.items())
-        if line >= target.lineno and n.name == target.name
+        n for line, n in sorted(nodes.items()) if line >= target.lineno and n.name == target.name
     )
     args = [*node.args.posonlyargs, *node.args.args, node.args.vararg, *node.args.kwonlyargs]
     args = [arg for arg in [*args, node.args.kwarg] if arg]
@@ -102,9 +100,7 @@ def parameter_remarks(target):
     body = node.body[0].lineno
     single = not args or node.lineno == body - 1 == line
     behind = [
-        comments[i][0]
-        for i in range(node.lineno if single else line + 1, body)
-        if i in comments
+        comments[i][0] for i in range(node.lineno if single else line + 1, body) if i in comments
     ]
     if single and args:
         out.pop(args[-1].arg, None)
@@ -117,9 +113,7 @@ def field_remarks(target):
     "The comments of a class's fields."
     _, nodes, _ = parsed(target.filepath)
     node = next(
-        n
-        for line, n in sorted(nodes.items())
-        if line >= target.lineno and n.name == target.name
+        n for line, n in sorted(nodes.items()) if line >= target.lineno and n.name == target.name
     )
     spans, start = [], node.body[0].lineno
     for item in node.body:
@@ -182,8 +176,8 @@ class Reference:
         self.pages[module.path] = {module.path: targets}
         self.public |= {t.path: t.path for t in targets}
 
-    def linked(self, text):
-        """Markdown with public names in backticks as links.
+    def linked(self, text, seen=None):
+        """Markdown with public names in backticks as links; each once, given the names `seen`.
 
         A plain word, such as `train`, is only taken for a name of the package that the page is on.
         """
@@ -193,9 +187,15 @@ class Reference:
             is_plain = match[1].islower() and "_" not in match[1]
             if not home or is_plain and home.rpartition(".")[0] != self.here:
                 return match[0]
+            if seen is not None:
+                if home in seen:
+                    return match[0]
+                seen.add(home)
             return f"{{py:obj}}`{match[1]} <{home}>`"
 
-        return re.sub(r"(?<![`}])`(\w+)`(?!`)", link, text)
+        parts = re.split(r"((?s:```.*?```)|(?m:^#.*$)|\[[^]]*\]\()", text)
+        parts[::2] = [re.sub(r"(?<![`}])`(\w+)`(?!`)", link, part) for part in parts[::2]]
+        return "".join(parts)
 
     def annotation(self, expression):
         "An annotation in which our public names stand with their whole path."
@@ -334,8 +334,8 @@ class Reference:
 
     def klass(self, target, path):
         signature, body = path, self.docstring(target)
-        init = target.members.get("__init__")
-        if init is not None and init.kind is griffe.Kind.FUNCTION:
+        init = target.members.get("__init__")  # Griffe writes one for a dataclass, too
+        if init is not None and "dataclass" not in target.labels and not init.is_alias:
             signature += self.signature(init, skip_self=True)
             names = [p.name for p in init.parameters][1:]
             body += self.parameters(init, names)
@@ -388,6 +388,11 @@ class Reference:
             body += "\n".join(map(self.entry, targets))
         return PAGE.format(title=name, about=about, body=body)
 
+    def written(self):
+        "File -> Markdown of the reference."
+        pages = {f"{name}.md": self.page(name, parts) for name, parts in self.pages.items()}
+        return {"index.md": self.index(), **pages}
+
     def index(self):
         self.here = PACKAGE
         rows = []
@@ -395,7 +400,9 @@ class Reference:
             module = final(self.root[name.removeprefix(PACKAGE + ".")])
             first = module.docstring.value.split("\n")[0] if module.docstring else ""
             rows.append((f"[{name}]({name}.md)", self.linked(first)))
-        packages = [row for row in rows if (ROOT / row[0][1:].split("]")[0].replace(".", "/")).is_dir()]
+        packages = [
+            row for row in rows if (ROOT / row[0][1:].split("]")[0].replace(".", "/")).is_dir()
+        ]
         others = [row for row in rows if row not in packages]
         top = []
         for name, path in self.top.items():
@@ -423,10 +430,3 @@ def sections_of(path):
                 section = line[3:].strip() if line.startswith("## ") else section
         out[cell.get("id", "")] = section
     return course.title(book), out
-
-
-def pages(lessons):
-    "File -> Markdown of the reference; `lessons`: those that links may lead to, by name."
-    reference = Reference(lessons)
-    out = {f"{name}.md": reference.page(name, parts) for name, parts in reference.pages.items()}
-    return {"index.md": reference.index(), **out}

@@ -74,47 +74,64 @@ def with_links(text, path):
     return re.sub(r"\]\((?!https?:|#|mailto:|data:)([^)#\s]+)(#[^)\s]+)?(?=\))\)", of, text)
 
 
-def code_cell(cell, text):
-    "A code cell for the site: without directives, folded where Jupyter folds it, or marked."
+def is_folded(cell):
+    "Whether Jupyter shows the cell folded, or it begins with imports and defines nothing."
+    text = course.source(cell)
+    return cell["cell_type"] == "code" and (
+        cell["metadata"].get("jupyter", {}).get("source_hidden", False)
+        or cell.get("id", "").startswith(("imports-", "needs-"))
+        or re.match(r"(?:import|from) ", text) is not None
+        and not cell.get("outputs")
+        and not re.search(r"^(?:def|class|with|test_|for) ?", text, re.M)
+    )
+
+
+def code_cell(cell):
+    "A code cell for the site: without directives, folded or marked as exported."
+    text = course.source(cell)
     note = re.match(r"(?:#\| ?(.*)\n)+", text + "\n")
-    text = text[note.end() :] if note else text
-    tags = []
     is_exported = note and note[1].startswith("export")
-    if is_exported:
-        tags.append("exported")
-    name = cell.get("id", "")
-    if cell["metadata"].get("jupyter", {}).get("source_hidden") or name.startswith(
-        ("imports-", "needs-")
-    ):
-        tags.append("hide-input")
-        lines = [line for line in text.splitlines() if re.match(r"\w", line)]
-        is_import = all(line.startswith(("import ", "from ")) for line in lines)
-        prompt = "Imports" if is_import else "Preparation and checks"
-        cell["metadata"]["mystnb"] = {"code_prompt_show": prompt, "code_prompt_hide": prompt}
-    cell["metadata"]["tags"] = tags
-    cell["outputs"] = [out for out in cell.get("outputs", []) if out.get("name") != "stderr"]
-    return text
+    text = text[note.end() :] if note else text
+    is_import = re.search(r"^(import|from) ", text, re.M)
+    prompt = "Imports" if is_import else "Setup and checks"
+    outputs = [out for out in cell.get("outputs", []) if out.get("name") != "stderr"]
+    metadata = {"tags": ["exported"] if is_exported else []}
+    if is_folded(cell):
+        metadata = {
+            "tags": ["hide-input"],
+            "mystnb": {"code_prompt_show": prompt, "code_prompt_hide": prompt},
+        }
+    return {**cell, "metadata": metadata, "outputs": outputs, "source": text.strip("\n")}
 
 
-def lesson(path):
-    "A lesson's notebook as the site shows it, as JSON."
-    book = course.read(path)
-    name = course.name_of(path)
+def lesson(path, reference):
+    """A lesson's notebook as the site shows it, as JSON.
+
+    Folded cells that follow one another without an output are one; the first time that a page
+    mentions a public name, it leads to the reference.
+    """
+    book, name, seen = course.read(path), course.name_of(path), set()
     cells = []
     for cell in book["cells"]:
-        text, title = course.source(cell), cell.get("id", "")
-        if title == "install" or not text.strip():
+        text, key = course.source(cell), cell.get("id", "")
+        if key == "install" or not text.strip():
             continue
-        if title == "badges":
-            text = f"`nbs/{name}.ipynb` · " + text.replace(") [", ") · [")
-        text = (
-            with_links(text, f"nbs/{name}.ipynb")
-            if cell["cell_type"] == "markdown"
-            else code_cell(cell, text)
-        )
-        if title == "badges":
-            text = "{.source}\n" + text
-        cells.append({**cell, "source": text})
+        if cell["cell_type"] == "code":
+            new = code_cell(cell)
+            last = cells[-1] if cells else {}
+            if is_folded(cell) and "hide-input" in last.get("metadata", {}).get("tags", []):
+                if not last["outputs"] and new["source"]:
+                    new["source"] = f"{last['source']}\n\n{new['source']}".strip("\n")
+                    new["metadata"] = last["metadata"]
+                    cells.pop()
+            if new["source"] or new["outputs"]:
+                cells.append(new)
+            continue
+        if key == "badges":
+            text = f"{{.source}}\n`nbs/{name}.ipynb` · " + text.replace(") [", ") · [")
+        elif not course.written_here(cell, course.LINKS, course.MAP):
+            text = reference.linked(text, seen)
+        cells.append({**cell, "source": with_links(text, f"nbs/{name}.ipynb")})
     return json.dumps({**book, "cells": cells}, ensure_ascii=False)
 
 
@@ -148,8 +165,7 @@ def lay_out(folder, only=None):
     texts["docs/howto/index.md"] += toctree(
         ["../guide", *(p.stem for p in guides if p.stem != "README")]
     )
-    head, gap, rest = texts["index.md"].partition("\n## ")
-    texts["index.md"] = head + "\n" + FRONT + gap + rest
+    texts["index.md"] = re.sub(r"(?m)^\[!\[.*\n", lambda _: FRONT, texts["index.md"], count=1)
     texts["index.md"] += toctree(
         [
             "Course <nbs/index>",
@@ -165,10 +181,12 @@ def lay_out(folder, only=None):
         path = folder / there
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(with_links(text, sources[there]), encoding="utf-8")
+    reference = api.Reference(paths)
     for name, path in paths.items():
-        (folder / "nbs" / f"{name}.ipynb").write_text(lesson(path), encoding="utf-8")
+        text = lesson(path, reference)
+        (folder / "nbs" / f"{name}.ipynb").write_text(text, encoding="utf-8")
     shutil.copytree(course.LESSONS / "images", folder / "nbs" / "images")
-    for there, text in api.pages(paths).items():
+    for there, text in reference.written().items():
         path = folder / "api" / there
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
