@@ -47,7 +47,7 @@ def test_every_lesson_is_reached():
         for path in (
             *course.LESSONS.rglob("README.md"),
             *ROOT.glob("*.md"),
-            *ROOT.glob("docs/*.md"),
+            *ROOT.glob("docs/**/*.md"),
             *ROOT.glob("benchmarks/*.md"),
         )
     }

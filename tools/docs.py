@@ -182,6 +182,9 @@ def lay_out(folder, only=None):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(with_links(text, sources[there]), encoding="utf-8")
     reference = api.Reference(paths)
+    if only is not None:
+        packages = {f"{api.PACKAGE}.{name[3:].partition('/')[0]}" for name in paths}
+        reference.pages = {n: p for n, p in reference.pages.items() if n in packages}
     for name, path in paths.items():
         text = lesson(path, reference)
         (folder / "nbs" / f"{name}.ipynb").write_text(text, encoding="utf-8")
