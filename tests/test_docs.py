@@ -1,25 +1,32 @@
 "The how-to guides run as they are written, and the site is whole and loads nothing from elsewhere."
 
 import ast
+import html
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
+from urllib.parse import unquote
 
 import pytest
 from support.processes import ROOT, in_child
 
 sys.path.insert(0, str(ROOT / "tools"))
+import course  # noqa: E402
 
 HOWTO = ROOT / "docs" / "howto"
 GUIDES = sorted(path.stem for path in HOWTO.glob("*.md") if path.stem != "README")
 NEED_NOTHING = ("evaluate_compare", "fit_7b_in_16_gb", "train_tokenizer")  # Their Python
-SMALL_SITE = ("00_tour", "05_lora/01_lora", "08_align/05_dpo")
+SMALL_SITE = ("00_tour", "05_lora/01_lora")
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -93,7 +100,11 @@ def test_the_python_of_a_guide_runs(name, tmp_path):
 
 def follow(name, folder):
     "Run the blocks of a guide in their order."
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    program = folder / "bin" / "trainkit"  # Of this environment
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m trainkit "$@"\n', encoding="utf-8")
+    program.chmod(0o755)
+    env = os.environ | {"PATH": f"{program.parent}:{os.environ['PATH']}"}
     for note, language, code in blocks(name):
         if note.startswith("needs"):
             continue
@@ -120,3 +131,118 @@ def practice(tmp_path_factory):
 def test_a_guide_can_be_followed(name, practice, tmp_path):
     shutil.copytree(practice, tmp_path, dirs_exist_ok=True)
     follow(name, tmp_path)
+
+
+def build(folder, only, options):
+    import docs
+
+    docs.build(folder, only, options)
+
+
+def check_site(site, lessons):
+    "All pages are there, every link has its place, and nothing is loaded from elsewhere."
+    pages = {path: path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
+    names = {path.relative_to(site).as_posix() for path in pages}
+    assert {f"nbs/{name}.html" for name in lessons} <= names
+    assert {f"docs/howto/{name}.html" for name in GUIDES} <= names
+    assert {"index.html", "api/index.html", "benchmarks/index.html", "CHANGELOG.html"} <= names
+    places = {path: set(re.findall(r'\bid="([^"]*)"', text)) for path, text in pages.items()}
+    for path, text in pages.items():
+        loaded = re.findall(
+            r'<(?:img|script|link|iframe|source)\b[^>]*(?:src|href)="([^"]*)"', text
+        )
+        assert not [link for link in loaded if re.match(r"https?:|//", link)], path
+        assert str(ROOT) not in text, f"{path.name} has a path of this machine"
+        prose = re.sub(r"(?s)<(pre|code|script)\b.*?</\1>", "", text)
+        assert "$$" not in prose and not re.search(r">#\|", text), path
+        for link, place in re.findall(r'<a [^>]*href="([^":#?]*)(?:#([^"]*))?"', text):
+            there = (path.parent / link).resolve() if link else path
+            assert there.exists(), f"{path.relative_to(site)} leads to {link}"
+            if place and there in places and not link.endswith(("search.html", "genindex.html")):
+                assert unquote(html.unescape(place)) in places[there] | {""}, (
+                    f"{path.relative_to(site)} leads to {link}#{place}"
+                )
+    for path in (site / "_static").rglob("*.css"):
+        assert not re.search(r"(?:url\(|@import)\s*['\"]?https?:", path.read_text("utf-8")), path
+
+
+def test_a_small_site_is_whole(tmp_path):
+    "Two lessons, the guides, and the reference of one package."
+    done = in_child(build, tmp_path / "site", SMALL_SITE, ["-Q", "-j", "1"], folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    site = tmp_path / "site"
+    check_links_of = {name: (site / f"nbs/{name}.html").read_text("utf-8") for name in SMALL_SITE}
+    assert all(check_links_of.values())
+    lesson = check_links_of["05_lora/01_lora"]
+    assert "<math" in lesson and "tag_exported" in lesson and "<summary>Solution" in lesson
+    assert "Install trainkit" not in lesson and 'href="../../api/trainkit.lora.html#' in lesson
+    reference = (site / "api/trainkit.lora.html").read_text("utf-8")
+    for part in (
+        'id="trainkit.lora.merge_lora"',
+        "Keep the layers and the original weights",  # The comment of a parameter
+        "Rank of the update",  # The text of a knob
+        'href="../nbs/05_lora/01_lora.html#',
+    ):
+        assert part in reference, part
+    assert '"merge_lora"' in (site / "searchindex.js").read_text("utf-8")
+    check_site(site, SMALL_SITE)
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_the_whole_site_reads_and_searches_without_a_network(browser, tmp_path):
+    "Built without a warning; some pages, and the search, in both schemes and at two widths."
+    site = tmp_path / "site"
+    done = in_child(build, site, None, ["-W", "--keep-going"], folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    check_site(site, [course.name_of(path) for path in course.lessons()])
+    with served(site) as address:
+        for scheme, width in (("light", 1280), ("dark", 420)):
+            context = browser.new_context(
+                viewport=dict(width=width, height=900), color_scheme=scheme
+            )
+            page, errors, asked = context.new_page(), [], []
+            page.on("pageerror", lambda e, errors=errors: errors.append(str(e)))
+            page.on("request", lambda r, asked=asked: asked.append(r.url))
+            for name in (
+                "index",
+                "nbs/05_lora/01_lora",
+                "nbs/08_align/05_dpo",
+                "api/trainkit.lora",
+            ):
+                page.goto(f"{address}/{name}.html")
+                assert page.locator("h1").first.inner_text()
+                assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+            light = page.evaluate(
+                "getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).slice(0, "
+                "3).reduce((a, b) => a + +b, 0)"
+            )
+            assert (light > 400) == (scheme == "light")
+            page.goto(f"{address}/search.html?q=merge_lora")
+            page.wait_for_selector("#search-results li")
+            assert (
+                "trainkit.lora.merge_lora" in page.locator("#search-results a").first.inner_text()
+            )
+            page.locator("#search-results a").first.click()
+            page.wait_for_selector("h1")
+            page.goto((site / "search.html").as_uri() + "?q=preference")  # From a disk, too
+            page.wait_for_selector("#search-results li")
+            elsewhere = [u for u in asked if not u.startswith((address, "file:", "data:"))]
+            assert not errors and not elsewhere, (errors, elsewhere)
+            context.close()
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        "Nothing is printed."
+
+
+@contextmanager
+def served(folder):
+    "A server on this machine for the time of the block; its address."
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder))
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()

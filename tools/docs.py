@@ -56,18 +56,19 @@ def toctree(entries, caption=""):
     return TOCTREE.format(options=options, entries="\n".join(entries))
 
 
-def with_links(text, path):
+def with_links(text, path, staged):
     """Links of the repository as links of the site.
 
-    A README is the index of its folder; what has no page is shown where the source is; pictures
-    from elsewhere (badges) become words.
+    A README is the index of its folder; what is not among the `staged` files is shown where the
+    source is; pictures from elsewhere (badges) become words.
     """
     text = re.sub(r"\[!\[([^]]*)\]\(https?:[^)]*\)\]", r"[\1]", text)
 
     def of(match):
         link, place = match[1], match[2] or ""
         there = os.path.normpath(os.path.join(os.path.dirname(path), link))
-        if not there.endswith((".md", ".ipynb", ".png", ".svg")):
+        is_page = there.endswith((".md", ".ipynb")) and there in staged
+        if not is_page and not there.endswith((".png", ".svg")):
             return f"]({REPOSITORY}/{there}{place})"
         return f"]({re.sub(r'README.md$', 'index.md', link)}{place})"
 
@@ -104,7 +105,7 @@ def code_cell(cell):
     return {**cell, "metadata": metadata, "outputs": outputs, "source": text.strip("\n")}
 
 
-def lesson(path, reference):
+def lesson(path, reference, staged):
     """A lesson's notebook as the site shows it, as JSON.
 
     Folded cells that follow one another without an output are one; the first time that a page
@@ -131,7 +132,7 @@ def lesson(path, reference):
             text = f"{{.source}}\n`nbs/{name}.ipynb` · " + text.replace(") [", ") · [")
         elif not course.written_here(cell, course.LINKS, course.MAP):
             text = reference.linked(text, seen)
-        cells.append({**cell, "source": with_links(text, f"nbs/{name}.ipynb")})
+        cells.append({**cell, "source": with_links(text, f"nbs/{name}.ipynb", staged)})
     return json.dumps({**book, "cells": cells}, ensure_ascii=False)
 
 
@@ -160,8 +161,8 @@ def lay_out(folder, only=None):
     guides = sorted((ROOT / "docs" / "howto").glob("*.md"))
     for path in guides:
         there = path.relative_to(ROOT).as_posix()
-        there = there.replace("README.md", "index.md")
-        sources[there], texts[there] = there, path.read_text(encoding="utf-8")
+        here, there = there, there.replace("README.md", "index.md")
+        sources[there], texts[there] = here, path.read_text(encoding="utf-8")
     texts["docs/howto/index.md"] += toctree(
         ["../guide", *(p.stem for p in guides if p.stem != "README")]
     )
@@ -177,16 +178,17 @@ def lay_out(folder, only=None):
             "Contributing <CONTRIBUTING>",
         ]
     )
+    staged = {*sources.values(), *(f"nbs/{name}.ipynb" for name in paths)}
     for there, text in texts.items():
         path = folder / there
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(with_links(text, sources[there]), encoding="utf-8")
+        path.write_text(with_links(text, sources[there], staged), encoding="utf-8")
     reference = api.Reference(paths)
     if only is not None:
         packages = {f"{api.PACKAGE}.{name[3:].partition('/')[0]}" for name in paths}
         reference.pages = {n: p for n, p in reference.pages.items() if n in packages}
     for name, path in paths.items():
-        text = lesson(path, reference)
+        text = lesson(path, reference, staged)
         (folder / "nbs" / f"{name}.ipynb").write_text(text, encoding="utf-8")
     shutil.copytree(course.LESSONS / "images", folder / "nbs" / "images")
     for there, text in reference.written().items():
