@@ -8,6 +8,7 @@ mean; the comment behind a parameter and the text of a knob become tables, as in
 import ast
 import io
 import re
+import sys
 import tokenize
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,9 @@ DIRECTIVE = "{fence}{{py:{kind}}} {signature}\n{options}\n{body}\n{fence}\n"
 INTRODUCTION = """Every public name. What practitioners type can be imported from `trainkit`
 directly; everything else from its package. A package imports what it needs only when a name is
 asked for, so `import trainkit` is quick.
+"""
+COMMANDS = """`trainkit COMMAND --help` shows the same in a shell. Fields of a config stand behind a
+command as `group.field=value`; the classes whose names end in `Config` list them.
 """
 KNOBS = "\nFields, which a config file and the command line call by the same names:\n\n"
 
@@ -122,6 +126,38 @@ def field_remarks(target):
     return remarks(target.filepath, spans, start)[0]
 
 
+def command_line():
+    "The page of the commands: what each does, and its arguments and options."
+    import typer
+
+    sys.path.insert(0, str(ROOT))
+    from trainkit.cli import app
+
+    text = ["# Command line\n\n" + COMMANDS]
+
+    def walk(command, name, parent):
+        context = command.make_context(name, [], parent=parent, resilient_parsing=True)
+        if hasattr(command, "list_commands"):
+            for sub in command.list_commands(context):
+                walk(command.get_command(context, sub), f"{name} {sub}", context)
+            return
+        rows = []
+        for option in command.params:
+            if option.name == "help" or getattr(option, "hidden", False):
+                continue
+            names = option.opts if option.param_type_name == "option" else [option.name.upper()]
+            default = option.default
+            is_plain = isinstance(default, (int, float, str)) and not isinstance(default, bool)
+            about = cell_text(getattr(option, "help", "") or "")
+            about += f" Default: {code(default)}." if is_plain and str(default) else ""
+            rows.append((", ".join(map(code, names)), about))
+        about = re.sub(r"\s*\n\s*", " ", command.help or "").strip()
+        text.append(f"## {name}\n\n{about}\n\n" + table(["Argument or option", "Meaning"], rows))
+
+    walk(typer.main.get_command(app), PACKAGE, None)
+    return "\n".join(text)
+
+
 def final(member):
     "What an alias stands for in the end."
     return member.final_target if member.is_alias else member
@@ -142,6 +178,8 @@ class Reference:
             member = self.root[name]
             if name.islower() and (ROOT / PACKAGE / name).is_dir():
                 self.add_package(name)
+            elif name == "cli":
+                continue  # Its commands have a page of their own
             elif name.islower() and (ROOT / PACKAGE / f"{name}.py").exists():
                 self.add_module(name)
             else:
@@ -172,7 +210,12 @@ class Reference:
     def add_module(self, name):
         module = final(self.root[name])
         targets = [final(module[str(n)]) for n in module.exports or [] if str(n) in module.members]
-        targets = [t for t in targets if t.module.path == module.path]
+        targets = [
+            t
+            for t in targets
+            if t.module.path == module.path
+            and not str(getattr(t, "value", "")).startswith("TypeVar")
+        ]
         self.pages[module.path] = {module.path: targets}
         self.public |= {t.path: t.path for t in targets}
 
@@ -305,31 +348,47 @@ class Reference:
             out += "\n" + table(["Field", "Type", "Meaning"], plain)
         return out
 
+    @staticmethod
+    def value_of(node, member):
+        "What an expression in a knob comes to, given the constants of its module."
+        names = {}
+        for name in {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}:
+            attribute = member.module.members.get(name)
+            value = ast.parse(str(attribute.value), mode="eval").body if attribute else None
+            if isinstance(value, ast.Dict):  # Of its values only the program knows
+                names[name] = [ast.literal_eval(key) for key in value.keys if key is not None]
+            elif value is not None:
+                names[name] = ast.literal_eval(value)
+        builtin = {"__builtins__": {"tuple": tuple, "list": list, "sorted": sorted}}
+        return eval(compile(ast.Expression(node), "knob", "eval"), builtin, names)
+
     def knob(self, member):
         call = ast.parse(str(member.value), mode="eval").body
         args, extra = call.args, {k.arg: k.value for k in call.keywords}
-        default = ast.unparse(args[0])
-        try:
-            words = ast.literal_eval(args[1])
-        except (ValueError, IndexError):
-            words = ast.unparse(args[1]) if len(args) > 1 else ""
-        notes = []
-        if choices := extra.get("choices", args[2] if len(args) > 2 else None):
-            if isinstance(choices, (ast.Tuple, ast.List)):
-                notes.append("one of " + ", ".join(code(ast.unparse(c)) for c in choices.elts))
-        low, high = (ast.unparse(extra[k]) if k in extra else None for k in ("low", "high"))
-        if low is not None or high is not None:
-            notes.append(
-                f"{low} to {high}"
-                if low is not None and high is not None
-                else (f"at least {low}" if low is not None else f"at most {high}")
-            )
-        if isinstance(aliases := extra.get("aliases"), (ast.Tuple, ast.List)) and aliases.elts:
-            notes.append("also " + ", ".join(code(ast.literal_eval(a)) for a in aliases.elts))
+        given = dict(
+            zip(("default", "doc", "choices", "low", "high", "aliases"), args, strict=False)
+        )
+        given |= extra
+
+        def known(name):
+            try:
+                return self.value_of(given[name], member)
+            except (KeyError, ValueError, NameError, TypeError, AttributeError):
+                return None
+
+        notes, low, high = [], known("low"), known("high")
+        if choices := known("choices"):
+            notes.append("one of " + ", ".join(code(repr(choice)) for choice in choices))
+        if low is not None and high is not None:
+            notes.append(f"{low} to {high}")
+        elif low is not None or high is not None:
+            notes.append(f"at least {low}" if high is None else f"at most {high}")
+        if aliases := known("aliases"):
+            notes.append("also " + ", ".join(map(code, aliases)))
+        words = known("doc") or ast.unparse(given["doc"])
         text = self.linked(words) + (f" ({'; '.join(notes)})" if notes else "")
-        default = "required" if default == "..." else code(default)
-        if default.strip("`") in self.names:
-            default = self.linked(default)
+        default = ast.unparse(given["default"])
+        default = "required" if default == "..." else self.linked(code(default))
         return code(member.name), code(member.annotation), default, text
 
     def klass(self, target, path):
@@ -391,7 +450,7 @@ class Reference:
     def written(self):
         "File -> Markdown of the reference."
         pages = {f"{name}.md": self.page(name, parts) for name, parts in self.pages.items()}
-        return {"index.md": self.index(), **pages}
+        return {"index.md": self.index(), "commands.md": command_line(), **pages}
 
     def index(self):
         self.here = PACKAGE
@@ -416,7 +475,8 @@ class Reference:
             f"# API reference\n\n{INTRODUCTION}\n## Packages\n\n{table(heads, packages)}\n"
             f"## From trainkit import …\n\n{table(['Name', 'What it is'], top)}\n"
             f"## Other modules\n\n{table(heads, others)}\n"
-            "```{toctree}\n:hidden:\n" + "\n".join(self.pages) + "\n```\n"
+            "The commands of the shell: [trainkit on the command line](commands.md).\n\n"
+            "```{toctree}\n:hidden:\ncommands\n" + "\n".join(self.pages) + "\n```\n"
         )
 
 
