@@ -23,6 +23,7 @@ nb_code_prompt_show, nb_code_prompt_hide = "Folded cell", "Folded cell"
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "attrs_block"]
 myst_heading_anchors = 4
 myst_dmath_allow_space = False
+myst_dmath_double_inline = True
 myst_heading_slug_func = "api.anchor"
 
 add_module_names = False
