@@ -59,8 +59,8 @@ deepspeed: $(VENV)/.dev ## Install DeepSpeed as well, without compiling anything
 lab: $(VENV)/.dev ## JupyterLab on the course, at its index; LAB_ARGS="--allow-root" where you are root
 	$(BIN)/jupyter lab --notebook-dir nbs $(LAB_ARGS) nbs/README.md
 
-site: $(VENV)/.dev ## The lessons as web pages with a search, for reading without Jupyter: site/index.html
-	$(BIN)/python tools/pages.py site
+site: $(VENV)/.dev ## The documentation as web pages: course, guides, API reference, search: site/index.html
+	$(BIN)/python tools/docs.py site
 
 index: $(VENV)/.dev ## Write the index of the course, the first page of each chapter, pictures, and links between lessons
 	$(BIN)/python tools/course.py

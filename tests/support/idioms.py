@@ -53,7 +53,11 @@ def texts() -> Iterator[tuple[str, Path, str]]:
             for path in ROOT.glob(f"{name}/**/*.py")
         ],
         "lessons": sorted((ROOT / "nbs").rglob("*.ipynb")),
-        "pages": [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "README.md"],
+        "pages": [
+            *ROOT.glob("*.md"),
+            *ROOT.glob("docs/**/*.md"),
+            ROOT / "benchmarks" / "README.md",
+        ],
     }
     skipped = {
         Path(__file__),
