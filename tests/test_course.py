@@ -5,6 +5,7 @@ import re
 import sys
 from contextlib import suppress
 
+import pytest
 from support.processes import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
