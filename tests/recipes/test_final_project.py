@@ -1,4 +1,4 @@
-"The final project: what is missing, wrong or too weak is said, and what is good passes."
+"The final project: a missing, wrong or weak part is reported, and a good one passes."
 
 import json
 import shutil
