@@ -276,9 +276,8 @@ def text_to_ids(
         return ids
     # Without the tokens that are added at the beginning and end of every text
     inside = tokenizer.encode(text, add_special_tokens=False)
-    unknown = getattr(
-        tokenizer, "unk_token_id", None
-    )  # For characters that the tokenizer does not know
+    # For characters that the tokenizer does not know
+    unknown = getattr(tokenizer, "unk_token_id", None)
     for i in inside:
         if i in special and (i != unknown or special[i] in text):
             raise ValueError(

@@ -98,9 +98,8 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
             if isinstance(mask, Tensor):
-                mask = mask[
-                    ..., -k.shape[2] :
-                ]  # A cache with a window may have dropped the first keys
+                # A cache with a window may have dropped the first keys
+                mask = mask[..., -k.shape[2] :]
         dropout = self.dropout if self.training else 0.0
         plain = mask is None and cache is None and not dropout
         plain = plain and self.softcap is None and self.implementation == "sdpa"

@@ -97,8 +97,7 @@ class BPETokenizer:
             other = self._bytes.setdefault(i, to_utf8(token)) != token.encode()
             if other and self.tokens.get(self._bytes[i]) == i:
                 raise ValueError(
-                    f"special token {token!r}: the vocabulary already has its id {i}, for "
-                    f"{self._bytes[i]!r}"
+                    f"special token {token!r}: its id {i} is already used for {self._bytes[i]!r}"
                 )
         for token in (bos_token, eos_token, pad_token, unk_token):
             self._id(token)
