@@ -475,7 +475,7 @@ def test_bad_input(ours):
         (ValueError, "prompt 0 is empty", [], {}),
         (ValueError, "prompt 1 is empty", [[1], []], {}),
         (ValueError, "prompt 0 is empty", "", dict(tokenizer=Bytes())),
-        (ValueError, "the id 99, and ids go from 0 to 98", [98, 99], {}),
+        (ValueError, "the id 99, but ids go from 0 to 98", [98, 99], {}),
         (ValueError, "the id -1", [-1], {}),
         (ValueError, "pass tokenizer=", "text", {}),
         (ValueError, "need a tokenizer", [1], dict(stop="a")),
