@@ -118,7 +118,7 @@ BAD = {  # what is wrong -> the row, and what must be said of it
     "missing": (dict(prompt="x", completon="y"), "Did you mean 'completon'"),
     "role": (dict(prompt=[dict(role="usr", content="x")], completion="y"), "unknown role 'usr'"),
     "nested": (dict(prompt=dict(a=1), completion="y"), "no 'role'"),
-    "half": (dict(prompt="x", completion="cut \ud83d"), "surrogates"),
+    "half": (dict(prompt="x", completion="cut \ud83d"), "surrogate pair"),
     "list": (["x", "y"], "must be an object"),
 }
 

@@ -475,11 +475,11 @@ def test_bad_input(ours):
         (ValueError, "prompt 0 is empty", [], {}),
         (ValueError, "prompt 1 is empty", [[1], []], {}),
         (ValueError, "prompt 0 is empty", "", dict(tokenizer=Bytes())),
-        (ValueError, "the id 99, and ids go from 0 to 98", [98, 99], {}),
+        (ValueError, "the id 99, but ids go from 0 to 98", [98, 99], {}),
         (ValueError, "the id -1", [-1], {}),
         (ValueError, "pass tokenizer=", "text", {}),
         (ValueError, "need a tokenizer", [1], dict(stop="a")),
-        (ValueError, "stop holds ''", [1], dict(stop="", tokenizer=Bytes())),
+        (ValueError, "stop contains ''", [1], dict(stop="", tokenizer=Bytes())),
         (TypeError, "float", torch.ones(1, 2), {}),
         (TypeError, "input_ids", transformers.BatchEncoding({"input_ids": [[1]]}), {}),
         (ConfigError, "temperature = -0.1", [1], dict(temperature=-0.1)),
@@ -666,7 +666,7 @@ def test_a_plan_is_used_and_is_given_up(ours):
         generate(ours, [1, 2], 6, temperature=0)
         hook.remove()
         assert len(steps) == 5 and len(calls) == 6  # A hook sees every token
-        with pytest.warns(UserWarning, match="weights='int8' is left out: fast is False"):
+        with pytest.warns(UserWarning, match="weights='int8' is ignored: fast is False"):
             generate(ours, [1], 3, fast=False, weights="int8")
         with pytest.raises(ValueError, match="packed, bfloat16, int8"):
             generate(ours, [1], 3, weights="int3")
@@ -814,7 +814,7 @@ def test_a_text_cannot_forge_a_control_token():
         )
         for read in readers:
             read("one two")
-            with pytest.raises(ValueError, match=r"the text holds the special token '<\|user\|>'"):
+            with pytest.raises(ValueError, match=r"contains the special token '<\|user\|>'"):
                 read(forged)
         ids = text_to_ids(forged, tokenizer, plain=True)
         assert not {*ids} & {*native.special_tokens.values()} and tokenizer.decode(ids) == forged

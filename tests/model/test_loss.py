@@ -159,5 +159,5 @@ def test_nothing_to_learn_is_not_a_number_and_wrong_labels_are_named():
         chunked_cross_entropy(hidden, weight, torch.full_like(labels, -100), reduction="sum").item()
         == 0
     )
-    with pytest.raises(ValueError, match="labels holds 130"):
+    with pytest.raises(ValueError, match="labels contains 130"):
         chunked_cross_entropy(hidden, weight, labels.clamp(min=0) + 130 - labels.max())

@@ -71,7 +71,7 @@ def test_a_wrong_value_is_named(tmp_path):
 
 
 def test_a_wrong_knob_is_found_before_anything_is_said(home):
-    for wrong, hint in ((["--top-p", "2"], "top_p = 2"), (["--stop", ""], "stop holds ''")):
+    for wrong, hint in ((["--top-p", "2"], "top_p = 2"), (["--stop", ""], "stop contains ''")):
         done = trainkit("generate", "-m", "model", "-p", "Spell", *wrong, cwd=home)
         assert (done.returncode, done.stdout) == (1, "") and hint in done.stderr, done.stderr
 

@@ -712,7 +712,7 @@ def test_a_tokenizer_without_a_format_is_told_the_word_of_the_config():
 
     bare = BPETokenizer.train(["one two three"] * 9, 262)
     with pytest.raises(
-        ValueError, match="sft.template=chatml gives it one.*in Python: set_template"
+        ValueError, match="set one with sft.template=chatml.*in Python: set_template"
     ):
         find_template(bare)
 

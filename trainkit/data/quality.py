@@ -106,8 +106,8 @@ def check_rendered(case: Case) -> Iterator[Finding]:
         effect = "The marks are read as plain characters, and questions are learned like answers."
     else:
         effect = (
-            "The template of the run comes on top: the model learns a doubled form, which nobody "
-            "will ask it in."
+            "The run adds its own template too: the model learns a doubled format, which it does "
+            "not see when it is used."
         )
     yield from tally.finding(
         "template_in_rows",
@@ -693,19 +693,19 @@ _TEXTS: dict[str, tuple[str, str, str, str]] = {
     "control": (
         "warning",
         "Control or replacement characters.",
-        "Letters were lost for good, or a terminal's output was copied.",
-        "`clean_examples` removes control characters; lost letters need the source.",
+        "Some letters are lost, or the text was copied from a terminal.",
+        "`clean_examples` removes control characters; lost letters are only in the source.",
     ),
     "invisible": (
         "warning",
-        "Characters that take no room.",
-        "Words with one in them are other words to a tokenizer.",
+        "Characters that are not visible.",
+        "A word that contains one is split into other tokens.",
         "`clean_examples`.",
     ),
     "homoglyphs": (
         "note",
         "Latin words with Cyrillic letters.",
-        "They look right and are other tokens.",
+        "They look right but are split into other tokens.",
         "Replace them, or drop the rows.",
     ),
     "markup": (
@@ -717,8 +717,8 @@ _TEXTS: dict[str, tuple[str, str, str, str]] = {
     "special_tokens": (
         "error",
         "Marks of a chat template inside the text.",
-        "The template of the run comes on top: the model learns two, and "
-        "may stop in the wrong place.",
+        "The run adds its own template too: the model learns two formats, "
+        "and may stop in the wrong place.",
         "Split such rows into messages and let `render` apply the template.",
     ),
     "role_words": (
@@ -730,13 +730,13 @@ _TEXTS: dict[str, tuple[str, str, str, str]] = {
     "secrets": (
         "error",
         "Keys, tokens or passwords.",
-        "The model can be made to say them.",
-        "Withdraw them where they are valid, then drop or `defects.mask` them.",
+        "The model may reveal them to anyone who asks.",
+        "Revoke them, then drop the rows, or hide the secrets: `defects.mask`.",
     ),
     "personal": (
         "note",
         "E-mail addresses, phone, card or account numbers.",
-        "The model can be made to say them.",
+        "The model may reveal them to anyone who asks.",
         "`defects.mask`, or drop the rows.",
     ),
     "loops": (
@@ -774,7 +774,7 @@ def check_texts(case: Case) -> Iterator[Finding]:
                         reported.add(name)
     for name, (severity, *words) in _TEXTS.items():
         if severity == "warning" and tallies[name].count < max(3, 0.002 * total):
-            severity = "note"  # a few odd rows among many
+            severity = "note"  # only a few rows of many
         if name == "special_tokens" and case.train.kind == "text":
             severity = "warning"  # the text may be about them
         yield from tallies[name].finding(name, severity, *words)
@@ -807,8 +807,8 @@ def check_malformed(case: Case) -> Iterator[Finding]:
         yield from tally.finding(
             "malformed",
             "error",
-            f"Rows that are no example of kind {rows.kind}.",
-            "A run stops there.",
+            f"Rows that are not valid examples of kind {rows.kind}.",
+            "A run stops at such a row with an error.",
             "Repair the columns, or read with `load_examples(..., on_bad='skip')`.",
         )
 
@@ -835,14 +835,14 @@ def check_empty(case: Case) -> Iterator[Finding]:
         "empty",
         "error",
         "Fields without any text.",
-        "The model learns to say nothing, or is asked nothing.",
+        "The model learns empty answers, or answers without a question.",
         "Fill them, or drop the rows: `clean_examples`.",
     )
     yield from placeholders.finding(
         "placeholders",
         "warning",
         "Words that stand for a missing value.",
-        "The model learns to say them.",
+        "The model learns to write them.",
         "Drop the rows.",
     )
 
@@ -869,7 +869,7 @@ def check_echo(case: Case) -> Iterator[Finding]:
         "answer_is_question",
         "error",
         "Answers that equal the question.",
-        "The model learns to repeat.",
+        "The model learns to repeat the question.",
         "Drop the rows.",
     )
     yield from begins.finding(
@@ -883,7 +883,7 @@ def check_echo(case: Case) -> Iterator[Finding]:
         "same_pair",
         "error",
         "Pairs whose chosen and rejected answers are the same.",
-        "Their gradient is zero, or noise.",
+        "They teach the model nothing.",
         "Drop the pairs.",
     )
 
@@ -921,22 +921,22 @@ def check_duplicates(case: Case) -> Iterator[Finding]:
         "exact_duplicates",
         level(exact),
         "Rows that are equal to an earlier one.",
-        "They are learned more often than the others, and memorized.",
+        "They are trained on more often than other rows, and memorized.",
         "`clean_examples` keeps the first of each.",
     )
     yield from near.finding(
         "near_duplicates",
         level(near, 0.02),
         "Rows that are nearly the same as an earlier one.",
-        "They count several times; split apart, they leak into the evaluation.",
+        "They count several times; a random split puts them on both sides.",
         "`duplicates.drop_duplicates` keeps the first of each.",
     )
     yield from against.finding(
         "contradictions",
         "warning",
-        "Rows that say the opposite of an earlier one.",
-        "They cancel each other.",
-        "Decide, and drop one of the two.",
+        "Rows that contradict an earlier one.",
+        "Their effects on the model cancel each other.",
+        "Decide which one is right, and drop the other.",
     )
 
 
@@ -963,18 +963,18 @@ def check_leaks(case: Case) -> Iterator[Finding]:
         ):
             if known[j].strip():
                 questions.add(f"{eval_rows.where(rest[i])} ≈ {train.where(j)}", known[j])
-    effect = "The evaluation measures memory."
+    effect = "The evaluation measures what the model has memorized."
     remedy = (
-        "Drop them from the rows to train on, or split again: `split_examples` keeps equal "
+        "Drop them from the training rows, or split again: `split_examples` keeps equal "
         "questions on one side."
     )
     yield from exact.finding(
         "leak",
         "error",
-        "Rows to evaluate on that are also trained on.",
+        "Evaluation rows that are also training rows.",
         effect,
         remedy,
-        unit="rows to evaluate on",
+        unit="evaluation rows",
     )
 
     def level(tally):
@@ -983,18 +983,18 @@ def check_leaks(case: Case) -> Iterator[Finding]:
     yield from near.finding(
         "near_leak",
         level(near),
-        "Rows to evaluate on that are nearly the same as a row to train on.",
+        "Evaluation rows that are nearly the same as a training row.",
         effect,
         remedy,
-        unit="rows to evaluate on",
+        unit="evaluation rows",
     )
     yield from questions.finding(
         "question_leak",
         level(questions),
-        "Questions to evaluate on that are trained on, with another answer.",
+        "Evaluation questions that are also trained on, with another answer.",
         effect,
         remedy,
-        unit="rows to evaluate on",
+        unit="evaluation rows",
     )
 
 # %% ../../nbs/02_data/12_quality.ipynb #14eaf001
@@ -1022,7 +1022,7 @@ def check_roles(case: Case) -> Iterator[Finding]:
                 b == "tool" and a not in ("assistant", "tool")
                 for a, b in zip(["", *talk], talk, strict=False)
             ):
-                wrong.append("a tool that nobody called")
+                wrong.append("a tool turn without a call")
             last = "user" if rows.kind == "prompt" else "assistant"
             if not talk or (
                 talk[-1] != last and not (rows.kind == "prompt" and talk[-1] == "tool")
@@ -1036,8 +1036,8 @@ def check_roles(case: Case) -> Iterator[Finding]:
         "roles",
         "error",
         "Turns out of order: " + ", ".join(f"{p} ({n:,})" for p, n in problems.most_common()) + ".",
-        "The model learns to speak out of turn, or there is no answer to learn.",
-        "Join turns of one speaker, drop what comes after the last answer.",
+        "The model learns to write turns in this order, or has no answer to learn.",
+        "Join turns of the same role, and drop what comes after the last answer.",
     )
 
 # %% ../../nbs/02_data/12_quality.ipynb #f8614465
@@ -1074,16 +1074,17 @@ def check_examples(
     names = [*CHECKS] if checks is None else [*checks]
     if unknown := [n for n in names if n not in CHECKS]:
         raise ValueError(
-            f"checks = {unknown[0]!r}: known are "
+            f"checks = {unknown[0]!r}: the checks are "
             f"{', '.join(CHECKS)}.{nearest(unknown[0], list(CHECKS))}"
         )
     if isinstance(rows, (str, Path, Mapping)):
         raise ValueError(
-            f"rows = {str(rows)[:60]!r}: a list of rows is needed, as `load_examples` gives it"
+            f"rows = {str(rows)[:60]!r}: a list of rows is needed, as `load_examples` returns it"
         )
     if method is not None and method not in ENOUGH:
         raise ValueError(
-            f"method = {method!r}: known are {', '.join(ENOUGH)}.{nearest(method, list(ENOUGH))}"
+            f"method = {method!r}: the methods are {', '.join(ENOUGH)}."
+            f"{nearest(method, list(ENOUGH))}"
         )
     train = RowView(rows, kind)
     eval_view = None if eval_rows is None else RowView(eval_rows, train.kind, "eval")
@@ -1103,7 +1104,7 @@ def check_examples(
                     1,
                     0,
                     f"The check {name!r} itself failed: {type(error).__name__}: {error}",
-                    remedy="Look at the rows; if they are right, this is a bug.",
+                    remedy="Look at the rows; if they are right, please report a bug.",
                     unit="checks",
                 )
             )

@@ -1,6 +1,7 @@
 """Recognize the kind of an example by its columns and convert it to messages.
 
-An example is a plain dict. `KINDS` lists the columns of each kind of example, `example_kind`
+An example is one entry of a dataset, a plain dict; a *row* is an example as a file contains it, and
+its keys are the *columns*. `KINDS` lists the columns of each kind of example, `example_kind`
 recognizes the kind of a row, and `as_example` checks a row and gives its columns their usual
 names. `to_messages` converts a row that a chat model can be tuned on into a conversation, and
 `as_messages` checks a conversation and gives its roles and keys their usual names. `map_texts`
@@ -136,9 +137,8 @@ def example_kind(
         return next(iter(fits))
     if fits:
         raise ValueError(
-            f"the columns {', '.join(row)} fit the kinds {' and '.join(fits)}: say "
-            f"data.kind={list(fits)[0]}"
-            f", or whichever is meant (in Python kind={list(fits)[0]!r})"
+            f"the columns {', '.join(row)} fit the kinds {' and '.join(fits)}: "
+            f"choose one, as in data.kind={list(fits)[0]} (in Python kind={list(fits)[0]!r})"
         )
     if not row:
         raise ValueError("the row has no columns")
@@ -155,17 +155,18 @@ def example_kind(
     if lacks:
         kind = min(lacks, key=lambda k: (not near(lacks[k]), len(lacks[k]), k))
         missing = lacks[kind]
-        reason = f"of kind {kind} it lacks {' and '.join(map(repr, missing))}"
+        reason = f"kind {kind} also needs {' and '.join(map(repr, missing))}"
     else:
         kind = None
         missing = [c for columns in KINDS.values() for c in columns]
-        reason = f"known are {'; '.join(f'{k}: ' + ', '.join(c) for k, c in KINDS.items())}"
+        reason = f"the kinds are {'; '.join(f'{k}: ' + ', '.join(c) for k, c in KINDS.items())}"
     hint = near(missing)
     own = [c for c in row if c not in ("source", "line")]
     # Two unknown names: most likely a question and its answer
     if kind is None and not hint and len(own) > 1:
         hint = (
-            f" Say what they hold, as in columns={{'prompt': {own[0]!r}, 'completion': {own[1]!r}}}"
+            " Say what they contain, as in "
+            f"columns={{'prompt': {own[0]!r}, 'completion': {own[1]!r}}}"
             f" (in a shell --column prompt={own[0]} --column completion={own[1]})"
         )
     raise ValueError(f"the columns {', '.join(map(repr, row))} fit no kind: {reason}.{hint}")
@@ -205,8 +206,8 @@ def _text(value: object, where: str, empty: bool = False) -> str:
             value.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"{where}: character {error.start} ({value[error.start]!r}) is half of a pair of "
-                "surrogates, which no file can hold: the text was cut inside an emoji"
+                f"{where}: character {error.start} ({value[error.start]!r}) is half of a "
+                "surrogate pair, which cannot be saved as UTF-8: the text was cut inside an emoji"
             ) from None
     return value
 
@@ -217,7 +218,7 @@ def _joined_parts(parts: Sequence, where: str) -> str:
         if not isinstance(part, str) and (not isinstance(part, Mapping) or "text" not in part):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise ValueError(
-                f"{where}: a part of type {kind!r} is no text; only text can be trained on"
+                f"{where}: a part of type {kind!r} is not text, and only text can be trained on"
             )
     return "".join(part if isinstance(part, str) else str(part["text"]) for part in parts)
 
@@ -252,7 +253,7 @@ def as_messages(
         role = ROLES.get(name) or ROLES.get(name.strip().lower()) if isinstance(name, str) else None
         if role is None:
             raise ValueError(
-                f"{at}: unknown role {name!r}; known are "
+                f"{at}: unknown role {name!r}; the roles are "
                 f"{', '.join(ROLES)}.{nearest(name, list(ROLES))}"
             )
         if names[1] not in turn:
@@ -387,21 +388,21 @@ def as_example(
 ) -> dict:
     "A checked example from a row with any column names; a wrong row raises a `ValueError`."
     if not isinstance(row, Mapping):
-        raise ValueError(f"a row must be a dict of columns, here is a {type(row).__name__}")
+        raise ValueError(f"a row must be a dict of columns, not a {type(row).__name__}")
     if columns:
         row = _rename_columns(row, columns)
     if kind is None:
         kind = example_kind(row)
     if kind not in KINDS:
         raise ValueError(
-            f"kind = {kind!r}: known are {', '.join(KINDS)}.{nearest(kind, list(KINDS))}"
+            f"kind = {kind!r}: the kinds are {', '.join(KINDS)}.{nearest(kind, list(KINDS))}"
         )
     columns_of_kind = _find_columns(row, kind)
     own = {column: row[name] for column, name in columns_of_kind.items()}
     if kind == "messages":
         own["messages"] = as_messages(own["messages"])
         if not any(m["role"] == "assistant" for m in own["messages"]):
-            raise ValueError("messages have no turn of the assistant: there is nothing to learn")
+            raise ValueError("messages have no assistant turn, so there is nothing to learn")
     elif kind == "preference":
         _preference(own)
     else:
@@ -445,8 +446,8 @@ def to_messages(
             answer = f"<think>\n{row['reasoning'].strip()}\n</think>\n\n{answer}"
     else:
         raise ValueError(
-            f"a row of kind {kind} is no conversation: prompt_completion, instruction, messages "
-            "and reasoning can be made into one"
+            f"a row of kind {kind} cannot become a conversation; only prompt_completion, "
+            "instruction, messages and reasoning can"
         )
     return [*first, dict(role="user", content=prompt), dict(role="assistant", content=answer)]
 

@@ -276,12 +276,13 @@ def text_to_ids(
         return ids
     # Without the tokens that are added at the beginning and end of every text
     inside = tokenizer.encode(text, add_special_tokens=False)
-    unknown = getattr(tokenizer, "unk_token_id", None)  # For characters that it does not know
+    # For characters that the tokenizer does not know
+    unknown = getattr(tokenizer, "unk_token_id", None)
     for i in inside:
         if i in special and (i != unknown or special[i] in text):
             raise ValueError(
-                f"the text holds the special token {special[i]!r}, which only a chat template may "
-                "write: clean the text, or pass ids, from tokenizer.encode(text), if it is meant"
+                f"the text contains the special token {special[i]!r}, which only a chat template "
+                "may write: remove it, or, if you mean it, pass the ids of tokenizer.encode(text)"
             )
     return ids
 
@@ -295,7 +296,7 @@ def read_prompts(
     if isinstance(items, str):
         items = [items]
     if not isinstance(items, Sequence):
-        hint = "; of a tokenizer's output take ['input_ids']" if hasattr(prompts, "keys") else ""
+        hint = "; pass its ['input_ids']" if hasattr(prompts, "keys") else ""
         name = type(prompts).__name__
         raise TypeError(f"prompts must be text, ids, lists of these, or a tensor, not {name}{hint}")
     if items and isinstance(items[0], Integral):
@@ -306,8 +307,8 @@ def read_prompts(
     rows = [text_to_ids(item, reader) if isinstance(item, str) else list(item) for item in items]
     if empty := [i for i, row in enumerate(rows) if not row] or [0] * (not rows):
         raise ValueError(
-            f"prompt {empty[0]} is empty: a model continues at least one token, such as the one "
-            "that begins a text"
+            f"prompt {empty[0]} is empty: a model needs at least one token to continue, such as "
+            "the BOS token"
         )
     return [[operator.index(i) for i in row] for row in rows]
 
@@ -332,7 +333,7 @@ def _may_plan(
     if not reason and next(model.parameters()).device.type != "cpu":
         reason = "plans are for the CPU"
     if reason and weights is not None:
-        warnings.warn(f"weights='{weights}' is left out: {reason}", stacklevel=3)
+        warnings.warn(f"weights='{weights}' is ignored: {reason}", stacklevel=3)
     return not reason
 
 
@@ -399,7 +400,7 @@ def decode_rows(
     steps = int(min(config.max_new_tokens, limit - width))
     if backend is not None and not config.use_cache:
         raise ValueError(
-            "use_cache = False: a compiled step writes into a cache; leave out one of the two"
+            "use_cache = False: a compiled step writes into a cache; use one of the two"
         )
     padded = [row[:1] * (width - len(row)) + row + [0] * steps for row in rows]
     ids = torch.tensor(padded, device=device)
@@ -476,19 +477,19 @@ def check_request(
     for i, row in enumerate(rows):
         if wrong := [token for token in row if not 0 <= token < size]:
             raise ValueError(
-                f"prompt {i} holds the id {wrong[0]}, and ids go from 0 to {size - 1}: does the "
+                f"prompt {i} contains the id {wrong[0]}, but ids go from 0 to {size - 1}: does the "
                 "tokenizer belong to this model?"
             )
         if len(row) >= limit:
             raise ValueError(
-                f"prompt {i} has {len(row)} tokens, and the model reads {limit}, of which one "
-                f"must be free: keep the last {limit - 1} at most"
+                f"prompt {i} has {len(row)} tokens, but the model reads at most {limit}, and "
+                f"one place must be free for a new token: keep the last {limit - 1} at most"
             )
     stop = [stop] if isinstance(stop, str) else list(stop)
     if stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer: pass tokenizer=")
     if "" in stop:
-        raise ValueError("stop holds '', which every text begins with: leave it out")
+        raise ValueError("stop contains '', and every text begins with it: remove it")
     owners = [getattr(model, "generation_config", None), tokenizer]
 
     def named(name: str) -> list[int]:
@@ -532,8 +533,8 @@ def generate(
     """Continue prompts with new tokens.
 
     Texts end before EOS or a stop string. Lists of ids end with EOS, or with the token that
-    completed a stop string. A tensor stays a rectangle: after the end of a row it has the padding
-    id, or EOS without one.
+    completed a stop string. A tensor stays rectangular: after its end a row is filled with the
+    padding id, or with EOS if the model has no padding id.
     """
     knobs = dict(
         max_new_tokens=max_new_tokens,

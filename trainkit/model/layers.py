@@ -261,7 +261,9 @@ def check_ids(
     low, high = (int(x) for x in ids.aminmax())
     if low < 0 or high >= size:
         wrong = high if high >= size else low
-        raise ValueError(f"{name} holds {wrong}, and must be from 0 to {size - 1}: {remedy}")
+        raise ValueError(
+            f"{name} contains {wrong}, but all values must be from 0 to {size - 1}: {remedy}"
+        )
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

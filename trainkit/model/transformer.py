@@ -98,7 +98,8 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
             if isinstance(mask, Tensor):
-                mask = mask[..., -k.shape[2] :]  # A window may have dropped the first ones
+                # A cache with a window may have dropped the first keys
+                mask = mask[..., -k.shape[2] :]
         dropout = self.dropout if self.training else 0.0
         plain = mask is None and cache is None and not dropout
         plain = plain and self.softcap is None and self.implementation == "sdpa"
@@ -168,7 +169,7 @@ def _padding(attention_mask: Tensor, rows: int, total: int, past: int) -> Tensor
     "(rows, total), False at padding; None if plain causal attention is enough."
     if attention_mask.shape != (rows, total):
         raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}, and must have "
+            f"attention_mask has shape {tuple(attention_mask.shape)}, but must have "
             f"{(rows, total)}: a column for each cached token and each new one"
         )
     padding = attention_mask.bool()
@@ -188,10 +189,12 @@ def _matrix(
     if attention_mask.dtype != torch.bool or attention_mask.shape[1:] != (1, new, total):
         raise ValueError(
             f"attention_mask is {attention_mask.dtype} of shape {tuple(attention_mask.shape)}, "
-            f"and must be torch.bool of shape (rows, 1, {new}, {total})"
+            f"but must be torch.bool of shape (rows, 1, {new}, {total})"
         )
     if any(config.layer_windows or ()):
-        raise ValueError("a model with layer_windows takes no attention_mask of four dimensions")
+        raise ValueError(
+            "a model with layer_windows cannot use an attention_mask of four dimensions"
+        )
     return attention_mask
 
 
@@ -240,7 +243,7 @@ class Decoder(nn.Module):
         question = "does the tokenizer belong to this model?"
         if input_ids.ndim != 2:
             raise ValueError(
-                f"input_ids has shape {tuple(input_ids.shape)}, and must have (batch, tokens)"
+                f"input_ids has shape {tuple(input_ids.shape)}, but must have (batch, tokens)"
             )
         rows, new = input_ids.shape
         total = past + new
@@ -254,7 +257,7 @@ class Decoder(nn.Module):
         if position_ids is not None:
             shape = tuple(position_ids.shape)
             if shape not in ((1, new), (rows, new)):
-                raise ValueError(f"position_ids has shape {shape}, and must have {(rows, new)}")
+                raise ValueError(f"position_ids has shape {shape}, but must have {(rows, new)}")
             check_ids("position_ids", position_ids, config.max_seq_len, "raise max_seq_len?")
 
     def forward(
@@ -417,7 +420,7 @@ class Transformer(nn.Module):
             cache = KVCache(config.n_layers, config.max_seq_len, config.layer_windows)
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(
-                f"labels has shape {tuple(labels.shape)}, and must have that of input_ids, "
+                f"labels has shape {tuple(labels.shape)}, but must have that of input_ids, "
                 f"{tuple(input_ids.shape)}: the model shifts them itself"
             )
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):

@@ -179,17 +179,18 @@ def count_words(
     return counts
 
 # %% ../../nbs/01_tokenizer/03_bpe.ipynb #41155c57
-_MOST = 0x110000  # number of different characters in a Python string, so of tokens
+_MOST = 0x110000  # a token is one character, and Python has this many different ones
 
 
 def _join_bytes(counts: Mapping) -> tuple[list[bytes], np.ndarray, np.ndarray]:
-    "Words of two or more bytes, their counts, and the number of the word of each byte."
+    "Words of two or more bytes, their counts, and for each byte the number of its word."
     words = [(w.encode() if isinstance(w, str) else w, n) for w, n in counts.items()]
     words = [(w, n) for w, n in words if len(w) > 1 and n > 0]
     sizes = np.fromiter((len(w) for w, _ in words), np.int64, len(words))
     if sizes.sum() >= 1 << 30:
         raise ValueError(
-            f"{sizes.sum():,} bytes of distinct words, at most {(1 << 30) - 1:,}: drop the rarest"
+            f"{sizes.sum():,} bytes of distinct words, but at most {(1 << 30) - 1:,} are possible: "
+            "drop the rarest words"
         )
     return (
         [w for w, _ in words],
@@ -254,14 +255,14 @@ def _join_long(word: str, pair: str, new: str) -> tuple[str, list[str], list[str
 def _join_pair(
     words: list[str], numbers: Iterable[int], pair: str, new: str
 ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    "Join a pair in its words; returns, for each character to its left and right, these words."
+    "Join a pair in its words; for each character to its left or right, the words where they meet."
     left = defaultdict(list)
     right = defaultdict(list)
     long = -1
     for i in numbers:
         if i == long:
             continue
-        # a word is in the list once for each occurrence of the pair
+        # a word is listed once for each occurrence of the pair, so each visit joins one
         k = (word := words[i]).find(pair)
         if k < 0:
             continue
@@ -375,7 +376,7 @@ def _join_places(
     free,
     n_nodes,
 ):
-    "Join the pair `a`, `b` at its `m` places, and count the pairs with its neighbours anew."
+    "Join the pair `a`, `b` at its `m` places, and correct the counts of the pairs next to it."
     n = len(sym)
     n_fresh = 0
     for j in range(m - 1, -1, -1):

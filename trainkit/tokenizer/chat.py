@@ -60,7 +60,7 @@ def _backend(tokenizer: "PreTrainedTokenizerBase") -> "Tokenizer":
     backend: "Tokenizer | None" = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise TypeError(
-            f"{type(tokenizer).__name__} cannot say where its tokens stand in a text: "
+            f"{type(tokenizer).__name__} does not return the positions of its tokens in a text: "
             "use a fast tokenizer of transformers, or a BPETokenizer"
         )
     if backend.post_processor is None and not backend.truncation and not backend.padding:
@@ -285,10 +285,10 @@ def find_template(
         return TEMPLATES[template].jinja if template in TEMPLATES else template
     if template:
         raise ValueError(
-            f"this tokenizer has several templates, {template}: give one of them as template"
+            f"this tokenizer has several templates, {template}: pass one of them as template"
         )
     raise ValueError(
-        "this tokenizer has no chat template: sft.template=chatml gives it one, or another of "
+        "this tokenizer has no chat template: set one with sft.template=chatml, or another of "
         f"{', '.join(TEMPLATES)} (in Python: set_template(tokenizer, 'chatml', model))"
     )
 
@@ -323,7 +323,7 @@ class _Marker:
             if not value.isascii():
                 if SPECIAL_MARK in value:
                     raise ValueError(
-                        f"a message holds the character U+{ord(SPECIAL_MARK):04X}: clean the text"
+                        f"a message contains the character U+{ord(SPECIAL_MARK):04X}: remove it"
                     )
                 if re.search("[\ud800-\udfff]", value):
                     value = join_pairs(value)
@@ -528,8 +528,8 @@ def render_batch(
                     f"an answer of conversation {i} ends with "
                     f"{texts[i][: spans[i][0][1]][-20:]!r}, and the "
                     f"tokenizer's eos_token is {names.get('eos_token')!r}, so the model would not "
-                    "learn to stop: sft.template=chatml, or another, makes them agree (in Python: "
-                    "set_template(tokenizer, …, model))"
+                    "learn to stop: set sft.template=chatml, or another template, for both (in "
+                    "Python: set_template(tokenizer, …, model))"
                 )
             mask[a:b] = True
         out.append((ids, mask))
@@ -572,7 +572,7 @@ def resize_embeddings(
     ):
         raise TypeError(
             f"the embedding is a {type(embedding).__name__}, the head a {type(head).__name__}: "
-            "make room before LoRA or quantization"
+            "resize it before LoRA or quantization"
         )
     tied = head is not None and head.weight is embedding.weight
 
@@ -614,8 +614,8 @@ def _ending(jinja: str, tokenizer: "AnyTokenizer") -> str:
     if spelt := re.search(r"<[^<>\s]+>$", tail):
         return spelt[0]
     raise ValueError(
-        f"this template ends an answer with {tail[-20:]!r}, which is no special token: "
-        "say eos_token, and let the template write it"
+        f"this template ends an answer with {tail[-20:]!r}, which is not a special token: "
+        "pass eos_token, and let the template write it"
     )
 
 

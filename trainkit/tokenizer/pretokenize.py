@@ -204,7 +204,7 @@ def cut_specials(
         allowed = special_tokens if allowed_special == "all" else allowed_special
         if unknown := [token for token in allowed if token not in special_tokens]:
             raise ValueError(
-                f"{unknown[0]!r} is no special token of this tokenizer: "
+                f"{unknown[0]!r} is not a special token of this tokenizer: "
                 f"choose from {[*special_tokens]}"
             )
         refused = (
@@ -220,7 +220,7 @@ def cut_specials(
         return [text]
     if offender := next((token for token in refused if token in text), None):
         raise ValueError(
-            f"the text holds the special token {offender!r}. "
+            f"the text contains the special token {offender!r}. "
             f"To encode it as that token pass allowed_special={{{offender!r}}} or 'all'; "
             "to encode it as ordinary text pass allowed_special='none' or disallowed_special=()"
         )

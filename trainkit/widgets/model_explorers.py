@@ -298,7 +298,7 @@ class AttentionExplorer(Explorer):
         layers = [f"layer\u00a0{i}" for i in range(len(share))]
         heads = [f"{h}" for h in range(share.shape[1])]
         return live_heatmap(share, layers, heads, limit=1.0, width=440) + _line(
-            f"The most: layer {layer}, head {head}, {share.max():.0%} of its look."
+            f"The most: layer {layer}, head {head}, {share.max():.0%} of its attention."
         )
 
 # %% ../../nbs/12_widgets/10_model_explorers.ipynb #b35cb0f6
