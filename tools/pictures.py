@@ -453,7 +453,7 @@ DIAGRAMS = {
     ],
     "12_widgets": [
         [("form", "5"), ("run", "2, 3"), ("panel", "1, 4"), ("run browser", "15")],
-        [("explorers", "6–12"), ("chats compared", "13"), ("labels", "14")],
+        [("explorers", "6–12"), ("chats compared", "13"), ("labels", "14"), ("drawings", "16")],
     ],
     "13_projects": [
         [("your data", "1"), ("one free GPU", "2"), ("on your own", "5")],

@@ -671,6 +671,9 @@ class _Reader:
             names = split_list(old) if isinstance(old, str) else old
             inner[name] = [*dict.fromkeys(names + value)]
         elif other != key and inner[name] != value and [inner[name]] != value:
+            default = find_knobs(self.cls, path)[0].knob.value
+            if key == path and value == (default() if callable(default) else default):
+                return  # A saved config names every default; what a word implies stands above it
             says = without_secrets(inner[name])
             remedy = f"contradicts '{other}', which says {says!r}: both are {path}"
             self._add(n, key, self.layers[n][key], remedy)

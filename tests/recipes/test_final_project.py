@@ -74,7 +74,7 @@ def test_an_empty_folder_says_what_to_write_first(tmp_path):
     [
         (ROWS[25:60], ROWS[:25], "35 rows"),
         (ROWS[25:], ROWS[:3], "3 rows"),
-        (ROWS, ROWS[:25], "also trained on"),
+        (ROWS, ROWS[:25], "also training rows"),
         ([{"nothing": 1}], ROWS[:25], "cannot be read"),
     ],
     ids=["too few", "too few set aside", "leak", "no answers"],

@@ -381,7 +381,7 @@ def test_the_lesson_tunes_the_model_of_the_tour():
         ]
         (cell,) = [cell for cell in cells if re.search(rf"^{re.escape(first)}", cell, re.M)]
         cell = re.sub(
-            r"\{([\d_]+) if whole else [\d_]+\}", lambda match: match[1].replace("_", ""), cell
+            r"\{([\d_]+) if full_run else [\d_]+\}", lambda match: match[1].replace("_", ""), cell
         )  # The whole tour's
         settings[name] = {
             *re.findall(r"""["']((?:data|tokenizer|model|optim)\.\w+=[^"']+)["']""", cell),
