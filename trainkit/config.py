@@ -60,10 +60,10 @@ def knob(
     aliases: Sequence[str] | Mapping[str, str | Callable | None] = (),
     # Where its names mean something together: from all words of a file, and the value that lies
     # below, to settings
-    reads: Callable[[Mapping[str, Any], Any], dict[str, Any]] | None = None,
+    reads: Callable[[Mapping[str, object], Any], dict[str, Any]] | None = None,
     # Of a group: the words at the top that mean its knobs, where other groups have them too;
     # or a function of the settings at the top: whether all such words do
-    bare: Sequence[str] | Callable[[Mapping[str, Any]], bool] = (),
+    bare: Sequence[str] | Callable[[Mapping[str, object]], bool] = (),
 ) -> Any:  # A dataclass field
     "A dataclass field that carries its own documentation."
     names = dict(aliases) if isinstance(aliases, Mapping) else dict.fromkeys(aliases)
@@ -502,7 +502,7 @@ def _knobs_by_name(cls: type) -> dict[str, list[Knob]]:
 def find_knobs(
     cls: type,  # A config class
     key: str,  # A dotted name; its groups may be missing
-    said: Mapping[str, Any] = {},  # Settings of `cls` itself, for groups that depend on them
+    said: Mapping[str, object] = {},  # Settings of `cls` itself, for groups that depend on them
 ) -> list[Place]:  # Several, if groups have a knob of this name and nothing decides
     "The knobs that a key means: of the class itself, of the group it names, or of the only one."
     names = _knobs_by_name(cls)
@@ -533,7 +533,7 @@ def _is_group(knob: Knob) -> bool:
     return dataclasses.is_dataclass(knob.type)
 
 # %% ../nbs/90_toolbox/03_config.ipynb #alias-reader
-def _words(cls: type, data: Mapping, above: str = "") -> Iterator[tuple[str, Any]]:
+def _words(cls: type, data: Mapping, above: str = "") -> Iterator[tuple[str, object]]:
     "Each setting of nested dicts: its dotted key, as it is written, and its value."
     for name, value in data.items():
         key = f"{above}{name}"
@@ -553,7 +553,7 @@ class _Reader:
     def __init__(
         self,
         cls: type,
-        layers: Sequence[Mapping[str, Any]],  # Key -> value; the last one wins
+        layers: Sequence[Mapping[str, object]],  # Key -> value; the last one wins
         lines: Mapping[str, int] = {},  # Of the keys of all but the last
     ):
         self.cls, self.lines, self.problems = cls, lines, []
@@ -566,7 +566,7 @@ class _Reader:
         for n, key in sorted(words, key=self._order):
             self._read(n, key)
 
-    def _fill_in(self, n: int, words: Mapping[str, Any]) -> dict[str, Any]:
+    def _fill_in(self, n: int, words: Mapping[str, object]) -> dict[str, Any]:
         filled = dict(words)
         for key, value in words.items():
             try:
@@ -639,7 +639,7 @@ class _Reader:
                 setting = {**(self._old(path) or {}), place.rest: setting}
             self._set(n, key, path, setting, translated)
 
-    def _settings(self, place: Place, value: Any, words: Mapping[str, Any]) -> dict | str:
+    def _settings(self, place: Place, value: object, words: Mapping[str, object]) -> dict | str:
         "What a word means: knobs with their values, or why it means none."
         meaning: Any = place.knob.aliases.get(place.name)
         if _is_group(place.knob):
@@ -660,7 +660,7 @@ class _Reader:
                 return value
         return None
 
-    def _set(self, n: int, key: str, path: str, value: Any, translated: bool) -> None:
+    def _set(self, n: int, key: str, path: str, value: object, translated: bool) -> None:
         *groups, name = path.split(".")
         inner = self.values[n]
         for group in groups:
@@ -718,7 +718,7 @@ def merge(
 
 def canonical_config(
     cls: type,  # A config class
-    data: Mapping[str, Any],  # Nested dicts with any names that files may use
+    data: Mapping[str, object],  # Nested dicts with any names that files may use
 ) -> dict[str, Any]:  # Raises `ConfigError` with every problem
     "The same settings by the names of the knobs, each in its group."
     reader = _Reader(cls, [dict(_words(cls, data))])
@@ -752,7 +752,7 @@ def _build(cls: type, data: Mapping, reader: _Reader, path: str = "") -> tuple[A
     return None, problems
 
 # %% ../nbs/90_toolbox/03_config.ipynb #0e82e782
-def _typed(cls: type, overrides: Sequence[str], file: Mapping[str, Any]) -> dict[str, Any]:
+def _typed(cls: type, overrides: Sequence[str], file: Mapping[str, object]) -> dict[str, Any]:
     "Overrides as words: dotted key -> value. Of two names for one knob the last one counts."
     words: dict[str, Any] = {}
     paths: dict[str, tuple] = {}

@@ -59,6 +59,8 @@ from ..tokenizer.chat import render, set_template
 from ..train.config import TrainConfig
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from trainkit.train.trainer import Trainer
 
 # %% ../../nbs/11_recipes/06_preparation.ipynb #b7bc6c0e
@@ -237,7 +239,8 @@ def prepare_tokenizer(
 
 def prepare_model(
     config: ModelConfig,
-    tokenizer: Any,  # Says how many token ids there are
+    # Says how many token ids there are
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
 ) -> Transformer:
     "A fresh model for the tokenizer; raises `ValueError` if its `vocab_size` is another one."
     if config.vocab_size not in (0, tokenizer.vocab_size):
@@ -395,7 +398,7 @@ def prepare_text(
     )
 
 
-def _text_plan(data: DataFacts, tokenizer: Any, tokens: int) -> list[str]:
+def _text_plan(data: DataFacts, tokenizer: BPETokenizer, tokens: int) -> list[str]:
     "Lines about the text to train on."
     return [
         f"Text       {data.path}: {data.train_chars:,} "
@@ -746,7 +749,7 @@ def _prepare_labels(
     )
 
 
-def _tokenizer_line(tokenizer: Any) -> str:
+def _tokenizer_line(tokenizer: "BPETokenizer | PreTrainedTokenizerBase") -> str:
     return f"Tokenizer  {tokenizer.vocab_size:,} tokens"
 
 
@@ -887,7 +890,9 @@ def reward_from_model(
     "The scores of a reward model, as a reward function."
     model, tokenizer = load_reward_model(folder)
 
-    def reward_model(prompts: Sequence, completions: Sequence[str], **columns: Any) -> list[float]:
+    def reward_model(
+        prompts: Sequence, completions: Sequence[str], **columns: object
+    ) -> list[float]:
         return score_answers(model, tokenizer, prompts, completions)
 
     return reward_model
