@@ -17,10 +17,12 @@ __all__ = ['PARTS', 'CURVES', 'PICTURES', 'STYLE', 'run_facts', 'RunComparison',
            'write_curves', 'parse_yaml', 'flatten_dict', 'samples_html', 'run_sections', 'write_report']
 
 # %% ../../nbs/04_train/25_reports.ipynb #imports-reports
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -152,6 +154,15 @@ def _shown(run: Run, key: str) -> tuple[list[int], list[float]]:
     return steps, [v * 2**30 / 1e9 for v in values] if key.endswith("_gib") else values
 
 
+@lru_cache(maxsize=16)
+def _draw_series(
+    text: str,  # JSON: {name: [steps, values]}, title, smoothing
+) -> Picture:
+    "A picture of numbers; the report of a run reuses those of its `curves.svg`."
+    series, title, smooth = json.loads(text)
+    return draw_svg(curves, series, title, smooth=smooth)
+
+
 def draw_run(
     run: Run,  # From `read_run`
 ) -> list[Picture]:
@@ -167,11 +178,14 @@ def draw_run(
         if k.startswith("eval_") and k not in drawn_keys
     ]
     drawn = [
-        draw_svg(
-            curves,
-            {name: _shown(run, key) for name, key in names.items() if key in keys},
-            title,
-            smooth=smooth,
+        _draw_series(
+            json.dumps(
+                [
+                    {name: _shown(run, key) for name, key in names.items() if key in keys},
+                    title,
+                    smooth,
+                ]
+            )
         )
         for title, names, smooth in (*PICTURES[:1], *others, *PICTURES[1:])
         if set(names.values()) & {*keys}
