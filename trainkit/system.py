@@ -447,6 +447,8 @@ def _play() -> None:  # noqa: C901
         found, blocks, pages = ctypes.byref(place), {}, {}
         touched = mapped = most = 0
         first = top = (libc.sbrk(0) or 0) >> 12
+        # Pages count from here, so that the table of them is the same wherever the heap begins
+        base = 0 if said["thread"] else first
         half = len(said["beside"]) // 2
         for number, size in zip(events[::2], events[1::2], strict=True):
             if size:
@@ -458,8 +460,8 @@ def _play() -> None:  # noqa: C901
                 blocks[number] = address, size, alone, small
                 if alone:
                     mapped += size + 4096
-                at, end = (address >> 12, (address + size - 1 >> 12) + 1) if not alone else (0, 0)
-                while at < end:
+                at, end = (address >> 12) - base, (address + size - 1 >> 12) + 1 - base
+                while at < end and not alone:
                     part = pages.setdefault(at >> 14, bytearray(2**14))
                     low, high = at & 16383, min(16384, (at & 16383) + end - at)
                     touched += high - low - part.count(1, low, high)
@@ -474,9 +476,9 @@ def _play() -> None:  # noqa: C901
                 if alone:
                     mapped -= size + 4096
                 before, top = top, libc.sbrk(0) >> 12
-                for at in range(top, before):  # The heap was cut
+                for at in range(top - base, before - base):  # The heap was cut
                     part = pages.get(at >> 14)
-                    if at >= first and part and part[at & 16383]:
+                    if at >= first - base and part and part[at & 16383]:
                         part[at & 16383], touched = 0, touched - 1
                 top = max(top, first)
         print(most)
