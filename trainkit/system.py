@@ -531,7 +531,7 @@ class Check:
     "One finding of the doctor."
 
     name: str  # What was looked at
-    status: str  # 'ok', 'warn' (works, with a cost) or 'fail' (breaks)
+    status: str  # 'ok', 'note' (optional, and absent), 'warn' (works, with a cost) or 'fail'
     seen: str  # The state
     fix: str = ""  # One line that repairs it
 
@@ -690,7 +690,7 @@ def check_notebook(facts: "_Facts") -> Iterator[Check]:
     if widgets is None:
         yield Check(
             "ipywidgets",
-            "warn" if facts["notebook"] else "ok",
+            "warn" if facts["notebook"] else "note",
             "missing: no panels, all else works",
             fix,
         )
@@ -734,7 +734,7 @@ def check_sandbox(facts: "_Facts") -> Iterator[Check]:
     else:
         yield Check(
             "sandbox",
-            "ok",
+            "note",
             "no bwrap: code that a model writes runs in a process with limits",
             "apt-get install bubblewrap",
         )
@@ -769,7 +769,7 @@ def check_extras(facts: "_Facts") -> Iterator[Check]:
         fix = "pip install " + " ".join(f'"{name}{wanted}"' for name, wanted, _ in missing)
         yield Check(
             f"extra {extra}",
-            "warn" if replaces else "ok",
+            "warn" if replaces else "note" if adds else "ok",
             "; ".join(would) or "complete",
             fix if missing else "",
         )
@@ -831,7 +831,7 @@ class Report:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        colors = dict(ok="#2a7", warn="#c80", fail="#d33")
+        colors = dict(ok="#2a7", note="#58a", warn="#c80", fail="#d33")
         rows, cell = [], '<td style="text-align:left">'
         for c in self.checks:
             fix = f"<br><code>{escape(c.fix)}</code>" if c.fix else ""

@@ -551,6 +551,9 @@ def run(
             )
         say = _printer(folder, verbose)
         _save_inputs(inputs, folder.path)
+        if main:
+            # matplotlib takes 30 MB, which are no part of a step, so it is loaded before
+            write_curves(folder)
         trainer.callbacks += _run_callbacks(inputs, folder, callbacks, main, verbose, say)
         say(*plan_lines(inputs, trainer))
         if trainer.accelerator.num_processes == 1:
