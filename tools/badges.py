@@ -26,29 +26,21 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 if find_spec("trainkit") is None:
-    wheels = glob.glob(
-        "/kaggle/input/**/trainkit_llm-*.whl", recursive=True
-    )  # an attached dataset, where there is no internet
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        *(["--no-index", "--find-links", os.path.dirname(wheels[0])] if wheels else []),
-    ]
+    places = (".", "/content", "/content/drive/MyDrive", "/content/drive/MyDrive/*")
+    names = [f"{place}/trainkit_llm-*.whl" for place in (*places, "/kaggle/input/**")]
+    wheels = [wheel for name in names for wheel in glob.glob(name, recursive=True)]
+    if not wheels:
+        raise RuntimeError(
+            "trainkit is not installed, and no wheel of it was found: run `pip wheel --no-deps "
+            "-w dist .` in a clone, put the file from dist/ beside this notebook (Colab: into "
+            "/content or your Drive; Kaggle: into a dataset), and run this cell again."
+        )
+    folder = os.path.dirname(wheels[0])
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--find-links", folder]
+    if set(glob.glob(f"{folder}/*.whl")) - set(wheels):
+        pip.append("--no-index")  # What it needs lies beside it: there may be no internet
     stays = [f"torch=={version('torch')}"] if find_spec("torch") else []  # the build for this GPU
-    subprocess.run(
-        [
-            *pip,
-            "trainkit-llm"
-            if wheels
-            else "trainkit-llm @ git+REPOSITORY",
-            "fastcore>=1.7",
-            *stays,
-        ],
-        check=True,
-    )
+    subprocess.run([*pip, wheels[0], "fastcore>=1.7", *stays], check=True)
     subprocess.run(
 DATA
     )  # WHY
@@ -111,7 +103,7 @@ def pip_call(packages):
     return f"{line}\n        check=True,"
 
 
-def install(source, repo):
+def install(source):
     "The code of the hidden cell, for a lesson with this source."
     lines = (ROOT / "requirements-course.txt").read_text(encoding="utf-8").splitlines()
     course = [
@@ -123,7 +115,7 @@ def install(source, repo):
     why = "only their data is used"
     if ".gguf" in source:
         course, why = [*course, "gguf"], f"{why}; what gguf needs is here already"
-    cell = CELL.replace("REPOSITORY", repo).replace("DATA", pip_call(course)).replace("WHY", why)
+    cell = CELL.replace("DATA", pip_call(course)).replace("WHY", why)
     return INSTALL + cell
 
 
@@ -147,7 +139,7 @@ def with_badges(path, repo):
                 id="install",
                 metadata=FOLDED,
                 outputs=[],
-                source=install(source, repo),
+                source=install(source),
             ),
         ]
         cells[1:1] = [{**cell, "source": cell["source"].splitlines(keepends=True)} for cell in more]
