@@ -123,7 +123,7 @@ def sentence(notebook):
 
 
 def checkpoint(notebook):
-    "The title of the exercise that ends a chapter, and its sentence; None if there is none here."
+    "The title of the exercise that ends a chapter, and its sentence, or None."
     for cell in notebook["cells"]:
         if found := re.match(r"### Checkpoint: (\S.*)\n\n> (\S.*)", source(cell)):
             return found[1][0].upper() + found[1][1:], found[2]
