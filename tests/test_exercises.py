@@ -1,8 +1,12 @@
-"Every lesson ends with three exercises; test_lessons runs their checks and solutions."
+"""Every lesson ends with three exercises, and every chapter with a checkpoint.
+
+test_lessons runs their checks and solutions.
+"""
 
 import ast
 import json
 import re
+import sys
 
 import pytest
 import yaml
@@ -11,14 +15,22 @@ from support.exercise_grading import run_lesson, wrong
 
 from trainkit.course import Exercise, grade, read_exercises, solved
 
+sys.path.insert(0, str(ROOT / "tools"))
+import course  # noqa: E402
+
 LESSONS = sorted((ROOT / "nbs").rglob("*.ipynb"))
+
+
+def cells_of(path):
+    return json.loads(path.read_text(encoding="utf-8"))["cells"]
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_lesson_has_three_exercises(path):
     "Three cells with a check that has a hint, each followed by a folded solution that is code."
     exercises = read_exercises(path)
-    assert [e.number for e in exercises] == [1, 2, 3]
+    several = [1, 2, 3, 4] if course.checkpoint(course.read(path)) else [1, 2, 3]
+    assert [e.number for e in exercises] == several
     for e in exercises:
         assert e.solution, f"exercise {e.number} has no folded block of Python"
         compile(solved(e), path.stem, "exec")
@@ -38,8 +50,34 @@ def test_lesson_has_three_exercises(path):
             assert len(str(hint.value).split()) >= 3, (
                 f"exercise {e.number}: a hint says what to look at"
             )
-    text = json.dumps(json.loads(path.read_text(encoding="utf-8"))["cells"][-12:])
-    assert len(re.findall(r"\*\*[123]\.\*\*", text)) >= 3, "the exercises are numbered"
+    text = json.dumps(cells_of(path)[-16:])
+    assert {*re.findall(r"\*\*([1-4])\.\*\*", text)} >= {*map(str, several)}, "they are numbered"
+
+
+CHAPTERS = [folder for folder in course.CHAPTERS if int(folder[:2]) <= 12]
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_chapter_has_a_checkpoint(chapter):
+    "One exercise that needs the whole chapter, the fourth of its last lesson on the main road."
+    names = course.chapters()[chapter]
+    books = {name: course.read(ROOT / f"nbs/{name}.ipynb") for name in names}
+    having = [name for name in names if course.checkpoint(books[name])]
+    assert having == [max(name for name in course.road() if name in names)]
+    page = books[having[0]]["cells"]
+    own = [cell for cell in page if cell["id"].startswith("checkpoint-")]
+    parts = [f"checkpoint-{part}" for part in ("text", "data", "code", "solution")]
+    assert [cell["id"] for cell in own] == parts, "text, folded data and grader, answer, solution"
+    assert page[page.index(own[0]) : page.index(own[-1]) + 1] == own, "next to each other"
+    text, _, stub, solution = ["".join(cell["source"]) for cell in own]
+    assert re.search(r"It draws on \[.*\.ipynb\).*this lesson", text) or text.count(".ipynb)") > 1
+    assert re.search(r"takes about (15|20|25|30) minutes", text) and "**4.**" in text
+    assert own[1]["metadata"]["jupyter"]["source_hidden"], "the grader may give away the answer"
+    last = read_exercises(ROOT / f"nbs/{having[0]}.ipynb")[-1]
+    assert (last.number, last.stub) == (4, stub) and last.solution in solution
+    about = f"**Checkpoint:** [{course.checkpoint(books[having[0]])[0]}]"
+    for page in (ROOT / "nbs" / chapter / "README.md", ROOT / "nbs/README.md"):
+        assert about in page.read_text(encoding="utf-8"), "run `make index`"
 
 
 def write(folder, *cells):
@@ -105,11 +143,9 @@ def test_a_broken_exercise_is_found(tmp_path, stub, solution, message):
 @pytest.mark.parametrize("path", LESSONS, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_a_lesson_that_was_solved_still_runs(path):
     "Under the exercises there is no cell that would fail once they are right."
-    stubs, cells = (
-        [e.stub for e in read_exercises(path)],
-        json.loads(path.read_text(encoding="utf-8"))["cells"],
-    )
-    code = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
+    stubs = [e.stub for e in read_exercises(path)]
+    code = [c for c in cells_of(path) if c["cell_type"] == "code"]
+    code = ["".join(c["source"]) for c in code if c["id"] != "checkpoint-data"]
     for source in code[code.index(stubs[0]) :]:
         assert source in stubs or not re.search(r"\bassert |test_|check", source), source
 

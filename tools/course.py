@@ -122,6 +122,14 @@ def sentence(notebook):
     return source(notebook["cells"][0]).split("\n>")[1].strip()
 
 
+def checkpoint(notebook):
+    "The title of the exercise that ends a chapter, and its sentence, or None."
+    for cell in notebook["cells"]:
+        if found := re.match(r"### Checkpoint: (\S.*)\n\n> (\S.*)", source(cell)):
+            return found[1][0].upper() + found[1][1:], found[2]
+    return None
+
+
 def plain_name(name):
     "`01_tokenizer/03_bpe` -> `01_tokenizer/bpe`: the number may change, the name stays."
     chapter, _, stem = name.rpartition("/")
@@ -216,6 +224,15 @@ def table(names, notebooks, folder="", marked=True):
     return "\n".join(rows)
 
 
+def checkpoints(names, notebooks, folder=""):
+    "Lines that link to the checkpoint of a chapter, for its page and for the index."
+    lines = []
+    for name in names:
+        if about := checkpoint(notebooks[name]):
+            lines.append(f"**Checkpoint:** [{about[0]}]({link(name, folder)}). {about[1]}")
+    return lines
+
+
 def index(notebooks):
     "nbs/README.md: the whole course on one page."
     main, parts = road(), chapters()
@@ -231,6 +248,9 @@ def index(notebooks):
         "You need Python, and to have trained or at least seen a neural network in PyTorch. "
         "Reading the main road takes "
         f"about {reading // 60} hours; a lesson runs in seconds on one CPU core.",
+        "A chapter ends with a checkpoint: one exercise that needs all of its parts. You do it "
+        "without the solution, and the check measures what your code does. "
+        "`trainkit course checkpoints` lists them.",
         "## The main road ★",
         table(main, notebooks, marked=False),
         "## Chapters",
@@ -241,6 +261,7 @@ def index(notebooks):
             f"### [{int(folder[:2])}. {heading}]({folder}/README.md)",
             f"After it you can {able}.",
             table(names, notebooks),
+            *checkpoints(names, notebooks),
         ]
     text.append(
         "Reading time is computed from the length of a lesson; "
@@ -268,6 +289,7 @@ def first_page(folder, names, notebooks):
         + ("; read these first." if main else "; no lesson here is on it."),
         *([f"![{heading}: its parts]({diagram_name(folder)})"] if folder in DIAGRAMS else []),
         table(names, notebooks, folder),
+        *checkpoints(names, notebooks, folder),
     ]
     if modules:
         rows = [
