@@ -752,7 +752,7 @@ def test_no_run_folder_holds_a_secret(tmp_path):
 
 def test_old_names_lead_somewhere():
     "Each right-hand side of the lesson's table of old names can be imported, or is a command."
-    notebook = json.loads((ROOT / "nbs" / "11_recipes/05_names.ipynb").read_text())
+    notebook = json.loads((ROOT / "nbs" / "10_interop/08_class_names.ipynb").read_text())
     text = "\n".join(
         "".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"
     )

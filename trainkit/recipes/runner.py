@@ -600,7 +600,7 @@ def run(
         report=report,
     )
 
-# %% ../../nbs/11_recipes/10_rehearsal.ipynb #0ebdfbd2
+# %% ../../nbs/11_recipes/10_dry_run.ipynb #0ebdfbd2
 @dataclass
 class Rehearsal:
     "What a run would do, and what it would cost."
