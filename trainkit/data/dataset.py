@@ -1,6 +1,6 @@
 """Datasets: load, check, clean and split examples.
 
-An example is a dict whose columns determine its kind; a dataset is a list of examples.
+An example is a dict, and its columns determine its kind; a dataset is a list of examples.
 `load_splits` does the whole work for one `DataConfig`: it reads, cleans, cuts and splits.
 
 `load_examples` reads a file of almost any format, a folder, a named corpus or a Hugging Face

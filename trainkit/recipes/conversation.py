@@ -5,7 +5,7 @@ chat template for every answer. `say` streams an answer and remembers both sides
 the last question once more, and `command` obeys the slash commands, such as `/reset`, `/system`,
 `/compare` and `/exit`; `COMMANDS` lists them.
 
-With a base model beside it, a conversation can show the answers of both models, which is a quick
+Together with a base model, a conversation can show the answers of both models, which is a quick
 way to see what tuning has changed. Sampling settings such as the temperature are passed as
 keywords. In a shell, `trainkit chat` does the same."""
 

@@ -1,9 +1,9 @@
 """Set the length of a run, and pause, stop or observe it with callbacks.
 
-`TrainConfig` says how long to train and what happens on the way. `Control` pauses and stops a
-running loop from any thread, and turns Ctrl-C and SIGTERM into stop buttons. `TrainState` is what
-a run must remember to resume exactly where it was, `Result` is what it comes to, and
-`TrainingError` why it could not continue.
+`TrainConfig` sets how long to train, and when to evaluate, log and save. `Control` pauses and
+stops a running loop from any thread, and lets Ctrl-C and SIGTERM stop it after the current step.
+`TrainState` contains what a run needs to resume exactly where it was. A run returns a `Result`,
+or raises a `TrainingError` if it cannot continue.
 
 None of this needs torch, so a command line or a panel of widgets can plan a run without loading
 it."""
