@@ -424,7 +424,7 @@ def parse_config(
         ) from None
     except RecursionError:
         raise ConfigError(
-            [Problem("YAML", ..., "is nested too deep, or an alias stands inside what it names")],
+            [Problem("YAML", ..., "is nested too deep, or an alias refers to itself")],
             source,
         ) from None
     if data is not None and not isinstance(data, dict):
@@ -629,8 +629,8 @@ class _Reader:
         translated = callable(place.knob.aliases.get(place.name))
         if translated and settings:
             warnings.warn(
-                f"{key} = {without_secrets(value)!r} is a word of other libraries, "
-                f"and is taken for {without_secrets(settings)}",
+                f"{key} = {without_secrets(value)!r} is a name from another library "
+                f"and is read as {without_secrets(settings)}",
                 stacklevel=_outside(),
             )
         for name, setting in settings.items():

@@ -609,7 +609,7 @@ def explain_dtype(
 ) -> tuple[str, str]:  # Name of the dtype, and the reason
     "The dtype that suits a device: what `trainkit.config.pick_dtype` picks, with the reason."
     if device["type"] == "mps":
-        return "float32", "half precision is not dependable on MPS"
+        return "float32", "half precision is not reliable on MPS"
     if device["type"] != "cuda":
         return "float32", "a CPU gains little from half precision"
     capability = ".".join(map(str, device["capability"]))
@@ -691,7 +691,7 @@ def check_notebook(facts: "_Facts") -> Iterator[Check]:
         yield Check(
             "ipywidgets",
             "warn" if facts["notebook"] else "ok",
-            "missing: no panels, all else works",
+            "missing: no panels; everything else works",
             fix,
         )
     elif older(widgets, "7.7"):
@@ -702,7 +702,7 @@ def check_notebook(facts: "_Facts") -> Iterator[Check]:
         yield Check(
             "ipykernel",
             "fail",
-            f"{kernel} loses what a background thread shows (LookupError: shell_parent)",
+            f"{kernel} loses the output of background threads (LookupError: shell_parent)",
             'pip install "ipykernel>=6.17,!=7.0.*"',
         )
 
@@ -720,7 +720,7 @@ def check_network(facts: "_Facts") -> Iterator[Check]:
         yield Check(
             "network",
             "warn",
-            f"{hub}; trl reports each trainer it makes",
+            f"{hub}; trl reports the creation of each trainer",
             "export HF_HUB_DISABLE_TELEMETRY=1",
         )
     else:

@@ -480,7 +480,7 @@ def _check_reference(reference: Reference | None, c: DPOConfig) -> Reference | N
     if isinstance(reference, PrecomputedReference) and ("kto" in c.weights or c.exact_kl):
         what = "kto" if "kto" in c.weights else "exact_kl"
         raise ValueError(
-            f"{what} asks the reference about more than the pairs: "
+            f"{what} needs the reference for more than the pairs: "
             "leave out precompute_ref_log_probs"
         )
     return reference

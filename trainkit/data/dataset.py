@@ -908,8 +908,9 @@ def load_splits(
     )
     if shared:
         warnings.warn(
-            f"{shared:,} of the rows set apart ask what training rows ask too: the evaluation will "
-            "look better than it is. Give one file, and it is split without this.",
+            f"{shared:,} of the held-out rows have the same question as a training row: "
+            "the evaluation will be too good. Give a single file, which is split without such "
+            "overlaps.",
             stacklevel=2,
         )
     digest = hashlib.sha256()

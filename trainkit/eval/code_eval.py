@@ -216,7 +216,7 @@ class _Remote:
         if self is other or other is None:
             return self is other
         raise TypeError(
-            "the tests compare an object that only the program knows: numbers, texts, lists, "
+            "the tests compare an object that exists only in the program: numbers, texts, lists, "
             "tuples, sets and dicts can be compared"
         )
 

@@ -377,8 +377,8 @@ def trl_rows(
         for prompt in (row["prompt"] for row in rows):
             if not isinstance(prompt, str) and not isinstance(prompt[0], dict):
                 raise ValueError(
-                    f"the prompt {str(prompt)[:60]} is a list of ids, and TRL wants texts or "
-                    "messages: take engine: trainkit"
+                    f"the prompt {str(prompt)[:60]} is a list of ids, but TRL needs texts or "
+                    "messages: use engine: trainkit"
                 )
         return [dict(row) for row in rows]
     pairs = [_pair(row) for row in rows]
@@ -600,7 +600,7 @@ class TRLTrainer(Trainer):
         complete = [p for p in folders if (p / "trainkit.json").is_file()]
         if not complete and resume != "auto":
             where = folders[0] if folders else self.folder
-            raise FileNotFoundError(f"{where} has no checkpoint of engine: trl to go on from")
+            raise FileNotFoundError(f"{where} has no checkpoint of engine: trl to resume from")
         return complete[-1] if complete else None
 
     def check_resume(self, resume: Any, force: bool = False) -> None:

@@ -326,8 +326,8 @@ class RunConfig:
                     Problem(
                         "use_cache",
                         True,
-                        "no loss reads a cache while it learns: leave it out; "
-                        "generation keeps one by itself (sampling.use_cache)",
+                        "training does not use a cache: leave it out; "
+                        "generation always uses one (sampling.use_cache)",
                     )
                 ],
                 "RunConfig",
@@ -354,7 +354,7 @@ class RunConfig:
                     Problem(
                         "quant.bits",
                         self.quant.bits,
-                        "a model of few bits does not learn by itself: "
+                        "a quantized model cannot be trained directly: "
                         f"say method: qlora, for an adapter, and not {self.method}"
                         if recipe.trains != "either"
                         else "say use_lora: true, for an adapter",

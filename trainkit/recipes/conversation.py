@@ -125,7 +125,7 @@ class Conversation:
     ) -> Iterator[tuple[str, str]]:  # As `say`; raises `ValueError` before the first question
         "Replace the last answer by another."
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            raise ValueError("nothing was answered yet, so there is no other answer")
+            raise ValueError("there is no answer yet to replace")
         text = self.messages[-2]["content"]
         del self.messages[-2:]
         if self.knobs.get("seed") is not None:

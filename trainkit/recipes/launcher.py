@@ -104,7 +104,7 @@ class LaunchConfig:
                 Problem(
                     "strategy",
                     self.strategy,
-                    "shares a model out over processes, and this is one: give num_processes",
+                    "divides a model among processes, but there is only one: set num_processes",
                 )
             )
         if self.deepspeed and not self.strategy.startswith("zero"):

@@ -274,7 +274,7 @@ def _run(
     except Exception as error:
         raise ValueError(
             f"the chat template fails on these messages ({type(error).__name__}: {error}): "
-            "mend chat_template in the folder of the tokenizer"
+            "correct chat_template in the folder of the tokenizer"
         ) from None
     text = "".join(pieces)
     for start, inside in state["_spans"]:
@@ -315,7 +315,7 @@ def _check_tools(template: str, chat: list[dict], has_tools: bool) -> None:
     "Raise `ValueError` for a template that would leave out tools or their calls."
     if has_tools and "tools" not in template:
         raise ValueError(
-            "this template leaves out the tools, so the model would not know of them: take one "
+            "this template leaves out the tools, so the model would not see them: use one "
             "that lists them, such as sft.template=chatml"
         )
     if "tool_calls" not in template and (

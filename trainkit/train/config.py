@@ -55,7 +55,7 @@ def _patience(n: object) -> dict:  # True, or a number of evaluations
 
 
 def _processes(n: object) -> dict | str:
-    return {} if n in (None, 0, 1) else f"is the launcher's: trainkit launch --processes {n}"
+    return {} if n in (None, 0, 1) else f"belongs to the launcher: trainkit launch --processes {n}"
 
 
 _PROCESSES = {
@@ -64,10 +64,10 @@ _PROCESSES = {
 }
 _FOLDERS = {
     **dict.fromkeys(("checkpoint_dir", "save_dir")),
-    "logging_dir": "is gone: the logs of a run are in its folder, output_dir",
-    "overwrite_output_dir": "is gone: a folder that holds a run is never overwritten; choose "
+    "logging_dir": "no longer exists: the logs of a run are in its folder, output_dir",
+    "overwrite_output_dir": "no longer exists: a folder with a run is never overwritten; choose "
     "another output_dir",
-    "resume_from_checkpoint": "is no property of a run: trainkit train --resume FOLDER, or "
+    "resume_from_checkpoint": "is not a setting of a run: use trainkit train --resume FOLDER, or "
     "Trainer.train(resume=True)",
 }
 
@@ -185,7 +185,7 @@ class TrainConfig:
         wrong, blind = [], self.eval_strategy == "no"
         if self.max_steps == 0:
             wrong.append(
-                Problem("max_steps", 0, "must be 1 or more, or -1 to go by num_train_epochs")
+                Problem("max_steps", 0, "must be 1 or more, or -1 to use num_train_epochs")
             )
         if self.max_steps == -1 and self.num_train_epochs == 0:
             wrong.append(Problem("num_train_epochs", 0, "must be more than 0 when max_steps is -1"))
@@ -215,7 +215,7 @@ class TrainConfig:
             if self.mixed_precision == "fp16":
                 reasons["mixed_precision"] = (
                     "must be 'bf16' or 'no' with optimizer_in_backward: float16's scaler "
-                    "judges all gradients before the first step"
+                    "checks all gradients before the first step"
                 )
             if self.on_nan == "skip":
                 reasons["on_nan"] = (
@@ -427,7 +427,7 @@ def check_callbacks(
         wants = callable(callback) or any(name.startswith("on_") for name in dir(callback))
         if wants and not hooks:  # An empty class is still to be written
             raise TypeError(
-                f"callbacks[{i}] = {callback!r} would hear of nothing: it has none of "
+                f"callbacks[{i}] = {callback!r} would never be called: it has none of "
                 f"{', '.join(HOOKS)}, each called with (trainer, record)"
             )
         for name, hook in hooks.items():
@@ -440,7 +440,7 @@ def check_callbacks(
             except TypeError:
                 raise TypeError(
                     f"callbacks[{i}].{name}{signature} cannot be called with (trainer, record), "
-                    "and that is how it is called; record is a dict"
+                    "as the trainer does; record is a dict"
                 ) from None
 
 # %% ../../nbs/04_train/05_train_config.ipynb #69d2f3c0

@@ -448,7 +448,7 @@ class Muon(Optimizer):
             wrong = [tuple(p.shape) for p in group["params"] if p.ndim != 2 and group["use_muon"]]
             if wrong:
                 raise ValueError(
-                    f"Muon moves matrices, and here is a parameter of shape {wrong[0]}: "
+                    f"Muon updates matrices, but a parameter has shape {wrong[0]}: "
                     "put it into a group with use_muon=False"
                 )
 
@@ -713,7 +713,7 @@ class AdamW8bit(Optimizer):
                     continue
                 if p.grad.is_sparse:
                     raise ValueError(
-                        "AdamW8bit takes no sparse gradients: make the embedding with sparse=False"
+                        "AdamW8bit needs dense gradients: use an embedding with sparse=False"
                     )
                 state = self.state[p]
                 if not state:

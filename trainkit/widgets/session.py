@@ -656,7 +656,7 @@ class TrainSession:
         folder = Path(self.folder or ".")
         if folder.exists() and shutil.disk_usage(folder).free < 2**16:
             text += (
-                f" Its last words could not be written to {folder}/output.txt: the disk is full: "
+                f" Its last output could not be written to {folder}/output.txt: the disk is full: "
                 "free some space, or choose another folder"
             )
         return text
