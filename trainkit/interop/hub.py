@@ -164,7 +164,7 @@ class HubConfig:
         "the model, to resume from",
         choices=("end", "every_save", "checkpoint"),
     )
-    hub_private_repo: bool = knob(True, "A new repository is for your eyes only")
+    hub_private_repo: bool = knob(True, "Make a new repository private")
 
     def __post_init__(self):
         check_config(self)

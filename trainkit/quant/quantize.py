@@ -61,7 +61,7 @@ class QuantConfig:
     )
     compute_dtype: str | None = knob(
         None,
-        "What the products are computed in, with 4 bits; empty: what the input is",
+        "Number format of the products, with 4 bits; empty: that of the input",
         choices=_DTYPES,
         aliases=("bnb_4bit_compute_dtype",),
     )

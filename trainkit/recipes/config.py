@@ -154,7 +154,7 @@ class SFTConfig:
     )
     train_on: str = knob(
         "assistant",
-        "Which turns are learned: each answer, the last one, or all",
+        "Which turns are learned: every answer, the last one, or all turns",
         choices=("assistant", "last", "all"),
     )
     reasoning: str = knob(
@@ -164,7 +164,7 @@ class SFTConfig:
     )
     truncation: str = knob(
         "error",
-        "What becomes of an example longer than data.max_length",
+        "What is done with an example longer than data.max_length",
         choices=("error", "keep_end", "keep_start", "drop"),
     )
     packing: str = knob(
@@ -176,11 +176,11 @@ class SFTConfig:
     )
     trainable_layers: int = knob(
         2,
-        "Blocks that learn, for method freeze: the last ones; below 0: the first ones",
+        "Number of trained blocks, for method freeze: the last ones; below 0: the first ones",
         aliases=("freeze_trainable_layers", "num_layer_trainable"),
     )
     questions: int = knob(
-        32, "Held-out questions that are asked before and after; 0 asks none", low=0
+        32, "Held-out questions to answer before and after training; 0: none", low=0
     )
 
     def __post_init__(self):
@@ -231,13 +231,13 @@ class RunConfig:
     )
     preset: str | list[str] = knob(
         "",
-        "Sets of knobs by name, such as minimal-memory or cpu,small; "
-        "what the config says itself wins",
+        "Named sets of settings, such as minimal-memory or cpu,small; "
+        "the config's own settings win",
         aliases=("presets",),
     )
     engine: str = knob(
         "trainkit",
-        "Whose loop runs: our own, that of TRL with PEFT and bitsandbytes, "
+        "Training loop: our own, that of TRL with PEFT and bitsandbytes, "
         "or LLaMA-Factory in its own environment",
         choices=("trainkit", "trl", "llamafactory"),
     )
@@ -277,7 +277,7 @@ class RunConfig:
     )
     dpo: DPOConfig = knob(
         DPOConfig,
-        "How preferences are learned, for method dpo; lengths and truncation for method reward too",
+        "Preference tuning, for method dpo; lengths and truncation for method reward too",
         bare=lambda said: said.get("method") == "dpo",
     )
     rl: RLConfig = _unset(
@@ -310,10 +310,8 @@ class RunConfig:
         [], "What samples begin with; empty: the first words of two held-out texts"
     )
     report_to: list[str] = knob([], "Trackers: tensorboard, trackio, wandb", aliases=_TRACKERS)
-    watch_memory: bool = knob(
-        True, "Predict what a step takes of the memory, measure it, and log both"
-    )
-    hub: HubConfig = knob(HubConfig, "What goes to the Hugging Face hub")
+    watch_memory: bool = knob(True, "Predict the memory of a step, measure it, and log both")
+    hub: HubConfig = knob(HubConfig, "Uploads to the Hugging Face hub")
 
     def __post_init__(self):
         if isinstance(self.report_to, str):

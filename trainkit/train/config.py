@@ -77,7 +77,9 @@ class TrainConfig:
     "How long to train and what happens on the way; names as in transformers' TrainingArguments."
 
     output_dir: str = knob("", "Folder of the run; empty: nothing is written", aliases=_FOLDERS)
-    max_steps: int = knob(-1, "Optimizer steps in all; -1: what num_train_epochs takes", low=-1)
+    max_steps: int = knob(
+        -1, "Total optimizer steps; -1: as many as num_train_epochs needs", low=-1
+    )
     num_train_epochs: float = knob(
         3.0, "Passes over the data when max_steps is -1", low=0, aliases=("num_epochs", "epochs")
     )
@@ -93,10 +95,10 @@ class TrainConfig:
     gradient_accumulation_steps: int = knob(
         1, "Batches in an optimizer step", low=1, aliases=_PROCESSES
     )
-    max_grad_norm: float = knob(1.0, "Longest gradient; 0 does not clip", low=0)
+    max_grad_norm: float = knob(1.0, "Clip longer gradients to this norm; 0 does not clip", low=0)
     mixed_precision: str = knob(
         "auto",
-        "Number format; 'auto' is what suits the device",
+        "Number format; 'auto' chooses one for the device",
         choices=("auto", "no", "bf16", "fp16"),
         aliases=_FORMATS,
     )
@@ -104,16 +106,16 @@ class TrainConfig:
         None, "TF32 matrix products, where a GPU has them; unset: as torch has it"
     )
     z_loss: float = knob(
-        0.0, "Weight of (log Z)² in lm_loss, 1e-4 say: keeps logits from drifting", low=0
+        0.0, "Weight of (log Z)² in lm_loss, such as 1e-4: prevents drifting logits", low=0
     )
     optimizer_in_backward: bool = knob(
         False,
-        "Move each weight as soon as its gradient is known, and free that",
+        "Update each weight as soon as its gradient is known, and free it",
         aliases=("optimizer_in_bwd",),
     )
     offload_optimizer: bool = knob(
         False,
-        "Keep what the optimizer remembers in the machine's memory, not the GPU's",
+        "Keep the optimizer state in main memory, not on the GPU",
         aliases=("cpu_offload", "optimizer_offload"),
     )
     on_oom: str = knob(
@@ -128,11 +130,11 @@ class TrainConfig:
         choices=("raise", "skip"),
     )
     torch_compile: bool = knob(
-        False, "Compile the model; where that fails it runs as it is, and says why"
+        False, "Compile the model; if that fails, warn and run it uncompiled"
     )
     torch_compile_backend: str = knob("inductor", "What compiles")
     torch_compile_mode: str | None = knob(
-        None, "How hard it tries: 'default', 'reduce-overhead', 'max-autotune'"
+        None, "Compile mode: 'default', 'reduce-overhead', 'max-autotune'"
     )
     logging_steps: int = knob(10, "Steps between two log records", low=1)
     logging_first_step: bool = knob(False, "Log the first step too")
@@ -141,7 +143,7 @@ class TrainConfig:
     )
     eval_steps: int = knob(500, "Steps between two evaluations", low=1)
     eval_accumulation_steps: int | None = knob(
-        None, "Of no effect: an evaluation keeps sums, never logits", low=1
+        None, "No effect: an evaluation keeps sums, never logits", low=1
     )
     save_strategy: str = knob(
         "steps", "When to save a checkpoint", choices=("no", "steps", "epoch")
@@ -161,20 +163,22 @@ class TrainConfig:
     )
     load_best_model_at_end: bool = knob(False, "Finish with the weights of the best evaluation")
     metric_for_best_model: str = knob(
-        "loss", "What the best model is best in, with or without eval_"
+        "loss", "Metric that decides which model is best, with or without eval_"
     )
     greater_is_better: bool | None = knob(
-        None, "Whether more is better; unset: yes, except for a loss"
+        None, "Whether larger is better; unset: yes, except for a loss"
     )
     early_stopping_patience: int = knob(
         0,
-        "Evaluations without gain before stopping; 0 never stops",
+        "Stop after so many evaluations without improvement; 0: never",
         low=0,
         aliases={"early_stopping": _patience},
     )
-    early_stopping_threshold: float = knob(0.0, "A gain must be bigger than this", low=0)
-    sample_steps: int = knob(0, "Steps between two samples; 0 draws none", low=0)
-    seed: int = knob(42, "Seed of dropout and all else that is random", low=0, high=2**32 - 1)
+    early_stopping_threshold: float = knob(
+        0.0, "Smallest change that counts as an improvement", low=0
+    )
+    sample_steps: int = knob(0, "Steps between two samples; 0: no samples", low=0)
+    seed: int = knob(42, "Seed of dropout and other random numbers", low=0, high=2**32 - 1)
     data_seed: int | None = knob(
         None, "Seed of the order of the data; unset: the same as seed", low=0, high=2**32 - 1
     )
