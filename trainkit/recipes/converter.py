@@ -2178,7 +2178,7 @@ def _launch(
     try:
         return translate_launch(words, notes, num_processes=number or 1)
     except ConfigError as error:
-        if number or not any("this is one: give num_processes" in p.remedy for p in error.problems):
+        if number or not any("there is only one: set num_processes" in p.remedy for p in error.problems):
             raise
         notes.clear()
     import torch
