@@ -579,7 +579,7 @@ def check_clashes(facts: "_Facts") -> Iterator[Check]:
         yield Check(
             "torchao",
             "fail",
-            f"{torchao} beside peft {peft}: every LoRA attach raises ImportError",
+            f"{torchao} next to peft {peft}: every LoRA attach raises ImportError",
             "pip uninstall -y torchao",
         )
     for library, lines in facts["requires"].items():
@@ -639,7 +639,7 @@ def check_device(facts: "_Facts") -> Iterator[Check]:
         yield Check(
             "device",
             "warn",
-            f"{name}, beside an NVIDIA driver; torch is built for {device['build']}",
+            f"{name}, although there is an NVIDIA driver; torch is built for {device['build']}",
             "install the CUDA build of torch, or look at nvidia-smi",
         )
     else:

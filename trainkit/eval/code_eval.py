@@ -998,7 +998,7 @@ def find_isolation(
     else:
         lacks.append("names, sizes and dates of files can be seen")
     if "seccomp" not in measures:
-        lacks.append("the network can be used, and programs can be started that go on")
+        lacks.append("the network can be used, and programs can be started that continue")
     if "limits" not in measures:
         lacks.append("memory is not limited")
     return Isolation(

@@ -325,7 +325,7 @@ def calibrate(
     # the rounded layers before it produce
     input_ids: Tensor | None = None,
 ) -> nn.Module:
-    "Put every linear layer but the head on a grid of few bits."
+    "Put every linear layer but the head to a coarse grid."
     if method not in CALIBRATION_METHODS:
         raise ValueError(f"method='{method}': choose {', '.join(CALIBRATION_METHODS)}")
     if inputs is not None and input_ids is not None:

@@ -1777,7 +1777,7 @@ def _knob_of(key: str, places: list[str], groups: Mapping[str, str]) -> str | Re
 
 
 def _translated(place: Place, key: str, value: object) -> Meaning:
-    "The meaning of a name of a knob: the same value, other settings, or why there are none."
+    "The meaning of a name of a knob: the same value, other settings, or why it is refused."
     meaning: Any = place.knob.aliases.get(key)
     if meaning is None:
         return Implied("empty is the default") if value is None else {".".join(place.path): value}
@@ -2178,7 +2178,9 @@ def _launch(
     try:
         return translate_launch(words, notes, num_processes=number or 1)
     except ConfigError as error:
-        if number or not any("there is only one: set num_processes" in p.remedy for p in error.problems):
+        if number or not any(
+            "there is only one: set num_processes" in p.remedy for p in error.problems
+        ):
             raise
         notes.clear()
     import torch

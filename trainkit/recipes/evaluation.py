@@ -591,7 +591,7 @@ def judge_text(
     eval_ids: np.ndarray,
     vocab_size: int,
 ) -> dict[str, float]:  # Bits per byte and perplexity of the model; bits per byte of the baselines
-    "The model beside what needs no neural network."
+    "Compare the model with methods that need no neural network."
     marks = baselines(train_texts, eval_texts, train_ids, eval_ids, vocab_size)
     return {
         "eval_loss": evaluation["eval_loss"],

@@ -587,7 +587,7 @@ def adapt(
     # Tokens that the model has never seen: with some, embedding and head learn as a whole
     new_tokens: int = 0,
 ) -> Any:  # The model
-    "Few bits where the config wants them, and an adapter beside them: in this order."
+    "Quantize if the config asks for it, then add an adapter: in this order."
     if not config.adapts:
         return model
     if config.quant.bits and not any(
@@ -605,7 +605,7 @@ def adapt(
 def pair_up(
     rows: Sequence[Mapping],  # Of kind unpaired: prompt, completion, label
 ) -> list[dict]:  # Of kind preference; raises `ValueError` where no prompt has both sorts
-    "Each liked answer beside a disliked one to the same prompt."
+    "Each liked answer with a disliked one to the same prompt."
     sides: dict[str, tuple[list, list]] = {}
     for row in rows:
         sides.setdefault(repr(row["prompt"]), ([], []))[not row["label"]].append(row)

@@ -735,5 +735,5 @@ def _elsewhere(config: RunConfig) -> Rehearsal:
         None,
         None,
         None,
-        ["memory and time are not foretold for a program of its own"],
+        ["memory and time cannot be predicted for a separate program"],
     )

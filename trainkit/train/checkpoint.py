@@ -124,7 +124,7 @@ class Snapshot:
         self,
         buffers: dict[str, Tensor],  # From the last time, perhaps; used again where they fit
     ) -> "Snapshot":
-        "The same in memory of its own, so that the run may go on."
+        "The same in memory of its own, so that the run may continue."
         own = {}
         gpu = False
         for file, group in self.tensors.items():

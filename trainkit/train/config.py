@@ -312,7 +312,7 @@ class Control:
         self.paused = True
 
     def resume(self):
-        "Go on after a pause."
+        "Resume after a pause."
         self.paused = False
 
     def stop(

@@ -224,7 +224,7 @@ def write_curves(
 def parse_yaml(
     text: str,  # Content of a config.yaml
 ) -> Record:  # Empty when it is no mapping
-    "A config as nested dictionaries, whoever wrote it."
+    "A config as nested dictionaries, from any source."
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where it is
     try:
         depth = 0

@@ -590,7 +590,7 @@ class TrainSession:
         cls,
         folder: str | Path,  # Of a run that another kernel, or a shell, has started
     ) -> "TrainSession":
-        "Connect to a run that is going on, or open one that has ended."
+        "Connect to an active run, or open one that has ended."
         folder = Path(folder).resolve()
         if not (folder / "config.yaml").exists():
             raise FileNotFoundError(f"{folder} is not a run folder: it has no config.yaml")
