@@ -25,7 +25,7 @@ from trainkit.recipes.methods import ALIGNED
 ODD = {  # what stands in the file -> what the message says
     "an alias of itself": (
         "train: &t\n  max_steps: 3\n  x: *t\n",
-        "an alias stands inside what it names",
+        "an alias refers to itself",
     ),
     "a list as a key": ("name: a\n? [a, b]\n: 1\n", "line 2"),
     "aliases of aliases": (
@@ -130,7 +130,7 @@ def test_a_settings_file_of_another_program_is_left_alone(tmp_path):
 
 
 def test_two_trackers_may_be_switched_on():
-    with pytest.warns(UserWarning, match="word of other libraries"):
+    with pytest.warns(UserWarning, match="name from another library"):
         for flags, trackers in (
             ({"use_wandb": True, "use_tensorboard": True}, ["wandb", "tensorboard"]),
             ({"use_tensorboard": True, "report_to": ["wandb"]}, ["wandb", "tensorboard"]),

@@ -105,7 +105,7 @@ def test_the_index_says_of_every_lesson_what_it_enables():
 
 def test_a_notebook_with_an_old_link_is_seen(tmp_path, monkeypatch):
     "A new title makes the links to it stale, and writing them again is enough."
-    for name in ("00_tour", "90_toolbox/01_files", "90_toolbox/02_knobs"):
+    for name in ("00_tour", "90_toolbox/01_files", "90_toolbox/02_config_fields"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.ipynb").write_bytes((course.LESSONS / f"{name}.ipynb").read_bytes())
     monkeypatch.setattr(course, "LESSONS", tmp_path)
@@ -117,9 +117,9 @@ def test_a_notebook_with_an_old_link_is_seen(tmp_path, monkeypatch):
 
     write()
     assert not course.stale()
-    book = json.loads((tmp_path / "90_toolbox/02_knobs.ipynb").read_text(encoding="utf-8"))
+    book = json.loads((tmp_path / "90_toolbox/02_config_fields.ipynb").read_text(encoding="utf-8"))
     book["cells"][0]["source"] = ["# Buttons\n", "\n", "> One sentence"]
-    (tmp_path / "90_toolbox/02_knobs.ipynb").write_text(
+    (tmp_path / "90_toolbox/02_config_fields.ipynb").write_text(
         json.dumps(book, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
     )
     stale = {p.relative_to(tmp_path).as_posix() for p in course.stale()}
@@ -130,7 +130,7 @@ def test_a_notebook_with_an_old_link_is_seen(tmp_path, monkeypatch):
     }  # the neighbour, and the indexes
     write()
     assert (
-        "[Buttons](02_knobs.ipynb) →"
+        "[Buttons](02_config_fields.ipynb) →"
         in (tmp_path / "90_toolbox/01_files.ipynb").read_text(encoding="utf-8")
         and not course.stale()
     )

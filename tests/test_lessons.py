@@ -36,7 +36,7 @@ def run(path, tmp_path, *flags):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 
-HEAVY = {"06_claims"}  # More than eight seconds: with the slow tests, until it is shorter
+HEAVY = {"06_savings"}  # More than eight seconds: with the slow tests, until it is shorter
 
 
 @pytest.mark.parametrize(

@@ -410,10 +410,10 @@ DIAGRAMS = {
         [("sampling", "9"), ("text", "10"), ("faster", "11–13")],
     ],
     "04_train": [
-        [("settings", "5"), ("loss", "4, 6"), ("optimizer step", "1–3, 7"), ("loop", "8, 28")],
+        [("settings", "5"), ("loss", "4, 6"), ("optimizer step", "1–3, 7, 27"), ("loop", "8, 28")],
         [
             ("checkpoints", "9–14"),
-            ("faults", "15, 16, 27"),
+            ("faults", "15, 16"),
             ("devices", "17–19"),
             ("logs", "20–26"),
         ],
@@ -428,7 +428,7 @@ DIAGRAMS = {
     ],
     "07_memory": [
         [("model and batch", ""), ("predicted bytes", "1, 2"), ("measured bytes", "3")],
-        [("offload", "4"), ("a plan that fits", "5"), ("claims compared", "6")],
+        [("offload", "4"), ("a plan that fits", "5"), ("savings measured", "6")],
     ],
     "08_align": [
         [("pairs", "1"), ("log-probs", "2, 3"), ("DPO, KTO", "4–6"), ("reward model", "7")],
@@ -440,7 +440,7 @@ DIAGRAMS = {
     ],
     "10_interop": [
         [("Hugging Face", "1–3"), ("our model", ""), ("GGUF, Ollama", "4")],
-        [("PEFT", "6"), ("TRL", "5"), ("LLaMA-Factory", "7")],
+        [("PEFT", "6"), ("TRL", "5, 8"), ("LLaMA-Factory", "7")],
     ],
     "11_recipes": [
         [

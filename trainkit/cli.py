@@ -480,7 +480,7 @@ def train(
             "--preset",
             metavar="PRESET",
             show_default=False,
-            help="Sets of knobs by name, such as minimal-memory or cpu,small (trainkit config "
+            help="Named sets of settings, such as minimal-memory or cpu,small (trainkit config "
             "presets lists them); your own from settings.ini, or a file such as mine.yaml.",
         ),
     ] = None,

@@ -273,7 +273,7 @@ def making_model() -> Iterator[None]:
         if not dtype.is_floating_point:
             raise ValueError(
                 f"{model_class_name or 'a model'} cannot be made in {dtype}: "
-                "its numbers must have a floating point"
+                "it must be a floating-point type"
             )
         with kind(dtype):
             yield

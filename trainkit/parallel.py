@@ -213,7 +213,7 @@ def _packed(value: object, what: str) -> bytes:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{what} can't travel between processes ({error}): "
+            f"{what} cannot be sent to another process ({error}): "
             "use plain data and functions of a module, or num_workers=1"
         ) from None
 

@@ -614,7 +614,7 @@ def test_answers_that_nobody_judges_teach_nothing(method):
         and loss.metrics["rewards/unjudged"] == (2 * size, 4 * size)
         and loss.metrics["reward"][1] == 2 * size
     )
-    with pytest.raises(ValueError, match="no reward function judges any of the 4 prompts"):
+    with pytest.raises(ValueError, match="no reward function scores any of the 4 prompts"):
         Rollouts(net, Signs(), prompts, nobody, knobs).collect([0, 1], 1)
 
 

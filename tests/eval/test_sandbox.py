@@ -661,7 +661,7 @@ assert back is not node and back == back and back != None
 back.value = 7
 assert list(back)[0] == 7
 try: back == node
-except TypeError as error: assert 'only the program knows' in str(error)
+except TypeError as error: assert 'exists only in the program' in str(error)
 else: assert False
 try: fails('k')
 except KeyError as error: assert error.args == ('k',)

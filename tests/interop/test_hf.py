@@ -556,7 +556,8 @@ def test_more_damage(folder, tmp_path, tokenizer):
     with pytest.raises(FileNotFoundError, match="is no model"):
         load_pretrained(tmp_path / "file.txt")
     with pytest.raises(
-        OSError, match="'nobody/nothing' is not a folder here, and the hub did not give it"
+        OSError,
+        match="'nobody/nothing' is not a folder here, and could not be downloaded from the hub",
     ):
         load_pretrained("nobody/nothing")
 
@@ -584,7 +585,7 @@ def test_nothing_is_half_written_and_nothing_else_is_lost(tmp_path, tokenizer, m
     model, place = make(), tmp_path / "work"
     place.mkdir()
     (place / "thesis.txt").write_text("years of work")
-    with pytest.raises(FileExistsError, match="holds 'thesis.txt', which is no part of a model"):
+    with pytest.raises(FileExistsError, match="holds 'thesis.txt', which is not part of a model"):
         save_pretrained(model, tokenizer, place)
     with pytest.raises(FileExistsError, match="is a file"):
         save_pretrained(model, tokenizer, place / "thesis.txt")

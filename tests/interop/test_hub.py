@@ -163,7 +163,7 @@ def test_a_missing_right_is_found_before_the_first_step(hub, tmp_path, monkeypat
     with pytest.raises(OSError, match="HF_HUB_OFFLINE"):
         run(config, verbose=False)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    with pytest.raises(OSError, match="wants a token"):
+    with pytest.raises(OSError, match="needs a token"):
         run(config, verbose=False)
     assert not (tmp_path / "no" / "model").exists() and not hub["files"]
 

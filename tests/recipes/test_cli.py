@@ -140,7 +140,7 @@ def test_every_figure_of_the_demo_says_what_it_was_measured_on(demo):
         notes["metrics"]["bits_per_byte"], abs=1e-4
     )  # one model, one text, one figure
     answers = (folder / "runs" / "demo" / "sft" / "report.html").read_text()
-    assert "3 questions that were set apart" in answers
+    assert "3 held-out questions" in answers
 
 
 def test_transformers_and_the_command_go_on_alike(demo):
@@ -243,7 +243,7 @@ def test_ctrl_c_saves_and_resume_goes_on(demo, tmp_path):
         "train.max_steps=14",
         cwd=tmp_path,
     )
-    assert forced.returncode == 0 and "because you asked for it" in forced.stdout, (
+    assert forced.returncode == 0 and "as you requested" in forced.stdout, (
         forced.stdout + forced.stderr
     )
     resumed = trainkit("train", run / "config.yaml", "--resume", "auto", cwd=tmp_path)
@@ -753,7 +753,7 @@ FLAGS = {  # as somebody from another library types it -> (group, knob, value)
 
 
 @pytest.mark.parametrize("typed", FLAGS)
-@pytest.mark.filterwarnings("ignore:.*word of other libraries")
+@pytest.mark.filterwarnings("ignore:.*name from another library")
 def test_a_flag_in_the_spelling_of_another_library_is_a_knob(typed, tmp_path):
     (tmp_path / "c.yaml").write_text("name: mine\n")
     group, knob, value = FLAGS[typed]

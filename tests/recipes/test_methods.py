@@ -470,7 +470,7 @@ def test_rows_that_nobody_judges_do_not_end_a_run(home):
     )  # No held-out row is judged either: no evaluation is the best
     judged = []
     with pytest.raises(
-        ValueError, match=f"no reward function judges any of the {len(train)} prompts"
+        ValueError, match=f"no reward function scores any of the {len(train)} prompts"
     ):
         run(config(home, "grpo", "unjudged"), rewards=[some], verbose=False)
 

@@ -525,7 +525,7 @@ def test_whatever_is_damaged_is_named(file, whole, tmp_path):
             )
             if file.startswith("R/checkpoints"):
                 names = (
-                    "R/checkpoints holds no checkpoint to resume from: checkpoint-2 is damaged",
+                    "R/checkpoints contains no checkpoint to resume from: checkpoint-2 is damaged",
                 )
             if (
                 done.returncode != 1
@@ -848,7 +848,7 @@ def test_what_a_run_notes_is_not_in_its_json(home, tmp_path):
         "--json",
         cwd=tmp_path,
     )
-    assert json.loads(more.stdout)["steps"] == 3 and "because you asked for it" in more.stderr, (
+    assert json.loads(more.stdout)["steps"] == 3 and "as you requested" in more.stderr, (
         more.stdout + more.stderr
     )
 

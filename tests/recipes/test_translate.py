@@ -553,7 +553,7 @@ def test_a_preset_suits_a_method_or_says_why_not(name, method, tmp_path):
     few = "quant" in PRESETS[name].knobs and method in ("pretrain", "sft", "freeze")
     if few:
         with pytest.raises(
-            ConfigError, match="a model of few bits does not learn by itself.*qlora"
+            ConfigError, match="a quantized model cannot be trained directly.*qlora"
         ):
             with_preset(name, method, tmp_path)
         return
@@ -752,7 +752,7 @@ def test_no_run_folder_holds_a_secret(tmp_path):
 
 def test_old_names_lead_somewhere():
     "Each right-hand side of the lesson's table of old names can be imported, or is a command."
-    notebook = json.loads((ROOT / "nbs" / "11_recipes/05_names.ipynb").read_text())
+    notebook = json.loads((ROOT / "nbs" / "10_interop/08_class_names.ipynb").read_text())
     text = "\n".join(
         "".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"
     )
@@ -798,7 +798,7 @@ def test_a_translated_word_is_reported_where_it_was_said():
         load_config(TrainConfig, {"fp16": True})
         method_config({"fp16": True})
         method_config({"train": {"fp16": True}})
-    assert [(w.filename, "word of other libraries" in str(w.message)) for w in warned] == [
+    assert [(w.filename, "name from another library" in str(w.message)) for w in warned] == [
         (__file__, True)
     ] * 3
 

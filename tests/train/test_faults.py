@@ -98,7 +98,7 @@ def test_a_retried_step_draws_the_same_random_numbers():
 
 def test_dropout_and_other_couplings_are_said(tmp_path):
     result = trainer(make("ours", 0.2), batch_size=6, max_steps=2, loss=limited(3)).train()
-    assert len(result.notes) == 1 and "other masks" in result.notes[0]
+    assert len(result.notes) == 1 and "other dropout masks" in result.notes[0]
     coupled = objective(additive=False)(limited(3))
     t = trainer(
         batch_size=6, gradient_accumulation_steps=1, max_steps=2, loss=coupled, folder=tmp_path

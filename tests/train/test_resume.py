@@ -171,7 +171,7 @@ def test_a_run_whose_every_checkpoint_is_damaged_does_not_begin_again(tmp_path, 
     trainer(tmp_path / "run", [At(7, lambda t: t.control.stop())]).train()
     home = tmp_path / "run" / "checkpoints"
     (home / "checkpoint-7" / "state.json").unlink()
-    with pytest.warns(UserWarning, match="Passed over .*checkpoint-7: it lacks state.json"):
+    with pytest.warns(UserWarning, match="Skipped .*checkpoint-7: it lacks state.json"):
         trainer(tmp_path / "run").train(how)
     assert end(tmp_path / "run") == end(tmp_path / "whole")
     for path in find_checkpoints(home):
@@ -217,7 +217,7 @@ def test_disk_that_is_full_amid_a_checkpoint(tmp_path, monkeypatch, asynchronous
         result = run.train()
         assert (
             "the disk is full" in result.notes[0]
-            and "The run goes on; the last checkpoint is" in result.notes[0]
+            and "The run continues; the last checkpoint is" in result.notes[0]
         )
     monkeypatch.undo()
     assert all(
@@ -236,7 +236,7 @@ def test_folder_that_is_removed_while_the_run_goes_on(tmp_path):
 
     result = trainer(tmp_path / "run", [At(5, remove)]).train()
     assert (
-        "was removed while the run went on" in result.notes[0]
+        "was removed during the run" in result.notes[0]
         and Path(result.final_checkpoint).name == "checkpoint-12"
     )
     assert [p.name for p in find_checkpoints(tmp_path / "run" / "checkpoints")] == [
@@ -304,7 +304,7 @@ def test_another_run_is_refused_and_nothing_is_lost(tmp_path, change, message):
         p: p.stat().st_mtime_ns for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()
     } == before
     notes = trainer(tmp_path, **change).train(True, force_resume=True).notes
-    assert any("because you asked for it" in note and message in note for note in notes)
+    assert any("as you requested" in note and message in note for note in notes)
 
 
 def test_how_a_run_is_watched_may_change(tmp_path):
@@ -314,7 +314,7 @@ def test_how_a_run_is_watched_may_change(tmp_path):
         tmp_path / "run", logging_steps=5, save_steps=4, save_total_limit=0, async_save=False
     ).train(True)
     assert (
-        "without harm" in result.notes[0]
+        "with the same result" in result.notes[0]
         and end(tmp_path / "run")["weights"] == end(tmp_path / "whole")["weights"]
     )
 

@@ -53,22 +53,22 @@ USED_BY: dict[str, frozenset[str]] = {  # Knob -> the losses that read it; the o
 class DPOConfig:
     "How preferences are learned; names as in trl's DPOConfig."
 
-    beta: float = knob(0.1, "How hard it is to leave the reference: larger stays closer", low=1e-9)
+    beta: float = knob(
+        0.1, "Strength of the pull towards the reference: larger stays closer", low=1e-9
+    )
     loss_type: list[str] = knob(["sigmoid"], "One loss or several, by their names in LOSSES")
     loss_weights: list[float] = knob([], "A weight for each loss; empty: 1 each")
-    label_smoothing: float = knob(
-        0.0, "How many of the labels are believed to be wrong", low=0, high=0.5
-    )
+    label_smoothing: float = knob(0.0, "Share of the labels assumed to be wrong", low=0, high=0.5)
     reference: str = knob(
         "auto",
-        "What the model is compared with: a frozen copy, itself with the adapter off, or what fits",
+        "Reference model: a frozen copy, the model with its adapter off, or whichever fits",
         choices=("auto", "copy", "adapter"),
     )
     reference_free: bool = knob(
-        False, "Compare with nothing, as if every answer were as likely to the reference"
+        False, "Use no reference, as if it found every answer equally likely"
     )
     precompute_ref_log_probs: bool = knob(
-        False, "Ask the reference once for every pair before training, and keep that on disk"
+        False, "Compute the reference's log-probabilities once before training, and store them"
     )
     max_length: int = knob(1024, "Tokens of the prompt and one answer", low=2)
     max_prompt_length: int | None = knob(
@@ -103,22 +103,21 @@ class DPOConfig:
         high=1,
     )
     discopop_tau: float = knob(0.05, "Temperature of discopop", low=1e-9)
-    simpo_gamma: float = knob(0.5, "The margin that simpo asks for")
+    simpo_gamma: float = knob(0.5, "The target margin of simpo")
     sft_weight: float = knob(
         1.0,
-        "Weight of the next-token loss of the chosen answer, which orpo and cpo bring with them",
+        "Weight of the next-token loss of the chosen answer, which orpo and cpo include",
         low=0,
     )
     desirable_weight: float = knob(1.0, "Weight of chosen answers in kto", low=0)
     undesirable_weight: float = knob(1.0, "Weight of rejected answers in kto", low=0)
     converged_patience: int = knob(
         0,
-        "End when the margin of held-out pairs is flat for so many evaluations; "
-        "0: the plan decides",
+        "Stop when the margin of held-out pairs is flat for so many evaluations; 0: never",
         low=0,
     )
     converged_threshold: float = knob(
-        0.01, "A gain is more than this share of the margin before", low=0
+        0.01, "Improvement that counts, as a share of the previous margin", low=0
     )
 
     def __post_init__(self):
@@ -480,7 +479,7 @@ def _check_reference(reference: Reference | None, c: DPOConfig) -> Reference | N
     if isinstance(reference, PrecomputedReference) and ("kto" in c.weights or c.exact_kl):
         what = "kto" if "kto" in c.weights else "exact_kl"
         raise ValueError(
-            f"{what} asks the reference about more than the pairs: "
+            f"{what} needs the reference for more than the pairs: "
             "leave out precompute_ref_log_probs"
         )
     return reference

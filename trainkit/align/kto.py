@@ -172,7 +172,7 @@ def kto_objective(
             )
     if isinstance(reference, PrecomputedReference):
         raise ValueError(
-            "kto asks the reference about more than the rows: leave out precompute_ref_log_probs"
+            "kto needs the reference for more than the rows: leave out precompute_ref_log_probs"
         )
 
     @objective(

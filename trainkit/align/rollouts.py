@@ -392,7 +392,7 @@ class Rollouts:
             weights = self.config.reward_weights
             if all(score(self.rewards, weights, one)[0].isnan().all() for one in singles):
                 raise ValueError(
-                    f"no reward function judges any of the {len(self.rows):,} prompts: "
+                    f"no reward function scores any of the {len(self.rows):,} prompts: "
                     "all of them returned None, so there is nothing to learn from"
                 )
             self.judged = True

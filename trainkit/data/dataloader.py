@@ -209,14 +209,12 @@ class CurriculumConfig:
 
     strategy: str = knob(
         "length_based",
-        "What makes a row hard: its length, or a function of yours; none: no curriculum",
+        "What makes a row difficult: its length, or your own function; none: no curriculum",
         choices=("none", "length_based", "difficulty_based"),
     )
-    start_length: int = knob(
-        64, "Tokens that a row may have in the first batch (length_based)", low=2
-    )
+    start_length: int = knob(64, "Longest row in the first batch, in tokens (length_based)", low=2)
     end_length: int = knob(
-        512, "Tokens that it may have in the last batch of the curriculum (length_based)", low=2
+        512, "Longest row in the last batch of the curriculum, in tokens (length_based)", low=2
     )
     start_share: float = knob(
         0.1,

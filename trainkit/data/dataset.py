@@ -1,6 +1,6 @@
 """Datasets: load, check, clean and split examples.
 
-An example is a dict whose columns determine its kind; a dataset is a list of examples.
+An example is a dict, and its columns determine its kind; a dataset is a list of examples.
 `load_splits` does the whole work for one `DataConfig`: it reads, cleans, cuts and splits.
 
 `load_examples` reads a file of almost any format, a folder, a named corpus or a Hugging Face
@@ -697,11 +697,11 @@ class DataConfig:
     )
     eval_file: str = knob(
         "",
-        "Rows to evaluate on, in a file of their own; empty: a part of the rows",
+        "A separate file of rows to evaluate on; empty: a part of the rows",
         aliases=("validation_file", "eval_dataset"),
     )
     kind: str | None = knob(
-        None, "What the rows are; empty: inferred from their columns", choices=tuple(KINDS)
+        None, "Kind of the rows; empty: inferred from their columns", choices=tuple(KINDS)
     )
     text_column: str | None = knob(
         None, "The column that holds the text", aliases=("text_field", "dataset_text_field")
@@ -716,10 +716,10 @@ class DataConfig:
         aliases=("dataset_split", "train_split"),
     )
     validation_split: str | None = knob(None, "The split to evaluate on", aliases=("eval_split",))
-    encoding: str = knob("utf-8", "How the characters of your files are written")
+    encoding: str = knob("utf-8", "Character encoding of your files")
     on_bad: str = knob(
         "raise",
-        "A row that is no example stops the run, or is left out and counted",
+        "An invalid row stops the run, or is skipped and counted",
         choices=("raise", "skip"),
     )
     max_examples: int | None = knob(
@@ -730,7 +730,7 @@ class DataConfig:
     )
     max_chars: int | None = knob(None, "Read at most this many characters", low=1)
     remove_unused_columns: bool = knob(
-        False, "Keep only the columns that the kind needs, and those that other knobs name"
+        False, "Keep only the columns that the kind needs, and those that other settings name"
     )
     clean: bool = knob(
         True, "Normalise Unicode, line ends and spaces, drop control characters and repeated rows"
@@ -908,8 +908,9 @@ def load_splits(
     )
     if shared:
         warnings.warn(
-            f"{shared:,} of the rows set apart ask what training rows ask too: the evaluation will "
-            "look better than it is. Give one file, and it is split without this.",
+            f"{shared:,} of the held-out rows have the same question as a training row: "
+            "the evaluation will be too good. Give a single file, which is split without such "
+            "overlaps.",
             stacklevel=2,
         )
     digest = hashlib.sha256()

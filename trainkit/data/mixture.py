@@ -27,7 +27,7 @@ def shares(
 ) -> list[float]:  # One share each; they add up to 1
     "Proportions of a mixture, by weights or by n^(1/T) (Xue et al. 2020)."
     if weights is not None and temperature != 1:
-        raise ValueError("weights and temperature both say how much of each: give one")
+        raise ValueError("weights and temperature both set the proportions: give one")
     if temperature <= 0:
         raise ValueError(f"temperature = {temperature}: must be above 0")
     if weights is not None and not (min(weights) >= 0 and 0 < sum(weights) < float("inf")):
@@ -67,7 +67,7 @@ def add_prefix(
     else:
         first = next((i for i, turn in enumerate(row[column]) if turn["role"] == "user"), None)
         if first is None:
-            raise ValueError(f"{column} has no turn of the user to mark with {prefix!r}")
+            raise ValueError(f"{column} has no user turn to mark with {prefix!r}")
         out[column] = [
             {**turn, "content": prefix + turn["content"]} if i == first else turn
             for i, turn in enumerate(row[column])
@@ -112,7 +112,7 @@ def _weight_list(weights: Mapping[str, float] | Sequence[float], datasets: Mappi
     "One weight for each dataset, in order."
     if isinstance(weights, Mapping):
         if missing := {*datasets} - {*weights}:
-            raise ValueError(f"weights have none for {sorted(missing)}: 0 leaves a dataset out")
+            raise ValueError(f"weights lacks {sorted(missing)}: 0 leaves a dataset out")
         weights = [weights[name] for name in datasets]
     if len(weights) != len(datasets):
         raise ValueError(f"{len(weights)} weights for {len(datasets)} datasets: give one for each")

@@ -686,7 +686,7 @@ def write_examples(
     except UnicodeEncodeError as error:
         raise ValueError(
             f"{path}: a text holds {error.object[error.start]!r}, half of a pair of surrogates, "
-            "which no file can hold"
+            "which cannot be written to a file"
         ) from None
     if path.suffix.lower() == ".gz":
         data = gzip.compress(data, mtime=0)

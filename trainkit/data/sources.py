@@ -214,7 +214,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 
 
 def _facts() -> Iterator[tuple[str, str, str]]:
-    "Field, country, answer; long answers and those that say there is none are left out."
+    "Field, country, answer; long answers and empty ones are left out."
     for topic, (place, *_) in FIELDS.items():
         for country, page in _factbook().items():
             entry = page

@@ -216,7 +216,7 @@ class _Remote:
         if self is other or other is None:
             return self is other
         raise TypeError(
-            "the tests compare an object that only the program knows: numbers, texts, lists, "
+            "the tests compare an object that exists only in the program: numbers, texts, lists, "
             "tuples, sets and dicts can be compared"
         )
 
@@ -998,7 +998,7 @@ def find_isolation(
     else:
         lacks.append("names, sizes and dates of files can be seen")
     if "seccomp" not in measures:
-        lacks.append("the network can be used, and programs can be started that go on")
+        lacks.append("the network can be used, and programs can be started that continue")
     if "limits" not in measures:
         lacks.append("memory is not limited")
     return Isolation(

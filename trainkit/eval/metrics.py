@@ -2,10 +2,10 @@
 
 `compute_metrics` computes several metrics by name, yours included, and `Running` keeps their
 means over a stream. Each metric is a function of predictions and references. `exact_match` and
-`token_f1` compare two texts; `bleu`, `chrf` and `rouge` use the programs whose numbers papers
-report, with one reference or several. `verified` lets a program judge the answer. `distinct_n`,
-`repetition` and `stop_rate` look at predictions alone, and `calibration_error` compares a model's
-confidence with its accuracy.
+`token_f1` compare two texts; `bleu`, `chrf` and `rouge` use the same programs as papers do, with
+one reference or several. `verified` checks the answer with a program. `distinct_n`, `repetition`
+and `stop_rate` look at predictions alone, and `calibration_error` compares a model's confidence
+with its accuracy.
 
 `bert_score` matches the words of two texts by the embeddings of an encoder (Zhang et al. 2020),
 any model of transformers in a local folder; `idf_weights` gives rare words more weight."""

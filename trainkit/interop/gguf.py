@@ -375,7 +375,7 @@ def export_gguf(
                     if not np.isfinite(array).all():
                         raise ValueError(
                             f"{folder} has NaN or Inf in {title}: its training failed, "
-                            "and after quantization nobody could see this"
+                            "which quantization would hide"
                         )
                     data = gguf.quants.quantize(array, types[title])
                     sums[title] = _checksum(data)

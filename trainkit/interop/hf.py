@@ -375,7 +375,7 @@ def load_pretrained(
     "Load a model and its tokenizer; never a pickle, and no remote code unless asked for."
     if trust_remote_code and native:
         raise ValueError(
-            "trust_remote_code = True: our own model runs no code of others; set native=False"
+            "trust_remote_code = True: our own model runs no remote code; set native=False"
         )
     if isinstance(device_map, dict) and native:
         raise ValueError(
@@ -532,7 +532,7 @@ def save_pretrained(
     there = sorted(folder.iterdir()) if folder.is_dir() else []
     if strange := [p.name for p in there if not any(p.match(name) for name in _FILES)]:
         raise FileExistsError(
-            f"{folder} holds '{strange[0]}', which is no part of a model: choose another folder"
+            f"{folder} holds '{strange[0]}', which is not part of a model: choose another folder"
         )
     _check_sizes(tokenizer, cast(Any, model.config).vocab_size)
     if isinstance(model, Transformer) and (reasons := unsupported_knobs(model.config)):

@@ -112,7 +112,7 @@ def check_few_bits(
         import bitsandbytes  # noqa: F401
     except ModuleNotFoundError:
         raise ImportError(
-            "a model in few bits needs bitsandbytes: pip install 'trainkit-llm[trl]'"
+            "a quantized model needs bitsandbytes: pip install 'trainkit-llm[trl]'"
         ) from None
     for name, layer in layers.items() if packs_weights(device) else ():
         if layer.out_features % 32 or layer.in_features % 64:

@@ -102,8 +102,8 @@ def open_repo(
         )
     if not get_token():
         raise OSError(
-            f"to write to '{hub_model_id}' the hub wants a token: "
-            "put one with write access into HF_TOKEN, or run hf auth login"
+            f"to write to '{hub_model_id}' the hub needs a token: "
+            "set HF_TOKEN to one with write access, or run hf auth login"
         )
     try:
         return _api().create_repo(hub_model_id, private=private, exist_ok=True).repo_id
@@ -164,7 +164,7 @@ class HubConfig:
         "the model, to resume from",
         choices=("end", "every_save", "checkpoint"),
     )
-    hub_private_repo: bool = knob(True, "A new repository is for your eyes only")
+    hub_private_repo: bool = knob(True, "Make a new repository private")
 
     def __post_init__(self):
         check_config(self)
@@ -248,5 +248,5 @@ def fetch_model(
             explain(error, name),
         )
         raise OSError(
-            f"'{name}' is not a folder here, and the hub did not give it: {words}"
+            f"'{name}' is not a folder here, and could not be downloaded from the hub: {words}"
         ) from None

@@ -487,7 +487,7 @@ def to_llamafactory(
     (stage, _), folder = stage_of(config), Path(folder)
     rows, _ = load_splits(config.data)
     if stage == "pt" and "text" not in rows["train"][0]:
-        raise ValueError(f"{config.data.path} has no texts, and pre-training reads text")
+        raise ValueError(f"{config.data.path} has no texts, but pre-training needs text")
     files = {name: f"{name}.json" for name in ("train", "eval") if rows[name]}
     stage_data = {
         name: stage_rows(stage, rows[name], config.sft.reasoning != "drop") for name in files

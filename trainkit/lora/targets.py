@@ -82,16 +82,16 @@ class LoRAConfig:
         aliases=("lora_target", "targets"),
     )
     exclude_modules: list[str] | str | None = knob(None, "Names or a pattern to leave out")
-    bias: str = knob("none", "Which biases learn too", choices=("none", "all", "lora_only"))
+    bias: str = knob("none", "Which biases are trained too", choices=("none", "all", "lora_only"))
     use_rslora: bool = knob(False, "Multiply by lora_alpha / √r instead (Kalajdzievski 2023)")
     use_dora: bool = knob(
-        False, "Learn the length of each row apart from its direction (Liu et al. 2024)"
+        False, "Train length and direction of each row separately (Liu et al. 2024)"
     )
     init_lora_weights: bool | str = knob(
         True, f"Where A and B start: true (B = 0), or {', '.join(INITS)}"
     )
     modules_to_save: list[str] | None = knob(
-        None, "Layers that learn as a whole and are saved with the adapter, by how their names end"
+        None, "Layers trained as a whole and saved with the adapter, by the end of their names"
     )
     layers_to_transform: list[int] | int | None = knob(None, "Only the blocks with these numbers")
     layers_pattern: list[str] | str | None = knob(
@@ -99,7 +99,7 @@ class LoRAConfig:
     )
     rank_pattern: dict = knob({}, "Pattern of names -> a rank of its own")
     alpha_pattern: dict = knob({}, "Pattern of names -> a lora_alpha of its own")
-    task_type: str = knob("CAUSAL_LM", "PEFT's word for the kind of model")
+    task_type: str = knob("CAUSAL_LM", "PEFT's name for the kind of model")
 
     def __post_init__(self):
         check_config(self)

@@ -555,7 +555,7 @@ def free_memory(
         torch.mps.empty_cache()
     trim_malloc()
 
-# %% ../../nbs/07_memory/02_forecast.ipynb #bf2195f9
+# %% ../../nbs/07_memory/02_prediction.ipynb #bf2195f9
 def _tensors(model: nn.Module) -> list[Tensor]:
     "Parameters, buffers, and other tensors of the modules."
     leaves = [x for m in model.modules() for x in tree_leaves(list(vars(m).values()))]
@@ -579,7 +579,7 @@ def meta_copy(
 
     return make
 
-# %% ../../nbs/07_memory/02_forecast.ipynb #43c56b98
+# %% ../../nbs/07_memory/02_prediction.ipynb #43c56b98
 def _reference(trainer: "Trainer") -> nn.Module | None:
     "The frozen copy of the model that the objective or the batches use, if any."
     for owner in (trainer.objective, trainer.train_batches):
@@ -679,7 +679,7 @@ def predict_run(
         result.peak += size
     return result
 
-# %% ../../nbs/07_memory/02_forecast.ipynb #f5c08862
+# %% ../../nbs/07_memory/02_prediction.ipynb #f5c08862
 def batch_size(
     batch: Mapping[str, Any],
 ) -> tuple[int, int]:  # (0, 0) where there are no ids

@@ -70,11 +70,11 @@ class ModelConfig:
     )
     attention_dropout: float = knob(0.0, "Dropout on the attention weights", low=0, high=1)
     activation: str = knob(
-        "swiglu", "What bends the MLP; swiglu and geglu have a gate", choices=ACTIVATION_NAMES
+        "swiglu", "Activation of the MLP; swiglu and geglu have a gate", choices=ACTIVATION_NAMES
     )
     norm: str = knob(
         "rmsnorm",
-        "How activations are brought to size; rmsnorm1p keeps its weights around 0, not 1",
+        "Normalization; rmsnorm1p keeps its weights around 0, not 1",
         choices=("rmsnorm", "rmsnorm1p", "layernorm"),
     )
     norm_eps: float = knob(
@@ -85,14 +85,14 @@ class ModelConfig:
     )
     pre_norm: bool = knob(True, "Normalise before each half of a block; false: after the sum")
     sandwich_norm: bool = knob(False, "Normalise also what each half of a block adds")
-    position: str = knob("rope", "How a token knows its place", choices=("rope", "learned"))
+    position: str = knob("rope", "How positions are encoded", choices=("rope", "learned"))
     rope_theta: float = knob(10000.0, "Base of the rotary wavelengths", low=1)
     rope_scaling: dict | None = knob(
         None,
         "Longer waves: {'rope_type': 'linear', 'dynamic', 'yarn' or 'llama3', 'factor': 8.0, …}",
     )
     layer_windows: list[int] | None = knob(
-        None, "How many tokens back each layer sees, a number each, 0 for all"
+        None, "Sliding window of each layer in tokens, 0 for no window"
     )
     qk_norm: bool = knob(False, "RMSNorm on each head of queries and keys")
     bias: str = knob("none", "Which layers have biases", choices=("none", "qkv", "all"))
@@ -109,14 +109,16 @@ class ModelConfig:
     )
     scale_embeddings: bool = knob(False, "Multiply embeddings by the root of d_model")
     tie_embeddings: bool = knob(
-        True, "One matrix reads tokens and scores them", aliases=("tie_word_embeddings",)
+        True,
+        "Use one matrix for the embedding and the output head",
+        aliases=("tie_word_embeddings",),
     )
     init_std: float = knob(
         0.02, "Standard deviation of fresh weights", low=0, aliases=("initializer_range",)
     )
     attention: str = knob(
         "sdpa",
-        "Who computes attention: torch ('sdpa'), our own lines ('eager'), or the package "
+        "Implementation of attention: torch ('sdpa'), our own code ('eager'), or the package "
         "flash-attn",
         choices=ATTENTION_NAMES,
         aliases=("attn_implementation", "use_flash_attention"),

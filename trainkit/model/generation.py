@@ -99,23 +99,25 @@ def penalize_repetition(
 class SamplingConfig:
     "How the next token is chosen."
 
-    max_new_tokens: int = knob(100, "How many tokens to write at most", low=1)
+    max_new_tokens: int = knob(100, "Most tokens to generate", low=1)
     min_new_tokens: int = knob(
-        0, "How many tokens to write at least: before them, no text ends by EOS", low=0
+        0, "Fewest tokens to generate: before that no text ends with EOS", low=0
     )
     temperature: float = knob(
-        1.0, "Divides the logits: 0 takes the likeliest, above 1 takes risks", low=0
+        1.0, "Divides the logits: 0 takes the likeliest token, above 1 is more random", low=0
     )
     top_k: int = knob(0, "Choose among this many of the likeliest tokens; 0 for all", low=0)
     top_p: float = knob(
-        1.0, "Choose among the likeliest tokens of this probability together", low=0, high=1
+        1.0, "Choose among the likeliest tokens with this total probability", low=0, high=1
     )
     min_p: float = knob(
         0.0, "Drop tokens less likely than this part of the likeliest one", low=0, high=1
     )
-    repetition_penalty: float = knob(1.0, "Above 1 makes tokens that were there less likely", low=0)
+    repetition_penalty: float = knob(
+        1.0, "Above 1 makes tokens that have occurred less likely", low=0
+    )
     seed: int | None = knob(
-        None, "The same seed gives the same text; none a new one each time", low=0
+        None, "The same seed gives the same text; unset: a new text each time", low=0
     )
     use_cache: bool = knob(
         True,

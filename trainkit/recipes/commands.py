@@ -674,7 +674,7 @@ def chat(
         Optional[Path],
         typer.Option(help="The model that it was made from, to /compare with.", show_default=False),
     ] = None,
-    system: Annotated[str, typer.Option(help="What the model is told before everything.")] = "",
+    system: Annotated[str, typer.Option(help="The system message.")] = "",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.", min=1)] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", min=0)] = 0.7,
     seed: Annotated[

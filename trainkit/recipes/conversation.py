@@ -5,7 +5,7 @@ chat template for every answer. `say` streams an answer and remembers both sides
 the last question once more, and `command` obeys the slash commands, such as `/reset`, `/system`,
 `/compare` and `/exit`; `COMMANDS` lists them.
 
-With a base model beside it, a conversation can show the answers of both models, which is a quick
+Together with a base model, a conversation can show the answers of both models, which is a quick
 way to see what tuning has changed. Sampling settings such as the temperature are passed as
 keywords. In a shell, `trainkit chat` does the same."""
 
@@ -125,7 +125,7 @@ class Conversation:
     ) -> Iterator[tuple[str, str]]:  # As `say`; raises `ValueError` before the first question
         "Replace the last answer by another."
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            raise ValueError("nothing was answered yet, so there is no other answer")
+            raise ValueError("there is no answer yet to replace")
         text = self.messages[-2]["content"]
         del self.messages[-2:]
         if self.knobs.get("seed") is not None:

@@ -221,9 +221,9 @@ def phase_configs(
 # %% ../../nbs/11_recipes/11_demo.ipynb #b9d9a968
 PHASES = {
     "pretrain": "Pre-training on text",
-    "sft": "Questions and answers, by LoRA",
-    "dpo": "Which answer is better, by DPO",
-    "compare": "Few bits, and all models next to each other",
+    "sft": "Questions and answers with LoRA",
+    "dpo": "Preference tuning with DPO",
+    "compare": "Quantization, and all models compared",
 }
 
 

@@ -92,7 +92,7 @@ class TextEvaluator:
         "Which text, or which questions."
         p = self.inputs
         if isinstance(p, AnswerInputs) and p.questions:
-            return f"{len(p.questions)} questions that were set apart"
+            return f"{len(p.questions)} held-out questions"
         return name_text(p.data, p.config.data.max_length) if p.data.kind == "text" else ""
 
     def begin(self) -> list[str]:
@@ -164,7 +164,7 @@ def answering(
 
 
 class AnswerEvaluator(TextEvaluator):
-    "Held-out questions, right to the letter."
+    "Held-out questions, exactly right."
 
     inputs: AnswerInputs
 
@@ -177,7 +177,7 @@ class AnswerEvaluator(TextEvaluator):
         self.before = ask(p.model, p.tokenizer, p.questions)
         return [
             f"The base model answers {count_exact(self.before, p.questions):.1%} "
-            f"of {len(self.before)} held-out questions right to the letter"
+            f"of {len(self.before)} held-out questions exactly right"
         ]
 
     def end(self, evaluation: dict) -> tuple[dict[str, float], list[str]]:
@@ -196,7 +196,7 @@ class AnswerEvaluator(TextEvaluator):
         ]
         if 2 * ended < len(self.after):
             words.append(
-                "Most answers ran on until they were cut off: "
+                "Most answers were cut off at the limit: "
                 "they are longer than expected, or the "
                 "model has not learned to stop; train longer, "
                 "and see in the report whether the end is learned"
@@ -368,7 +368,7 @@ class LabelEvaluator(PairEvaluator):
         self.before = [self.right()]
         return [
             "Before training, a held-out answer that was liked is likelier "
-            f"than one that was not in {self.before[0]:.1%} of all twos"
+            f"than one that was not in {self.before[0]:.1%} of all comparisons"
         ]
 
     def end(self, evaluation: dict) -> tuple[dict[str, float], list[str]]:
@@ -382,7 +382,7 @@ class LabelEvaluator(PairEvaluator):
         }
         return metrics, [
             "Held-out answers: a liked one is likelier than one that was not "
-            f"in {metrics['base_accuracy']:.1%} of all twos before training and "
+            f"in {metrics['base_accuracy']:.1%} of all comparisons before training and "
             f"{metrics['accuracy']:.1%} after; reward margin {metrics['reward_margin']:.3f}"
         ]
 
@@ -504,9 +504,7 @@ class NoEvaluator(TextEvaluator):
         self.inputs, self.before, self.after, self.callbacks = inputs, [], [], []
 
     def end(self, evaluation: dict) -> tuple[dict[str, float], list[str]]:
-        return {}, [
-            "Nothing was held out, so nothing says how good the model is on what it has not seen"
-        ]
+        return {}, ["Nothing was held out, so the quality of the model on new data is unknown"]
 
 
 JUDGES: dict[type[RunInputs], type[TextEvaluator]] = {  # The first that fits
@@ -593,7 +591,7 @@ def judge_text(
     eval_ids: np.ndarray,
     vocab_size: int,
 ) -> dict[str, float]:  # Bits per byte and perplexity of the model; bits per byte of the baselines
-    "The model beside what needs no neural network."
+    "Compare the model with methods that need no neural network."
     marks = baselines(train_texts, eval_texts, train_ids, eval_ids, vocab_size)
     return {
         "eval_loss": evaluation["eval_loss"],
@@ -716,8 +714,8 @@ def write_run_report(
             k: v for k, v in metrics.items() if k not in own
         }
         words = (
-            "<p>Bits that are needed to write down one byte of "
-            f"{clean(measured_on or 'text that the model has not seen')}; "
+            "<p>Bits needed to encode one byte of "
+            f"{clean(measured_on or 'held-out text')}; "
             "fewer is better.</p>"
             f"{narrow(draw_svg(bars, bits, 'Bits per byte', 'bits', highlight='this model'))}"
         )
@@ -726,8 +724,8 @@ def write_run_report(
             k: 100 * metrics[n] for k, n in (("base", "base_exact_match"), ("tuned", "exact_match"))
         }
         words = (
-            f"<p>Answers to {clean(measured_on or 'questions that were set apart')}, "
-            "right to the letter.</p>"
+            f"<p>Answers to {clean(measured_on or 'held-out questions')}, "
+            "exactly right.</p>"
             f"{narrow(draw_svg(bars, share, 'Exact match', '%', highlight='tuned'))}"
         )
     shown[1:1] = [

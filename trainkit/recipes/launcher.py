@@ -80,9 +80,9 @@ class LaunchConfig:
         aliases=("main_process_port", "master_port"),
     )
     max_restarts: int = knob(
-        0, "How often all processes begin again from the last checkpoint when one dies", low=0
+        0, "How often all processes restart from the last checkpoint after a failure", low=0
     )
-    deepspeed: dict = knob({}, "What else goes into DeepSpeed's file")
+    deepspeed: dict = knob({}, "Further entries for DeepSpeed's file")
 
     def __post_init__(self):
         check_config(self)
@@ -104,7 +104,7 @@ class LaunchConfig:
                 Problem(
                     "strategy",
                     self.strategy,
-                    "shares a model out over processes, and this is one: give num_processes",
+                    "divides a model among processes, but there is only one: set num_processes",
                 )
             )
         if self.deepspeed and not self.strategy.startswith("zero"):

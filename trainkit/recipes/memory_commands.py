@@ -333,7 +333,7 @@ def _config(
 
 
 def _beside_words(found: Any) -> str:
-    "What a run on a CPU takes beside the tensors of a step, in plain words."
+    "What a run on a CPU needs besides the tensors of a step, in words."
     from trainkit.files import show_bytes
 
     words = dict(

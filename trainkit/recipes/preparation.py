@@ -203,7 +203,7 @@ def loop_config(
         if blind and value:
             raise ValueError(
                 f"{name} = {value} needs rows to evaluate on, "
-                "and nothing is held out: name some with data.eval_file"
+                "but nothing is held out: give some with data.eval_file"
             )
     return replace(c, eval_strategy="no", load_best_model_at_end=False) if blind else c
 
@@ -275,8 +275,8 @@ def make_batches(
     )
     if config.curriculum.strategy == "difficulty_based":
         raise ValueError(
-            "curriculum.strategy = difficulty_based needs a function of yours: "
-            "give Batches a difficulty_fn, in Python"
+            "curriculum.strategy = difficulty_based needs your own function: "
+            "pass difficulty_fn to Batches, in Python"
         )
     return (
         kind(
@@ -334,7 +334,7 @@ def drop_short(
         f"have fewer than data.min_length = {min_length:,} tokens"
     )
     if not kept:
-        raise ValueError(f"{said}, and none is left: make it smaller")
+        raise ValueError(f"{said}, so no row is left: make it smaller")
     warnings.warn(f"{said}, and are left out", stacklevel=2)
     return kept
 
@@ -351,9 +351,9 @@ def prepare_text(
         rows, data = load_splits(config.data)
     if data.kind != "text":
         raise ValueError(
-            f"data.path = {data.path!r} holds rows of kind "
-            f"{data.kind}, and pre-training reads text: "
-            "say method=sft to learn the answers"
+            f"data.path = {data.path!r} contains rows of kind "
+            f"{data.kind}, but pre-training needs text: "
+            "use method=sft to learn the answers"
         )
     with timed(seconds, "tokenizer"):
         model, tokenizer = base or (
@@ -418,7 +418,7 @@ def prepare_shards(
     if config.data.min_length:
         raise ValueError(
             f"data.min_length = {config.data.min_length}: "
-            "shards are encoded already, and their rows are not looked at again"
+            "shards are already encoded, so their rows cannot be filtered"
         )
     with timed(seconds, "reading"):
         shards = open_shards(config.data.path)
@@ -587,7 +587,7 @@ def adapt(
     # Tokens that the model has never seen: with some, embedding and head learn as a whole
     new_tokens: int = 0,
 ) -> Any:  # The model
-    "Few bits where the config wants them, and an adapter beside them: in this order."
+    "Quantize if the config asks for it, then add an adapter: in this order."
     if not config.adapts:
         return model
     if config.quant.bits and not any(
@@ -605,7 +605,7 @@ def adapt(
 def pair_up(
     rows: Sequence[Mapping],  # Of kind unpaired: prompt, completion, label
 ) -> list[dict]:  # Of kind preference; raises `ValueError` where no prompt has both sorts
-    "Each liked answer beside a disliked one to the same prompt."
+    "Each liked answer with a disliked one to the same prompt."
     sides: dict[str, tuple[list, list]] = {}
     for row in rows:
         sides.setdefault(repr(row["prompt"]), ([], []))[not row["label"]].append(row)
@@ -631,7 +631,7 @@ def _base(
 ) -> tuple[Any, Any, int]:  # The last: tokens that the model has never seen
     if base is None:
         raise ValueError(
-            f"method = '{config.method}' goes on from a trained model: "
+            f"method = '{config.method}' continues from a trained model: "
             "set init_from to it (--model in a shell)"
         )
     model, tokenizer = base
@@ -680,8 +680,8 @@ def _prepare_labels(
     c, d, length = config.data, config.dpo, int(min(config.dpo.max_length, context_length(model)))
     if d.precompute_ref_log_probs:
         raise ValueError(
-            "dpo.precompute_ref_log_probs: kto asks the reference "
-            "about mismatched answers too, at each step: leave it out"
+            "dpo.precompute_ref_log_probs: kto also needs the reference "
+            "for mismatched answers, at each step: leave it out"
         )
     with (
         transformers_lock,

@@ -266,7 +266,7 @@ def plan_lines(
         *(
             [
                 "Note       Nothing is held out, so this run is not evaluated: "
-                "data.eval_file names rows for that, data.eval_fraction sets some apart"
+                "set data.eval_file, or data.eval_fraction to hold some rows out"
             ]
             if inputs.eval_batches is None
             else []
@@ -323,8 +323,8 @@ def own_metrics(
     "Score the answers to held-out questions; raises `ValueError` if the run has no questions."
     if not (isinstance(inputs, AnswerInputs) and inputs.questions):
         raise ValueError(
-            "compute_metrics judges answers to held-out questions, "
-            f"and method {inputs.config.method} asks none here"
+            "compute_metrics scores answers to held-out questions, "
+            f"but method {inputs.config.method} has none here"
         )
     return AnswerMetrics(
         inputs.tokenizer, inputs.eval_rows, [compute_metrics], len(inputs.questions)
@@ -380,7 +380,7 @@ def _in_launched_folder(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             "Several processes share one run folder, "
-            "and its name is not given: start them with trainkit launch"
+            "but its name is not given: start them with trainkit launch"
         )
     return config, resume, False
 
@@ -603,7 +603,7 @@ def run(
         report=report,
     )
 
-# %% ../../nbs/11_recipes/10_rehearsal.ipynb #0ebdfbd2
+# %% ../../nbs/11_recipes/10_dry_run.ipynb #0ebdfbd2
 @dataclass
 class Rehearsal:
     "What a run would do, and what it would cost."
@@ -738,5 +738,5 @@ def _elsewhere(config: RunConfig) -> Rehearsal:
         None,
         None,
         None,
-        ["memory and time are not foretold for a program of its own"],
+        ["memory and time cannot be predicted for a separate program"],
     )

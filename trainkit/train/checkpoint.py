@@ -124,7 +124,7 @@ class Snapshot:
         self,
         buffers: dict[str, Tensor],  # From the last time, perhaps; used again where they fit
     ) -> "Snapshot":
-        "The same in memory of its own, so that the run may go on."
+        "The same in memory of its own, so that the run may continue."
         own = {}
         gpu = False
         for file, group in self.tensors.items():
@@ -536,7 +536,7 @@ def write_tensors(
         for whole in chain((memoryview(len(head).to_bytes(8, "little") + head),), parts):
             for start in range(0, len(whole), HASH_CHUNK):
                 if cancelled():
-                    raise InterruptedError(errno.EINTR, "writing was given up")
+                    raise InterruptedError(errno.EINTR, "writing was cancelled")
                 digest.update(whole[start : start + HASH_CHUNK])
                 file.write(whole[start : start + HASH_CHUNK])
                 if file.tell() >= due and sync.done():
@@ -654,8 +654,8 @@ def run_lock(
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
                 raise
             warnings.warn(
-                f"The drive of {folder} knows no locks ({error.strerror}): nothing keeps a second "
-                "run out of it, so see to it yourself",
+                f"The drive of {folder} does not support locks ({error.strerror}): make sure "
+                "that no second run uses it",
                 stacklevel=3,
             )
         _held.add(path)
@@ -715,11 +715,11 @@ def latest_checkpoint(
     if resume and wrong and newest is None:
         each = "; ".join(f"{path.name} {problem}" for path, problem in wrong.items())
         raise ValueError(
-            f"{folder} holds no checkpoint to resume from: {each}. Put a whole copy of one back, "
+            f"{folder} contains no checkpoint to resume from: {each}. Restore a copy of one, "
             "or start a new run: without resume, under another name"
         )
     for path, problem in wrong.items():
-        warnings.warn(f"Passed over {path}: it {problem}", stacklevel=2)
+        warnings.warn(f"Skipped {path}: it {problem}", stacklevel=2)
     return newest
 
 # %% ../../nbs/04_train/12_retention.ipynb #7ea730e7

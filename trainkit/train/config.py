@@ -1,9 +1,9 @@
 """Set the length of a run, and pause, stop or observe it with callbacks.
 
-`TrainConfig` says how long to train and what happens on the way. `Control` pauses and stops a
-running loop from any thread, and turns Ctrl-C and SIGTERM into stop buttons. `TrainState` is what
-a run must remember to resume exactly where it was, `Result` is what it comes to, and
-`TrainingError` why it could not continue.
+`TrainConfig` sets how long to train, and when to evaluate, log and save. `Control` pauses and
+stops a running loop from any thread, and lets Ctrl-C and SIGTERM stop it after the current step.
+`TrainState` contains what a run needs to resume exactly where it was. A run returns a `Result`,
+or raises a `TrainingError` if it cannot continue.
 
 None of this needs torch, so a command line or a panel of widgets can plan a run without loading
 it."""
@@ -55,7 +55,7 @@ def _patience(n: object) -> dict:  # True, or a number of evaluations
 
 
 def _processes(n: object) -> dict | str:
-    return {} if n in (None, 0, 1) else f"is the launcher's: trainkit launch --processes {n}"
+    return {} if n in (None, 0, 1) else f"belongs to the launcher: trainkit launch --processes {n}"
 
 
 _PROCESSES = {
@@ -64,10 +64,10 @@ _PROCESSES = {
 }
 _FOLDERS = {
     **dict.fromkeys(("checkpoint_dir", "save_dir")),
-    "logging_dir": "is gone: the logs of a run are in its folder, output_dir",
-    "overwrite_output_dir": "is gone: a folder that holds a run is never overwritten; choose "
+    "logging_dir": "no longer exists: the logs of a run are in its folder, output_dir",
+    "overwrite_output_dir": "no longer exists: a folder with a run is never overwritten; choose "
     "another output_dir",
-    "resume_from_checkpoint": "is no property of a run: trainkit train --resume FOLDER, or "
+    "resume_from_checkpoint": "is not a setting of a run: use trainkit train --resume FOLDER, or "
     "Trainer.train(resume=True)",
 }
 
@@ -77,7 +77,9 @@ class TrainConfig:
     "How long to train and what happens on the way; names as in transformers' TrainingArguments."
 
     output_dir: str = knob("", "Folder of the run; empty: nothing is written", aliases=_FOLDERS)
-    max_steps: int = knob(-1, "Optimizer steps in all; -1: what num_train_epochs takes", low=-1)
+    max_steps: int = knob(
+        -1, "Total optimizer steps; -1: as many as num_train_epochs needs", low=-1
+    )
     num_train_epochs: float = knob(
         3.0, "Passes over the data when max_steps is -1", low=0, aliases=("num_epochs", "epochs")
     )
@@ -93,10 +95,10 @@ class TrainConfig:
     gradient_accumulation_steps: int = knob(
         1, "Batches in an optimizer step", low=1, aliases=_PROCESSES
     )
-    max_grad_norm: float = knob(1.0, "Longest gradient; 0 does not clip", low=0)
+    max_grad_norm: float = knob(1.0, "Clip longer gradients to this norm; 0 does not clip", low=0)
     mixed_precision: str = knob(
         "auto",
-        "Number format; 'auto' is what suits the device",
+        "Number format; 'auto' chooses one for the device",
         choices=("auto", "no", "bf16", "fp16"),
         aliases=_FORMATS,
     )
@@ -104,16 +106,16 @@ class TrainConfig:
         None, "TF32 matrix products, where a GPU has them; unset: as torch has it"
     )
     z_loss: float = knob(
-        0.0, "Weight of (log Z)² in lm_loss, 1e-4 say: keeps logits from drifting", low=0
+        0.0, "Weight of (log Z)² in lm_loss, such as 1e-4: prevents drifting logits", low=0
     )
     optimizer_in_backward: bool = knob(
         False,
-        "Move each weight as soon as its gradient is known, and free that",
+        "Update each weight as soon as its gradient is known, and free it",
         aliases=("optimizer_in_bwd",),
     )
     offload_optimizer: bool = knob(
         False,
-        "Keep what the optimizer remembers in the machine's memory, not the GPU's",
+        "Keep the optimizer state in main memory, not on the GPU",
         aliases=("cpu_offload", "optimizer_offload"),
     )
     on_oom: str = knob(
@@ -128,11 +130,11 @@ class TrainConfig:
         choices=("raise", "skip"),
     )
     torch_compile: bool = knob(
-        False, "Compile the model; where that fails it runs as it is, and says why"
+        False, "Compile the model; if that fails, warn and run it uncompiled"
     )
     torch_compile_backend: str = knob("inductor", "What compiles")
     torch_compile_mode: str | None = knob(
-        None, "How hard it tries: 'default', 'reduce-overhead', 'max-autotune'"
+        None, "Compile mode: 'default', 'reduce-overhead', 'max-autotune'"
     )
     logging_steps: int = knob(10, "Steps between two log records", low=1)
     logging_first_step: bool = knob(False, "Log the first step too")
@@ -141,7 +143,7 @@ class TrainConfig:
     )
     eval_steps: int = knob(500, "Steps between two evaluations", low=1)
     eval_accumulation_steps: int | None = knob(
-        None, "Of no effect: an evaluation keeps sums, never logits", low=1
+        None, "No effect: an evaluation keeps sums, never logits", low=1
     )
     save_strategy: str = knob(
         "steps", "When to save a checkpoint", choices=("no", "steps", "epoch")
@@ -161,20 +163,22 @@ class TrainConfig:
     )
     load_best_model_at_end: bool = knob(False, "Finish with the weights of the best evaluation")
     metric_for_best_model: str = knob(
-        "loss", "What the best model is best in, with or without eval_"
+        "loss", "Metric that decides which model is best, with or without eval_"
     )
     greater_is_better: bool | None = knob(
-        None, "Whether more is better; unset: yes, except for a loss"
+        None, "Whether larger is better; unset: yes, except for a loss"
     )
     early_stopping_patience: int = knob(
         0,
-        "Evaluations without gain before stopping; 0 never stops",
+        "Stop after so many evaluations without improvement; 0: never",
         low=0,
         aliases={"early_stopping": _patience},
     )
-    early_stopping_threshold: float = knob(0.0, "A gain must be bigger than this", low=0)
-    sample_steps: int = knob(0, "Steps between two samples; 0 draws none", low=0)
-    seed: int = knob(42, "Seed of dropout and all else that is random", low=0, high=2**32 - 1)
+    early_stopping_threshold: float = knob(
+        0.0, "Smallest change that counts as an improvement", low=0
+    )
+    sample_steps: int = knob(0, "Steps between two samples; 0: no samples", low=0)
+    seed: int = knob(42, "Seed of dropout and other random numbers", low=0, high=2**32 - 1)
     data_seed: int | None = knob(
         None, "Seed of the order of the data; unset: the same as seed", low=0, high=2**32 - 1
     )
@@ -185,7 +189,7 @@ class TrainConfig:
         wrong, blind = [], self.eval_strategy == "no"
         if self.max_steps == 0:
             wrong.append(
-                Problem("max_steps", 0, "must be 1 or more, or -1 to go by num_train_epochs")
+                Problem("max_steps", 0, "must be 1 or more, or -1 to use num_train_epochs")
             )
         if self.max_steps == -1 and self.num_train_epochs == 0:
             wrong.append(Problem("num_train_epochs", 0, "must be more than 0 when max_steps is -1"))
@@ -215,7 +219,7 @@ class TrainConfig:
             if self.mixed_precision == "fp16":
                 reasons["mixed_precision"] = (
                     "must be 'bf16' or 'no' with optimizer_in_backward: float16's scaler "
-                    "judges all gradients before the first step"
+                    "checks all gradients before the first step"
                 )
             if self.on_nan == "skip":
                 reasons["on_nan"] = (
@@ -308,7 +312,7 @@ class Control:
         self.paused = True
 
     def resume(self):
-        "Go on after a pause."
+        "Resume after a pause."
         self.paused = False
 
     def stop(
@@ -427,7 +431,7 @@ def check_callbacks(
         wants = callable(callback) or any(name.startswith("on_") for name in dir(callback))
         if wants and not hooks:  # An empty class is still to be written
             raise TypeError(
-                f"callbacks[{i}] = {callback!r} would hear of nothing: it has none of "
+                f"callbacks[{i}] = {callback!r} would never be called: it has none of "
                 f"{', '.join(HOOKS)}, each called with (trainer, record)"
             )
         for name, hook in hooks.items():
@@ -440,7 +444,7 @@ def check_callbacks(
             except TypeError:
                 raise TypeError(
                     f"callbacks[{i}].{name}{signature} cannot be called with (trainer, record), "
-                    "and that is how it is called; record is a dict"
+                    "as the trainer does; record is a dict"
                 ) from None
 
 # %% ../../nbs/04_train/05_train_config.ipynb #69d2f3c0

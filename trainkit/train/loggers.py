@@ -162,8 +162,7 @@ def check_report_to(
             near = get_close_matches(name, TRACKERS, 1)
             guess = f"; did you mean {near[0]!r}" if near else ""
             raise ValueError(
-                f"report_to={name!r} is not known{guess}? There are none, all, "
-                f"{', '.join(TRACKERS)}"
+                f"report_to={name!r} is not known{guess}? Choose none, all, {', '.join(TRACKERS)}"
             )
         if not find_spec(name):
             raise ImportError(f"report_to={name!r}: {name} is not installed; pip install {name}")
@@ -260,7 +259,7 @@ class MetricsLog:
         return relative
 
     def on_start(self, trainer: "Trainer", record: dict) -> None:
-        "Begin, or go on: nothing that a resume has undone stays in the log."
+        "Begin or resume: nothing that a resume has undone stays in the log."
         start = self.current_step = record.get("start_step") or 0
         before = [r.get("step") or 0 for r in read_run(self.folder.path).records]
         self.sent = max(before, default=-1) if start else -1

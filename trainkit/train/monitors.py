@@ -84,7 +84,7 @@ def open_gpu(
         try:
             import pynvml as nvml
         except ImportError:
-            return None, "cuda (limited: pip install nvidia-ml-py says how busy it is)"
+            return None, "cuda (limited: pip install nvidia-ml-py to see its utilization)"
         uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
     try:
         nvml.nvmlInit()
@@ -366,7 +366,7 @@ def rising_loss(records: Sequence[dict]) -> HealthFinding | None:
         steps[-1],
         "The loss rises",
         f"{best:.3f} around step {at}, {now:.3f} now",
-        "Go back to the checkpoint before it and train on with a third of the learning rate, "
+        "Resume from the checkpoint before it with a third of the learning rate, "
         "or with more warm-up.",
     )
 
@@ -388,11 +388,11 @@ def overfitting(records: Sequence[dict]) -> HealthFinding | None:
     return HealthFinding(
         "overfitting",
         steps[-1],
-        "The model learns the training data by heart",
+        "The model memorizes the training data",
         f"eval_loss {evals[low]:.3f} at step {steps[low]}, {evals[-1]:.3f} now, "
         f"while loss went from {mean(then):.3f} to {mean(losses[-3:]):.3f}",
         f"Keep the model of step {steps[low]} (load_best_model_at_end, early_stopping_patience). "
-        "More data, fewer epochs, or dropout move the point away.",
+        "More data, fewer epochs or dropout delay this point.",
     )
 
 # %% ../../nbs/04_train/21_symptoms.ipynb #3ad37cbf
@@ -511,8 +511,8 @@ def exploding_gradient(records: Sequence[dict]) -> HealthFinding | None:
         steps[norms.index(now, len(before))],
         "The gradient explodes",
         f"norm {number(now)}, where {number(usual)} was usual",
-        "Look at the data of this step. max_grad_norm=1 keeps such a step short; if it comes back, "
-        "a lower learning rate or more warm-up.",
+        "Look at the data of this step. max_grad_norm=1 limits such a step; if it happens again, "
+        "use a lower learning rate or more warm-up.",
     )
 
 # %% ../../nbs/04_train/22_health.ipynb #20b9051f
@@ -534,7 +534,7 @@ def not_a_number(records: Sequence[dict]) -> HealthFinding | None:
             record["step"],
             "The loss is NaN",
             bad[0] if bad else reason.splitlines()[0].rstrip("."),
-            "Weights that have seen it are lost: go back to the checkpoint before. Then "
+            "The weights after it are lost: resume from the checkpoint before. Then "
             "mixed_precision='bf16' instead of fp16, a lower learning rate, max_grad_norm=1, and a "
             "look at the batch of this step.",
         )
@@ -556,7 +556,7 @@ def skipped_steps(records: Sequence[dict]) -> HealthFinding | None:
         steps[-1],
         "Half precision overflows",
         f"{lost:.0f} of the last {steps_taken} steps were skipped",
-        "mixed_precision='bf16' does not overflow; else a lower learning rate or a smaller "
+        "Use mixed_precision='bf16', which does not overflow, a lower learning rate or a smaller "
         "max_grad_norm.",
     )
 
@@ -573,7 +573,7 @@ def waiting_for_data(records: Sequence[dict]) -> HealthFinding | None:
         steps[-1],
         "The loop waits for data",
         f"{share:.0%} of the time goes into fetching batches",
-        "More num_workers, or tokenize the text to disk once, before training.",
+        "Use more num_workers, or tokenize the text to disk once, before training.",
     )
 
 
@@ -617,7 +617,7 @@ def creeping_memory(records: Sequence[dict]) -> HealthFinding | None:
                 f"More and more {name} is used",
                 f"{show_bytes(half[0] * 2**30)} at step {steps[len(used) // 2]}, "
                 f"{show_bytes(half[-1] * 2**30)} now, {show_bytes(rate * 2**30)} in 1,000 steps",
-                "Something keeps what it should drop: a list of losses that are still tensors "
+                "Something is never released: a list of losses that are still tensors "
                 "(append loss.item()), a callback, a cache of the dataset.",
             )
     return None

@@ -150,7 +150,7 @@ class OptimConfig:
         "adamw_torch_fused", "Which optimizer", choices=tuple(OPTIMIZERS), aliases=("optimizer",)
     )
     weight_decay: float = knob(
-        0.01, "Pull of matrices towards zero, per step and unit of learning rate", low=0
+        0.01, "Weight decay of the matrices, per step and unit of learning rate", low=0
     )
     adam_beta1: float = knob(0.9, "Decay rate of the mean gradient", low=0, high=0.99999)
     adam_beta2: float = knob(0.999, "Decay rate of the mean squared gradient", low=0, high=0.99999)
@@ -184,13 +184,11 @@ class OptimConfig:
         None, "Peak rate of the matrices under muon; unset: learning_rate", low=0
     )
     muon_momentum: float = knob(0.95, "Decay rate of muon's mean gradient", low=0, high=0.99999)
-    muon_nesterov: bool = knob(
-        True, "Nesterov momentum: muon mixes the newest gradient in once more"
-    )
-    muon_ns_steps: int = knob(5, "Rounds that make a step of muon orthogonal", low=1, high=30)
+    muon_nesterov: bool = knob(True, "Nesterov momentum for muon")
+    muon_ns_steps: int = knob(5, "Newton-Schulz rounds in a step of muon", low=1, high=30)
     muon_adjust_lr: str = knob(
         "match_rms_adamw",
-        "How muon's step follows a matrix's shape; 'original' wants a rate near 0.02",
+        "How muon scales a step by the matrix's shape; 'original' needs a rate near 0.02",
         choices=tuple(ADJUST),
     )
 
@@ -448,7 +446,7 @@ class Muon(Optimizer):
             wrong = [tuple(p.shape) for p in group["params"] if p.ndim != 2 and group["use_muon"]]
             if wrong:
                 raise ValueError(
-                    f"Muon moves matrices, and here is a parameter of shape {wrong[0]}: "
+                    f"Muon updates matrices, but a parameter has shape {wrong[0]}: "
                     "put it into a group with use_muon=False"
                 )
 
@@ -713,7 +711,7 @@ class AdamW8bit(Optimizer):
                     continue
                 if p.grad.is_sparse:
                     raise ValueError(
-                        "AdamW8bit takes no sparse gradients: make the embedding with sparse=False"
+                        "AdamW8bit needs dense gradients: use an embedding with sparse=False"
                     )
                 state = self.state[p]
                 if not state:

@@ -171,7 +171,7 @@ def gradient_differences(
 ) -> str:  # What to say of it; empty when cutting a batch changes nothing
     "Whether a batch in pieces has another gradient than the batch as a whole."
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules()):
-        return ", which is another gradient, because batch normalization couples the rows"
+        return ", which changes the gradient, because batch normalization couples the rows"
 
     def drops(m: nn.Module) -> bool:
         rates = [value for name, value in vars(m).items() if "drop" in name]
@@ -180,7 +180,7 @@ def gradient_differences(
         return m.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
 
     if any(map(drops, model.modules())):
-        return ", where dropout draws other masks: as good a gradient, but not the same"
+        return ", with other dropout masks: the gradient is as good, but not the same"
     return ": the same gradient"
 
 # %% ../../nbs/04_train/16_faults.ipynb #d169e28d
@@ -243,7 +243,7 @@ class OOMRetry:
             rows = max(map(count_rows, batches))
             self.pieces = 2 * self.pieces
             self.say(
-                "Out of memory: the step is done again, and from now on each batch in "
+                "Out of memory: the step is repeated, and from now on each batch is split into "
                 f"{self.pieces} pieces of at most {math.ceil(rows / self.pieces)} "
                 f"rows{gradient_differences(model)}"
             )
@@ -284,13 +284,13 @@ def oom_message(
         )
     if in_backward:
         return (
-            f"Out of memory with {size}, and optimizer_in_backward=True may have moved some "
+            f"Out of memory with {size}, and optimizer_in_backward=True may have changed some "
             f"weights already: a smaller per_device_train_batch_size; {less}"
         )
     if accelerator.num_processes > 1:
         return (
-            f"Out of memory with {size} in process {accelerator.process_index}, and the others "
-            f"cannot step back with it: {smaller}; {less}"
+            f"Out of memory with {size} in process {accelerator.process_index}, and the other "
+            f"processes cannot repeat the step: {smaller}; {less}"
         )
     return ""
 

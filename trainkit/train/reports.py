@@ -2,8 +2,7 @@
 
 `run_curves` draws the curves of a run, `write_curves` saves them as `curves.svg`, and
 `write_report` writes one HTML file that contains everything and needs no other file. They start
-from what `read_run` returns, so they work for a run that ended long ago and for one that is still
-going on.
+from what `read_run` returns, so they work for a finished run and for one that is still active.
 
 `compare_runs(run_a, run_b)` returns a `RunComparison`: the settings, the data, the commit, the
 versions and the machine that differ between runs, with their curves in one picture. What is equal
@@ -225,7 +224,7 @@ def write_curves(
 def parse_yaml(
     text: str,  # Content of a config.yaml
 ) -> Record:  # Empty when it is no mapping
-    "A config as nested dictionaries, whoever wrote it."
+    "A config as nested dictionaries, from any source."
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where it is
     try:
         depth = 0

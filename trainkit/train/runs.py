@@ -202,7 +202,7 @@ class RunFolder:
             except (OSError, ValueError) as error:
                 if not self.broken:
                     warnings.warn(
-                        f"{self.path / name} cannot be written ({error}); the run goes on "
+                        f"{self.path / name} cannot be written ({error}); the run continues "
                         "without it",
                         stacklevel=2,
                     )
@@ -609,7 +609,7 @@ def read_run(
     "Open what a run has left behind."
     path = Path(path)
     if not (path / "metrics.jsonl").exists():
-        raise FileNotFoundError(f"{path} is no run folder: it has no metrics.jsonl")
+        raise FileNotFoundError(f"{path} is not a run folder: it has no metrics.jsonl")
     run = Run(path)
     _ = run.records, run.config, run.environment  # as they are now, whatever is written later
     return run

@@ -185,7 +185,7 @@ class ShardedModel:
         kind = type(optimizer)
         if not kind.__module__.startswith("torch.optim") or kind.__name__ == "Muon":
             raise ValueError(
-                f"{kind.__name__} looks at whole matrices or packs its own numbers, and "
+                f"{kind.__name__} needs whole matrices or packs its own numbers, but "
                 f"{self.strategy} gives it shares: use optim='adamw_torch_fused', or strategy ddp"
             )
         self.optimizer: Any = optimizer
@@ -352,7 +352,7 @@ class FSDP(ShardedModel):
             name for name, p in self.sharded.named_parameters() if not isinstance(p, DTensor)
         ]:
             raise RuntimeError(
-                f"fsdp was asked for, and {', '.join(plain[:3])} would lie whole in every process"
+                f"fsdp was asked for, and {', '.join(plain[:3])} would be whole in every process"
             )
         return self.sharded
 
@@ -563,7 +563,7 @@ class ZeRO(ShardedModel):
         zero: Any = self.wrapped.optimizer
         if getattr(zero, "swap_optimizer", False):
             raise ValueError(
-                "A checkpoint cannot be put back where offload_optimizer has device 'nvme': go on "
+                "A checkpoint cannot be restored with offload_optimizer on 'nvme': resume "
                 "with 'cpu'"
             )
         whole = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.ndim}
@@ -614,7 +614,7 @@ def shard(
         return None
     if accelerator.num_processes == 1:
         raise ValueError(
-            f"{strategy} shares a model out over processes, and here is one: trainkit launch "
+            f"{strategy} divides a model among processes, but there is only one: trainkit launch "
             "--processes 2"
         )
     return SHARDED_MODELS[strategy](model, accelerator, strategy)

@@ -154,7 +154,7 @@ def make_accelerator(
     if isinstance(model, nn.DataParallel):
         raise ValueError(
             "DataParallel copies the model to all GPUs at every step and counts each of them as "
-            "the whole batch: give the model itself, which takes one GPU, or use them all with "
+            "the whole batch: pass the model itself, which uses one GPU, or use all of them with "
             "trainkit launch --processes N"
         )
     if pick_device().type == "cpu":
@@ -282,7 +282,7 @@ def common_count(
     if len(counts) > 1 and len({float(n) for n in counts}) > 1:
         raise ValueError(
             f"The terms {list(loss.terms)} count {[float(n) for n in counts]} items. To accumulate "
-            "batches with unequal counts, give the counts beforehand: "
+            "batches with unequal counts, give the counts in advance: "
             "@objective(counts=lambda batch: {...})"
         )
     return counts[0]

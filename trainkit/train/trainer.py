@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 # %% ../../nbs/04_train/08_trainer.ipynb #home-limits
 MAX_SKIPPED_STEPS = 10  # on_nan='skip' gives up after so many steps in a row without a finite loss
 DEAD_WORKER = (
-    "a process that prepares batches died, most often because the machine has no memory left: "
+    "a data loader process died, usually because the machine ran out of memory: "
     "use fewer num_workers; num_workers=0 shows an error of the data itself. "
 )
 
@@ -215,8 +215,8 @@ class Trainer:
         self.reset()
         if widened := master_weights(self.model):
             self.note(
-                f"{len(widened)} trainable parameters came in half precision and are kept "
-                "in float32 from now on"
+                f"{len(widened)} trainable parameters were in half precision and are now kept "
+                "in float32"
             )
         self._place_model()
         stack.enter_context(tf32(c.tf32))
@@ -252,8 +252,8 @@ class Trainer:
             self.model.to(self.accelerator.device)
         elif c.on_nan == "skip" and self.shards.strategy != "fsdp":
             raise ValueError(
-                f"on_nan='skip' cannot be combined with {self.shards.strategy}, which moves the "
-                "weights before the loss is looked at: use fsdp"
+                f"on_nan='skip' cannot be combined with {self.shards.strategy}, which changes the "
+                "weights before the loss is checked: use fsdp"
             )
         elif c.torch_compile:
             raise ValueError(
@@ -462,7 +462,7 @@ class Trainer:
         if reason in EXIT_CODES:
             note(
                 f"Stopped after step {s.step} of {self.total_steps}.",
-                f"{self.checkpoint} has everything: train(resume=True) resumes it."
+                f"{self.checkpoint} contains everything: train(resume=True) resumes the run."
                 if self.folder
                 else "Nothing was saved.",
             )
@@ -613,8 +613,8 @@ class Trainer:
         if self.folder is not None and self.writer is not None:
             if not self.folder.exists():
                 self.note(
-                    f"Step {self.state.step}: {self.folder} was removed while the run went on. "
-                    "It is made again, and what was in it is gone"
+                    f"Step {self.state.step}: {self.folder} was removed during the run. "
+                    "It is created again, but its earlier content is lost"
                 )
             snapshot = self.snapshot(cursor, model, optimizer, states)
             best = self.writer.folder / f"checkpoint-{self.state.best_step}"
@@ -635,7 +635,7 @@ class Trainer:
             if strict or self.config.on_save_error == "raise":
                 raise
             self.note(
-                f"Step {self.state.step}: {error}. The run goes on; the last checkpoint is "
+                f"Step {self.state.step}: {error}. The run continues; the last checkpoint is "
                 f"{self.checkpoint or 'none'}"
             )
         finally:
@@ -804,7 +804,7 @@ class Trainer:
         names = {field.name for field in fields(TrainState)}
         self.state = TrainState(**{name: saved[name] for name in saved if name in names})
         if isinstance(position, _ForgivingCursor) and position.problem:
-            self.note(f"The data start over: {position.problem}")
+            self.note(f"The data start again from the beginning: {position.problem}")
             self.state.batch = 0
         if force:  # The options of this run, not those of the checkpoint
             groups = self.raw_optimizer.param_groups
@@ -825,12 +825,11 @@ class Trainer:
         if not wanted or self.next_batch_hash() in (None, wanted):
             return
         what = (
-            f"{path.name} expects another next batch than the one that comes: the data have "
-            "changed since"
+            f"{path.name} expects another batch next than the one that comes: the data have changed"
         )
         if not force:
             raise ValueError(
-                f"{what}. Put them back, or choose another folder for a new run; "
+                f"{what}. Restore them, or choose another folder for a new run; "
                 "with force_resume=True (--force-resume) this run resumes with them"
             )
         self.note(what)
@@ -861,7 +860,7 @@ class Trainer:
                 os.replace(best, aside / best.name)
                 names.append(best.name)
         self.note(
-            f"{', '.join(names)}, of a state that this run does not resume from, now in {aside}"
+            f"{', '.join(names)}, from after the step that this run resumes from, moved to {aside}"
         )
 
     # --- when a plan, a number or a step is impossible
@@ -1153,17 +1152,17 @@ def check_identity(
         changes[change_kind(path)].append(text)
     notes = []
     if changes["watching"]:
-        notes.append("Changed since then, without harm: " + "; ".join(changes["watching"]))
+        notes.append("Changed since then, with the same result: " + "; ".join(changes["watching"]))
     if changes["rounding"]:
-        notes.append("Not bit for bit from here on, because " + "; ".join(changes["rounding"]))
+        notes.append("From here on not exactly the same, because " + "; ".join(changes["rounding"]))
     if not changes["matters"]:
         return notes
     what = "; ".join(changes["matters"])
     if force:
-        return [*notes, f"Another run from here on, because you asked for it: {what}"]
+        return [*notes, f"From here on a different run, as you requested: {what}"]
     raise ValueError(
-        f"{name} belongs to another run: {what}. Put that back, or choose another folder for a new "
-        "run; with force_resume=True (--force-resume) this run resumes under the new config"
+        f"{name} belongs to another run: {what}. Change it back, or choose another folder for a "
+        "new run; with force_resume=True (--force-resume) this run resumes under the new config"
     )
 
 # %% ../../nbs/04_train/14_resume.ipynb #home-forgiving

@@ -227,7 +227,7 @@ class AttentionExplorer(Explorer):
     )
     habit: str = knob(
         "what followed its twin",
-        "What a head may look at, for the map of all heads",
+        "Attention pattern for the map of all heads",
         choices=(*HABITS,),
     )
 
@@ -380,19 +380,22 @@ class SamplingExplorer(Explorer):
     tokenizer: Any
     prompt: str = knob("Once upon a time there was a", "What the model has read")
     temperature: float = knob(
-        1.0, "Divides the logits: 0 takes the likeliest, above 1 takes risks", low=0, high=3
+        1.0,
+        "Divides the logits: 0 takes the likeliest token, above 1 is more random",
+        low=0,
+        high=3,
     )
     top_k: int = knob(
         0, "Choose among this many of the likeliest tokens; 0 for all", low=0, high=100
     )
     top_p: float = knob(
-        1.0, "Choose among the likeliest tokens of this probability together", low=0.01, high=1
+        1.0, "Choose among the likeliest tokens with this total probability", low=0.01, high=1
     )
     min_p: float = knob(
         0.0, "Drop tokens less likely than this part of the likeliest one", low=0, high=1
     )
     repetition_penalty: float = knob(
-        1.0, "Above 1 makes tokens that were there less likely", low=0.5, high=2
+        1.0, "Above 1 makes tokens that have occurred less likely", low=0.5, high=2
     )
     rows: int = knob(16, "How many of the likeliest tokens are drawn", low=3, high=40)
 

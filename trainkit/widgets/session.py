@@ -590,7 +590,7 @@ class TrainSession:
         cls,
         folder: str | Path,  # Of a run that another kernel, or a shell, has started
     ) -> "TrainSession":
-        "Connect to a run that is going on, or open one that has ended."
+        "Connect to an active run, or open one that has ended."
         folder = Path(folder).resolve()
         if not (folder / "config.yaml").exists():
             raise FileNotFoundError(f"{folder} is not a run folder: it has no config.yaml")
@@ -656,7 +656,7 @@ class TrainSession:
         folder = Path(self.folder or ".")
         if folder.exists() and shutil.disk_usage(folder).free < 2**16:
             text += (
-                f" Its last words could not be written to {folder}/output.txt: the disk is full: "
+                f" Its last output could not be written to {folder}/output.txt: the disk is full: "
                 "free some space, or choose another folder"
             )
         return text

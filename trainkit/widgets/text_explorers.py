@@ -514,12 +514,12 @@ class CurriculumExplorer(Explorer):
     difficulty: Any = None  # (rows,) how hard each row is, for `difficulty_based`; None: its length
     order: str = knob(
         "length_based",
-        "At random, rows of like length together, or easy rows first",
+        "At random, rows of similar length together, or easy rows first",
         choices=ORDER_NAMES,
     )
     batch_size: int = knob(8, "Rows in a batch", low=1, high=64)
     start_length: int = knob(
-        32, "Tokens that a row may have in the first batch (length_based)", low=2, high=1024
+        32, "Longest row in the first batch, in tokens (length_based)", low=2, high=1024
     )
     end_length: int = knob(
         256, "Tokens that it may have at the end of the curriculum (length_based)", low=2, high=2048

@@ -216,7 +216,7 @@ class MemoryPlanner(Explorer):
     shape: Any = None  # The reader's own model, as `model_shape` takes it
     model: str = knob("", "Which model")
     method: str = knob(
-        "LoRA", "What learns: all weights, or thin matrices next to them", choices=tuple(METHODS)
+        "LoRA", "What is trained: all weights, or LoRA matrices", choices=tuple(METHODS)
     )
     gpu: str = knob("T4", "The machine", choices=tuple(MACHINES))
     batch_size: int = knob(8, "Rows of a step", low=1, high=256)
@@ -476,9 +476,7 @@ class DPOExplorer(Explorer):
     loss_type: str = knob("sigmoid", "Which loss, by its name in LOSSES", choices=tuple(LOSSES))
     beside: str = knob("none", "A second loss to compare it with", choices=("none", *LOSSES))
     beta: float = knob(0.1, "How hard it is to leave the reference", low=0.001, high=10)
-    label_smoothing: float = knob(
-        0.0, "How many of the labels are believed to be wrong", low=0, high=0.5
-    )
+    label_smoothing: float = knob(0.0, "Share of the labels assumed to be wrong", low=0, high=0.5)
     chosen: float = knob(-42.0, "Log-probability of the chosen answer, in nats", high=0)
     rejected: float = knob(-45.0, "Log-probability of the rejected answer", high=0)
     ref_chosen: float = knob(-44.0, "The same of the reference, for the chosen answer", high=0)
