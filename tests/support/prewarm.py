@@ -23,6 +23,7 @@ NEEDED = (
     "matplotlib.pyplot",
     "matplotlib_inline.backend_inline",
     "nbdev.test",
+    "nbformat",
     "numba",
     "peft",
     "pydantic.dataclasses",
