@@ -20,6 +20,7 @@ NEEDED = (
     "fastcore.test",
     "gguf",
     "ipywidgets",
+    "matplotlib.backends.backend_svg",
     "matplotlib.pyplot",
     "matplotlib_inline.backend_inline",
     "nbdev.test",
