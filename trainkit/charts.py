@@ -303,6 +303,11 @@ def _mark_numbers(ax: "Axes", log_y: bool, whole: bool, zero: bool) -> None:
 _WIDTHS = {".": 3.0, "-": 3.4, "G": 7.0, "M": 7.8}  # In points; other characters of numbers: 5.8
 
 
+def _length(value: float) -> float:
+    "How long a number at an axis is, in points."
+    return sum(_WIDTHS.get(c, 5.8) for c in number(float(value), 6))
+
+
 def _set_margins(
     ax: "Axes",
     above: float,  # Points from the chart to its title
@@ -314,14 +319,19 @@ def _set_margins(
     figure = _figure(ax)
     figure.set_layout_engine("none")
     width, height = 72 * figure.get_size_inches()
-    low, high = ax.get_ylim()
-    marks = [number(float(y), 6) for y in ax.yaxis.get_majorticklocs() if low <= y <= high]
-    label = max((sum(_WIDTHS.get(c, 5.8) for c in mark) for mark in marks), default=0.0)
+    label = max(map(_length, ax.yaxis.get_majorticklocs()), default=0.0)
     left = 9 + label + 13 * bool(ax.get_ylabel())
+    right = 8.0
+    start, end = ax.get_xlim()
+    step = (width - left - right) / (end - start)
+    for x in ax.xaxis.get_majorticklocs():
+        if start <= x <= end:  # Half of a number stands left of its mark, half right of it
+            left = max(left, 2 + _length(x) / 2 - (x - start) * step)
+            right = max(right, 2 + _length(x) / 2 - (end - x) * step)
     below = 18 + 13 * bool(ax.get_xlabel())
     if title := ax.get_title("left"):
         above += 11 + 10.5 * title.count("\n")
-    wide = width - left - 8
+    wide = width - left - right
     high = height - below - above
     ax.set_position((left / width, below / height, wide / width, high / height))
     ax.xaxis.set_label_coords(0.5, -18 / high)
