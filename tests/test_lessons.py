@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import nbformat
 import pytest
@@ -34,6 +35,19 @@ def lesson(path, flags):
 def run(path, tmp_path, *flags):
     done = in_child(lesson, path, flags, folder=tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+
+
+def late_imports():
+    "What a lesson's process has imported before the lesson begins, and the server had not."
+    from support.prewarm import LOADED
+
+    print(*sorted({module.split(".")[0] for module in set(sys.modules) - LOADED}))
+
+
+def test_a_lesson_begins_at_once(tmp_path):
+    "`nbformat` took longer than most lessons; `support.prewarm` names what all of them share."
+    done = in_child(late_imports, folder=tmp_path)
+    assert {*done.stdout.split()} <= {"multiprocessing", "support", "test_lessons"}, done
 
 
 HEAVY = {"06_savings"}  # More than eight seconds: with the slow tests, until it is shorter

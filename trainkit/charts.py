@@ -220,11 +220,12 @@ def _finish(
     words: str,
     left: float = 0,  # CSS pixels that the labels at the left need
     pad: float = 6,  # Between the chart and its title, in points
+    y: float | None = None,  # Where `pad` begins; above the labels when None
 ) -> "Axes":
     "Write the title above a chart, and note its caption."
     if title:
         lines = fill(_plain(title), max(12, int((_width(ax) - left) / 7.2)))
-        ax.set_title(lines, loc="left", pad=pad, fontweight="bold")
+        ax.set_title(lines, loc="left", pad=pad, y=y, fontweight="bold")
         words = f"{title}: {words}"
     before = str(ax.get_label())
     ax.set_label(f"{before}; {words}" if before else words)
@@ -299,6 +300,44 @@ def _mark_numbers(ax: "Axes", log_y: bool, whole: bool, zero: bool) -> None:
         ax.set_ylim(min(0.0, low), max(0.0, high))
 
 
+_WIDTHS = {".": 3.0, "-": 3.4, "G": 7.0, "M": 7.8}  # In points; other characters of numbers: 5.8
+
+
+def _length(value: float) -> float:
+    "How long a number at an axis is, in points."
+    return sum(_WIDTHS.get(c, 5.8) for c in number(float(value), 6))
+
+
+def _set_margins(
+    ax: "Axes",
+    above: float,  # Points from the chart to its title
+) -> None:
+    """Place a chart in a report, where there are many of them, by the lengths of its labels.
+
+    Matplotlib's layout measures each label twice, and draws twice.
+    """
+    figure = _figure(ax)
+    figure.set_layout_engine("none")
+    width, height = 72 * figure.get_size_inches()
+    label = max(map(_length, ax.yaxis.get_majorticklocs()), default=0.0)
+    left = 9 + label + 13 * bool(ax.get_ylabel())
+    right = 8.0
+    start, end = ax.get_xlim()
+    step = (width - left - right) / (end - start)
+    for x in ax.xaxis.get_majorticklocs():
+        if start <= x <= end:  # Half of a number stands left of its mark, half right of it
+            left = max(left, 2 + _length(x) / 2 - (x - start) * step)
+            right = max(right, 2 + _length(x) / 2 - (end - x) * step)
+    below = 18 + 13 * bool(ax.get_xlabel())
+    if title := ax.get_title("left"):
+        above += 11 + 10.5 * title.count("\n")
+    wide = width - left - right
+    high = height - below - above
+    ax.set_position((left / width, below / height, wide / width, high / height))
+    ax.xaxis.set_label_coords(0.5, -18 / high)
+    ax.yaxis.set_label_coords(-(label + 9) / wide, 0.5)
+
+
 @chart_style()
 def curves(
     series: Mapping,  # Name -> numbers, or a pair `(xs, ys)`; NaN is a gap
@@ -321,6 +360,7 @@ def curves(
             for name, points in lines.items()
         }
     real = [p for points in lines.values() for p in points if math.isfinite(p[1])]
+    alone = ax is None
     ax = new_axes() if ax is None else ax
     if not real:
         return _no_data(ax, title)
@@ -342,9 +382,12 @@ def curves(
     words = [f" {label}" if label.startswith("_") else label for label in names.values()]
     key: Any = dict(ncols=columns, handlelength=1.2, columnspacing=1.2, borderaxespad=0.1)
     ax.legend([*names], words, loc="lower left", bbox_to_anchor=(-0.01, 1), **key)
-    rows = -(-len(names) // columns)
+    above = 10 + 13.5 * -(-len(names) // columns)
     words = "; ".join(describe(name, points, x_label) for name, points in lines.items())
-    return _finish(ax, title, words, 50, pad=10 + 13.5 * rows)
+    _finish(ax, title, words, 50, pad=above, y=1.0)
+    if alone and _OFF_SCREEN.get():
+        _set_margins(ax, above)
+    return ax
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #c6ef2532
 def _with_unit(value: float, unit: str) -> str:
@@ -608,9 +651,16 @@ def to_svg(
     ax: "Axes",  # Its whole figure is written
 ) -> Picture:
     "A figure as SVG with its caption, in the colour of the page's text."
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
     figure = _figure(ax)
+    canvas, dpi = figure.canvas, figure.dpi
     file = io.StringIO()
-    figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator")))
+    try:  # `savefig` would draw twice
+        FigureCanvasSVG(figure).print_svg(file, metadata=dict.fromkeys(("Date", "Creator")))
+    finally:
+        figure.set_canvas(canvas)
+        figure.set_dpi(dpi)
     whole = file.getvalue()
     view = re.search(r'viewBox="0 0 (\S+) (\S+)"', whole)
     assert view is not None

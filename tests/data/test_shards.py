@@ -70,7 +70,7 @@ def contents(folder):
     return {p.name: p.read_bytes() for p in Path(folder).iterdir() if p.is_file()}
 
 
-def wait_for(condition, seconds=120):
+def wait_for(condition, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -163,7 +163,7 @@ def test_a_killed_worker_is_said_and_nothing_is_lost(corpus, whole, tmp_path):
     workers = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
     assert len(workers) == 2
     os.kill(int(workers[0]), signal.SIGKILL)
-    errors = child.communicate(timeout=60)[1]
+    errors = child.communicate(timeout=300)[1]
     assert child.returncode == 1 and "Finished shards are kept" in errors
     tokenize_to_disk(
         corpus[0] / "text", corpus[1], folder, 1, shard_chars=1_200_000, progress=False

@@ -757,9 +757,10 @@ def test_a_session_on_a_disk_that_fills_up_says_so(tmp_path, room):
         session = TrainSession(
             load_config(RunConfig, dict(runs_dir=str(disk), name="r"), words.split())
         )
-        session.start("process")
         with pytest.raises(Exception, match=r"disk.r.*the disk is full: free some space"):
+            session.start("process")
             session.result()
+        assert "Traceback" not in (disk / "r" / "output.txt").read_text()
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
 

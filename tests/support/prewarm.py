@@ -20,9 +20,11 @@ NEEDED = (
     "fastcore.test",
     "gguf",
     "ipywidgets",
+    "matplotlib.backends.backend_svg",
     "matplotlib.pyplot",
     "matplotlib_inline.backend_inline",
     "nbdev.test",
+    "nbformat",
     "numba",
     "peft",
     "pydantic.dataclasses",
@@ -58,3 +60,4 @@ with suppress(Exception):  # Which names weights had in other versions
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("llama")
+LOADED = frozenset(sys.modules)  # A child imports the rest, each time

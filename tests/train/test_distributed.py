@@ -584,7 +584,7 @@ def test_two_launchers_are_two_nodes(tmp_path, machines, restarts):
             )
         )
     try:
-        outputs = [p.communicate(timeout=200)[0] for p in running]
+        outputs = [p.communicate(timeout=600)[0] for p in running]
     finally:
         for p in running:
             p.kill()

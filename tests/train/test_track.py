@@ -177,7 +177,7 @@ def test_trackio_stays_on_this_machine(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.stdout.strip().splitlines()[-1:] == ["io"], done.stderr
     assert "dashboard" not in done.stdout  # what it prints goes to the log
@@ -219,7 +219,7 @@ def test_wandb_offline(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stderr

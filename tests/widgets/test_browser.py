@@ -307,7 +307,7 @@ def test_a_panel_trains_in_a_notebook(browser, lab):
     assert button("Start").is_enabled() and button("Go on").is_enabled() and not errors, errors
     page.keyboard.press("Control+s")
     page.wait_for_function("true")
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while "stopped · step" not in (saved := (folder / "panel.ipynb").read_text()):
         assert time.monotonic() < end, "the saved notebook shows the end of the run"
         page.wait_for_timeout(300)

@@ -217,25 +217,25 @@ def test_timers_draw_by_themselves(every):
         view.draw()
         view.controls["documents"].slider.value = 77
         if view.waiting is not None:
-            view.waiting.join(10)
+            view.waiting.join(120)
 
     thread = threading.Thread(target=alone)
     thread.start()
-    thread.join(30)
+    thread.join(120)
     assert "77 documents" in view.picture.value
 
     async def drag():
         view.every = 0.02
         view.draw()
         view.controls["documents"].slider.value = 78
-        for _ in range(500):
+        for _ in range(12_000):
             if view.waiting is None:
                 break
             await asyncio.sleep(0.01)
 
     thread = threading.Thread(target=lambda: asyncio.run(drag()))
     thread.start()
-    thread.join(30)
+    thread.join(120)
     assert "78 documents" in view.picture.value
     view.close()
 

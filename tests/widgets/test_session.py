@@ -105,18 +105,21 @@ def test_buttons_from_many_threads_at_once():
     for thread in threads:
         thread.join()
     session.resume()
-    assert session.stop() and session.wait(20).state == "stopped"
+    assert session.stop() and session.wait(300).state == "stopped"
 
 
 def test_pauses_do_not_count(tmp_path):
     session = TrainSession(load_config(RunConfig, dict(train=dict(max_steps=300, seed=0))), count)
+    began = time.monotonic()
     session.start()
     until(lambda: session.snapshot().step > 20)
     session.pause()
     time.sleep(1)
     session.resume()
     now = session.snapshot()
-    assert now.seconds < 0.9 and (now.eta is None or now.eta < 2)
+    worked = time.monotonic() - began - 1  # However slow the machine is just now
+    assert now.seconds < 0.9
+    assert now.eta is None or now.eta <= worked * (300 - now.step) / now.step
     session.result()
 
 
@@ -307,7 +310,7 @@ def twenty(folder):
     from trainkit.interop import hf
     from trainkit.interop.hf import load_pretrained, save_pretrained
 
-    meeting, verify = threading.Barrier(20, timeout=120), hf._verify
+    meeting, verify = threading.Barrier(20, timeout=600), hf._verify
 
     def together(*args):
         if not over:

@@ -18,7 +18,7 @@ from trainkit.widgets.panel import HERE, PROCESS, TrainerPanel, visible_fields
 pytest.importorskip("ipywidgets")
 
 
-def until(true, seconds=60):
+def until(true, seconds=300):
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it did not happen"

@@ -450,7 +450,8 @@ def _show_samples(
     drawn = read_run(folder.path).samples
     if not drawn or drawn[-1][0] != trainer.state.step or again:
         trainer.log_samples()
-    samples = read_run(folder.path).samples[-1][1]
+    recorded = read_run(folder.path).samples
+    samples = recorded[-1][1] if recorded else []  # A full disk takes none
     lines = (f"  {prompt}|{text}".replace("\n", "\n  ") for prompt, text in samples)
     say("", title, *lines, "")
     return samples

@@ -153,7 +153,7 @@ def _shown(run: Run, key: str) -> tuple[list[int], list[float]]:
     return steps, [v * 2**30 / 1e9 for v in values] if key.endswith("_gib") else values
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)  # More than a run has
 def _draw_series(
     text: str,  # JSON: {name: [steps, values]}, title, smoothing
 ) -> Picture:

@@ -645,16 +645,14 @@ class TrainSession:
 
     def _failure_text(self, reason: str) -> str:
         "Why a process failed, from its log, its last record, or the fact that it is gone."
-        for line in reversed(self.run_state.log):
-            if line.startswith("Error"):
-                return line
-        text = reason
-        if ": " not in reason:
+        text = next((x for x in reversed(self.run_state.log) if x.startswith("Error")), reason)
+        if ": " not in text:
             step = self.run_state.checkpoint
             where = f"its last checkpoint is of step {step}" if step else "it has no checkpoint"
             text = f"The process of {self.folder} is gone, and {where}."
         folder = Path(self.folder or ".")
-        if folder.exists() and shutil.disk_usage(folder).free < 2**16:
+        full = folder.exists() and shutil.disk_usage(folder).free < 2**16
+        if full and "the disk is full" not in text:
             text += (
                 f" Its last output could not be written to {folder}/output.txt: the disk is full: "
                 "free some space, or choose another folder"
