@@ -102,6 +102,23 @@ RUNS = {
             "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
         },
     },
+    "a batch that does not divide": {
+        "stage": "sft",
+        "deepspeed": {"train_batch_size": 9, "train_micro_batch_size_per_gpu": 4},
+    },
+    "a word beats DeepSpeed's": {
+        "stage": "sft",
+        "num_processes": 2,
+        "max_grad_norm": 0.25,
+        "deepspeed": {"gradient_clipping": 0.5, "zero_optimization": {"stage": 1}},
+    },
+    "the device beats the method": {
+        "method": "lora",
+        "train": {"lora": {"batch_size": 2}, "batch_size": 3},
+        "optimization": {"cpu": {"batch_size": 5}},
+    },
+    "two parts for methods": {"train": {"lora": {"lr": 1e-4}, "dpo": {"lr": 2e-4}}},
+    "one part for a method": {"train": {"dpo": {"lr": 2e-4}}},
     "fsdp": {"stage": "dpo", "fsdp": "full_shard", "world_size": 4, "warmup_ratio": 0.2},
     "steps of warmup beat their ratio": {"method": "sft", "warmup_steps": 0, "warmup_ratio": 0.2},
     "an adapter for a method without": {"method": "pretrain", "use_lora": True},
