@@ -86,7 +86,7 @@ def test_what_commands_print(home):
 def options(command, name):
     for parameter in command.params:
         words = "/".join([*parameter.opts, *parameter.secondary_opts])
-        default = "" if parameter.default is None else f" = {parameter.default!r}"
+        default = "" if parameter.default is None else f" = {parameter.default}"
         yield f"{name} {words}{default}{' required' * parameter.required}\n"
     for key, inner in getattr(command, "commands", {}).items():
         yield from options(inner, f"{name} {key}")
