@@ -4,22 +4,13 @@ import json
 from pathlib import Path
 
 from support.processes import ROOT
-from support.snapshots import FOLDER, compare
+from support.snapshots import answer_all, compare
 
 from trainkit.config import ConfigError
 from trainkit.recipes.converter import Computed, Implied, Refused
 from trainkit.recipes.converter import convert_config, flag_changes, look_up, read_python
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
-
-
-def questions(name):
-    "The left sides of a snapshot, whose lines are `question -> answer`."
-    return [line.split(" -> ")[0] for line in (FOLDER / name).read_text("utf-8").splitlines()]
-
-
-def answered(name, answer):
-    compare("".join(f"{q} -> {answer(q)}\n" for q in questions(name)), name)
 
 
 def meaning(question):
@@ -34,7 +25,7 @@ def meaning(question):
 
 
 def test_each_word_keeps_its_meaning():
-    answered("meanings.txt", meaning)
+    answer_all(meaning, "meanings.txt")
 
 
 def flags(question):
@@ -47,7 +38,7 @@ def flags(question):
 
 
 def test_each_flag_keeps_its_meaning():
-    answered("flags.txt", flags)
+    answer_all(flags, "flags.txt")
 
 
 RUNS = {
@@ -156,4 +147,4 @@ def expression(text):
 
 
 def test_each_expression_of_a_script_keeps_its_value():
-    answered("expressions.txt", expression)
+    answer_all(expression, "expressions.txt")
