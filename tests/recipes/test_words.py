@@ -115,6 +115,20 @@ RUNS = {
     "an adapter for a method without": {"method": "pretrain", "use_lora": True},
     "two that disagree": {"method": "sft", "lr": 1e-4, "learning_rate": 2e-4},
     "two methods": {"method": "sft", "finetuning_type": "lora"},
+    "one process of accelerate": {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "DEEPSPEED",
+        "num_processes": 1,
+        "deepspeed_config": {"zero_stage": 2},
+    },
+    "two machines of accelerate": {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "DEEPSPEED",
+        "num_machines": 2,
+        "num_processes": 6,
+        "mixed_precision": "fp16",
+        "deepspeed_config": {"zero_stage": 3, "offload_param_device": "cpu"},
+    },
     "nothing": {},
 }
 
