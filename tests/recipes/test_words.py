@@ -7,6 +7,7 @@ from support.processes import ROOT
 from support.snapshots import answer_all, compare
 
 from trainkit.config import ConfigError
+from trainkit.recipes.config import choose_method, read_method
 from trainkit.recipes.converter import Computed, Implied, Refused
 from trainkit.recipes.converter import convert_config, flag_changes, look_up, read_python
 
@@ -149,6 +150,24 @@ def test_the_whole_report_on_a_config(monkeypatch):
         "\n\n".join(f"# {name}\n{account(source)}" for name, source in sources.items()) + "\n",
         "conversions.txt",
     )
+
+
+def run_method(question):
+    "For `WORDS [under METHOD]`, the words in JSON: the settings of that method."
+    words, _, under = question.partition(" under ")
+    try:
+        return json.dumps(read_method(json.loads(words), under or None))
+    except ConfigError as error:
+        return f"ConfigError {error}"
+
+
+def chosen_method(question):
+    return choose_method(*json.loads(question))
+
+
+def test_each_name_of_a_method_keeps_its_meaning():
+    answer_all(run_method, "methods.txt")
+    answer_all(chosen_method, "chosen_methods.txt")
 
 
 def expression(text):
