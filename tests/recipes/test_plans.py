@@ -19,7 +19,11 @@ CHANGES = (
     {},
     {"data.max_length": 64, "train.mixed_precision": "bf16", "optim.optim": "muon"},
     {"train.mixed_precision": "auto", "model.gradient_checkpointing": True},
-    {"train.optimizer_in_backward": True, "train.gradient_accumulation_steps": 1},
+    {
+        "train.optimizer_in_backward": True,
+        "train.max_grad_norm": 0.0,
+        "train.gradient_accumulation_steps": 1,
+    },
     {"train.offload_optimizer": True, "train.per_device_train_batch_size": 3},
 )
 
