@@ -142,7 +142,7 @@ def test_own_metrics_join_those_of_the_judge(own, more):
         notify=lambda event, **values: told.append((event, values)),
         history=[{"eval_f1": 0}, {"eval_loss": 1, "eval_f1": 3, "eval_bits": 4, "loss": 5}],
     )
-    judge = SimpleNamespace(end=lambda values: ({"bits": values["eval_bits"]}, ["good"]))
-    assert _final_metrics(trainer, judge, True, own) == ({"bits": 4, **more}, ["good"])
+    judge = SimpleNamespace(end=lambda values: ({"bits": 2 * values["eval_bits"]}, ["good"]))
+    assert _final_metrics(trainer, judge, True, own) == ({"bits": 8, **more}, ["good"])
     assert told == [("on_eval", {"eval_loss": 1, "best": False})]
     assert _final_metrics(trainer, judge, False, False) == ({}, [])
