@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 
 import pytest
 from support.processes import call
@@ -72,12 +73,16 @@ def outcome(line, folder):
     text = done.stdout + "".join(f"! {x}\n" for x in done.stderr.splitlines())
     # What depends on the machine or the hour is left out
     text = "".join(x for x in text.splitlines(True) if not re.match("On this CPU|! 20", x))
-    text = re.sub(r"(?m)[ \t]+$", "", text.replace(str(folder), "HOME"))
+    text = re.sub(
+        r"(?m)[ \t]+$", "", text.replace(str(folder), "HOME").replace(sys.executable, "PYTHON")
+    )
     return text.rstrip("\n") + f"\n[{done.returncode}]\n"
 
 
-def test_what_commands_print(home):
+def test_what_commands_print(home, monkeypatch):
     "Each line that begins with `$` is a command, and what follows is its output and exit code."
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
     kept = (FOLDER / "transcript.txt").read_text(encoding="utf-8")
     lines = [line[2:] for line in kept.splitlines() if line.startswith("$ ")]
     compare("".join(f"$ {line}\n{outcome(line, home)}\n" for line in lines), "transcript.txt")
