@@ -99,3 +99,13 @@ def options(command, name):
 
 def test_the_options_of_each_command_and_their_defaults():
     compare("".join(options(get_command(app), "trainkit")), "options.txt")
+
+
+def test_a_prediction_for_programs(home):
+    "What depends on the machine is not looked at; the rest is what the table says."
+    text = call("memory", "predict", "shape.yaml", "--json", cwd=home).stdout
+    found = json.loads(text)
+    assert text == json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+    assert [*found] == ["peak", "parts", "resident", "beside", "setup", "fits", "note"]
+    assert sum(found["parts"].values()) == found["peak"] and all(found["fits"].values())
+    assert found["setup"]["batch_size"] == 4 and "lora" not in found["setup"]
