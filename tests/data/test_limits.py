@@ -79,3 +79,32 @@ def test_the_bytes_that_a_file_may_become(tmp_path, monkeypatch):
         readers._Budget(path)
     weights = [readers._weight(x) for x in ("ab", b"abc", 1, None, [1, "a"], {"a": [], "b": (2,)})]
     assert weights == [2, 3, 8, 8, 10, 11]
+
+
+def test_a_last_batch_that_is_not_full():
+    "It is left out, unless it is the only one that a limit on tokens leaves."
+    from trainkit.data.dataloader import cut_batches
+
+    def sizes(rows, size, **limits):
+        lengths = np.full(rows, 4) if "max_tokens" in limits else None
+        return [len(part) for part in cut_batches(np.arange(rows), size, lengths, **limits)]
+
+    assert sizes(7, 3) == [3, 3, 1] and sizes(7, 3, drop_last=True) == [3, 3]
+    assert sizes(6, 3, drop_last=True) == [3, 3] and sizes(2, 3, drop_last=True) == []
+    assert sizes(0, 3, drop_last=True) == []
+    assert sizes(7, 9, max_tokens=12) == [3, 3, 1] == sizes(7, 9, max_tokens=15)
+    assert sizes(7, 9, max_tokens=12, drop_last=True) == [3, 3]
+    assert sizes(4, 9, max_tokens=12, drop_last=True) == [3]
+    assert sizes(3, 9, max_tokens=12, drop_last=True) == [3]
+    assert sizes(7, 2, max_tokens=12) == [2, 2, 2, 1]
+
+
+def test_padding_counts_unless_there_is_none():
+    from trainkit.data.dataloader import cut_batches
+
+    lengths = np.array([2, 5, 1, 1, 1])
+    order = np.arange(5)
+    assert [len(p) for p in cut_batches(order, 9, lengths, 10)] == [2, 3]
+    assert [len(p) for p in cut_batches(order, 9, lengths, 10, padding_free=True)] == [5]
+    assert [len(p) for p in cut_batches(order, 9, lengths, 9, padding_free=True)] == [4, 1]
+    assert [len(p) for p in cut_batches(order, 9, lengths, 9)] == [1, 1, 3]

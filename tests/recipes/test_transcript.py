@@ -1,4 +1,8 @@
-"Commands with all that they print, compared with tests/snapshots/transcript.txt and options.txt."
+"""Commands with all that they print, compared with tests/snapshots/transcript.txt and options.txt.
+
+They are those of trainkit.cli, trainkit.recipes.commands, trainkit.recipes.data_commands,
+trainkit.recipes.memory_commands and trainkit.recipes.launcher.
+"""
 
 import json
 import re
@@ -92,6 +96,8 @@ def options(command, name):
     for parameter in command.params:
         words = "/".join([*parameter.opts, *parameter.secondary_opts])
         default = "" if parameter.default is None else f" = {parameter.default}"
+        limits = (getattr(parameter, "min", None), getattr(parameter, "max", None))
+        default += "" if limits == (None, None) else f" {limits}"
         yield f"{name} {words}{default}{' required' * parameter.required}\n"
     for key, inner in getattr(command, "commands", {}).items():
         yield from options(inner, f"{name} {key}")
