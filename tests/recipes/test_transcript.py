@@ -83,6 +83,7 @@ def outcome(line, folder):
     return text.rstrip("\n") + f"\n[{done.returncode}]\n"
 
 
+@pytest.mark.filterwarnings("ignore:no row with task")
 def test_what_commands_print(home, monkeypatch):
     "Each line that begins with `$` is a command, and what follows is its output and exit code."
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
