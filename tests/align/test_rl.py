@@ -854,3 +854,18 @@ def test_a_prompt_leaves_room_for_its_answer():
     Rollouts(llama(), None, [[3] * 60], lambda **_: [], config)
     with pytest.raises(ValueError, match="prompt 1 has 61 tokens.*room for 60"):
         Rollouts(llama(), None, [[3], [3] * 61], lambda **_: [], config)
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_whitened_numbers_by_hand(shift):
+    "Standard deviation 1 within the mask, with one number less in its divisor; 0 outside."
+    from trainkit.align.rl import whiten
+
+    x = torch.tensor([[1.0, 2.0, 9.0], [3.0, 6.0, 9.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
+    inside = torch.tensor([1.0, 2.0, 3.0, 6.0])
+    wanted = (inside - 3) / inside.std() + (0 if shift else 3)
+    white = whiten(x, mask, shift)
+    assert torch.allclose(white[mask.bool()], wanted, atol=1e-5) and not white[:, 2].any()
+    alone = whiten(torch.tensor([[5.0, 7.0]]), torch.tensor([[1, 0]]), shift)
+    assert alone.tolist() == [[0.0 if shift else 5.0, 0.0]]

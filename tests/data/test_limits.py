@@ -1,5 +1,6 @@
 "What a limit on lengths does to rows, and how much a file may become."
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -108,3 +109,37 @@ def test_padding_counts_unless_there_is_none():
     assert [len(p) for p in cut_batches(order, 9, lengths, 10, padding_free=True)] == [5]
     assert [len(p) for p in cut_batches(order, 9, lengths, 9, padding_free=True)] == [4, 1]
     assert [len(p) for p in cut_batches(order, 9, lengths, 9)] == [1, 1, 3]
+
+
+def test_where_a_json_file_is_broken(tmp_path, monkeypatch):
+    "Line and column of the first sign that does not belong there."
+    monkeypatch.chdir(tmp_path)
+    path, lines = Path("a.json"), []
+    for text in (
+        "",
+        "[",
+        "[1",
+        '[{"a": 1},\n {"a": }]',
+        '[{"a": 1},\n\n  {"b" 1}]',
+        '[{"a": 1}\n {"a": 2}]',
+        '[{"a": 1},]',
+        '[{"a": 1}] x',
+        '{"rows": [{"a": 1}, {"a": nope}]}',
+        '{"rows": [{"a": 1}]\n,}',
+        '{"a": "x\ny"}',
+        '[{"a": 1e999999}, {"a": 01}]',
+        "[" * 5 + "1",
+        '"text"',
+        "3",
+        '[{"a": 1}, 3]',
+    ):
+        path.write_text(text)
+        try:
+            found = [
+                row[-1] if isinstance(row, tuple) else row
+                for row in readers.READERS[".json"](path, "utf-8", None)
+            ]
+            lines.append(f"{text!r}: {found}\n")
+        except ValueError as error:
+            lines.append(f"{text!r}: {error}\n")
+    compare("".join(lines), "broken_json.txt")
