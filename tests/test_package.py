@@ -2,6 +2,8 @@
 
 import ast
 import configparser
+import importlib
+import inspect
 import json
 import os
 import re
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.processes import ROOT, in_child
+from support.snapshots import compare
 
 PACKAGE = ROOT / "trainkit"
 NOTEBOOKS = sorted(
@@ -574,3 +577,36 @@ def test_every_error_reaches_another_process_as_it_was_said(tmp_path):
         for other in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
             assert (type(other), str(other), vars(other)) == (type(error), str(error), vars(error))
             assert other.__notes__ == ["(at step 7)"]
+
+
+def functions(module, names):
+    "Its public functions, and the methods of its public classes, by name."
+    for name in names:
+        found = vars(module).get(name)
+        if inspect.isfunction(found):
+            yield name, found
+        elif inspect.isclass(found) and found.__module__ == module.__name__:
+            for key, method in vars(found).items():
+                method = getattr(method, "__func__", method)
+                if inspect.isfunction(method):
+                    yield f"{name}.{key}", method
+
+
+def test_no_default_changes_unnoticed():
+    "Every number and word that a public function takes where it is given none."
+    lines = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.stem in CHECKED_BY_HAND:
+            continue
+        module = importlib.import_module(f"trainkit.{module_name(path)}")
+        for name, function in functions(module, getattr(module, "__all__", ())):
+            if function.__code__.co_filename != str(path):
+                continue  # Written by a dataclass, or from elsewhere
+            defaults = [
+                f"{parameter.name}={parameter.default!r}"
+                for parameter in inspect.signature(function).parameters.values()
+                if isinstance(parameter.default, (int, float, str))
+            ]
+            if defaults:
+                lines.append(f"{module_name(path)}.{name}: {', '.join(defaults)}\n")
+    compare("".join(lines), "defaults.txt")

@@ -805,3 +805,67 @@ def test_a_knob_without_effect_is_refused(method):
         else:
             make(**{name: value})
     assert make(kl_in_reward=False, kl_estimator="k2").method == method
+
+
+@pytest.mark.parametrize(
+    "method, knobs",
+    [("grpo", {}), ("grpo", {"epsilon_high": 0.5}), ("reinforce", {}), ("rloo", {})],
+)
+def test_what_is_logged_follows_from_its_formulas(method, knobs):
+    "Ratio, clipped share, distance and rewards, from differences of log-probabilities set here."
+    model, batch = llama(), answers()[0]
+    mask = batch["labels"] != -100
+    shape, count = mask.shape, int(mask.sum())
+    scores = token_scores(model, batch)
+    moved = (
+        torch.tensor([0.0, 0.3, -0.3, 0.1]).repeat(mask.numel())[: mask.numel()].view(shape) * mask
+    )
+    apart = torch.tensor([0.5, -0.25, 0.0]).repeat(mask.numel())[: mask.numel()].view(shape)
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.0, 1.0])
+    rewards = torch.tensor([1.0, float("nan"), 3.0, 0.0, 0.0, 2.0, 0.0, 1.0])
+    log_probs = scores.log_probs.detach()
+    loss = rl_objective(RLConfig(method, num_generations=2, beta=0.1, kl_in_reward=False, **knobs))(
+        model,
+        batch
+        | dict(advantages=advantages, rewards=rewards, old_log_probs=log_probs - moved)
+        | dict(ref_log_probs=log_probs - apart),
+    )
+    high = knobs.get("epsilon_high", 0.2)
+    if method == "rloo":  # One ratio for a whole answer
+        moved = moved.sum(1, keepdim=True).expand(shape)
+    gained = (moved.exp() > 1 + high) & (advantages[:, None] > 0)
+    clipped = gained | (moved.exp() < 0.8) & (advantages[:, None] < 0)
+    wanted = dict(
+        ratio=(moved.exp() * mask).sum() / count,
+        clip_fraction=(clipped & mask).sum() / count,
+        kl=(((-apart).exp() + apart - 1) * mask).sum() / count,
+        entropy=(scores.entropy * mask).sum() / count,
+        completion_length=count / 8,
+        rewards=1.0,  # Of the seven to which it applies
+    )
+    logged = {name: float(total / number) for name, (total, number) in loss.metrics.items()}
+    assert logged == pytest.approx({k: float(v) for k, v in wanted.items()}, abs=1e-5)
+    assert 0 < logged["clip_fraction"] < 1
+
+
+def test_a_prompt_leaves_room_for_its_answer():
+    "Sixty tokens and four of an answer are the context of 64; the message names what is left."
+    config = RLConfig("reinforce", num_prompts=1, max_completion_length=4)
+    Rollouts(llama(), None, [[3] * 60], lambda **_: [], config)
+    with pytest.raises(ValueError, match="prompt 1 has 61 tokens.*room for 60"):
+        Rollouts(llama(), None, [[3], [3] * 61], lambda **_: [], config)
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_whitened_numbers_by_hand(shift):
+    "Standard deviation 1 within the mask, with one number less in its divisor; 0 outside."
+    from trainkit.align.rl import whiten
+
+    x = torch.tensor([[1.0, 2.0, 9.0], [3.0, 6.0, 9.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
+    inside = torch.tensor([1.0, 2.0, 3.0, 6.0])
+    wanted = (inside - 3) / inside.std() + (0 if shift else 3)
+    white = whiten(x, mask, shift)
+    assert torch.allclose(white[mask.bool()], wanted, atol=1e-5) and not white[:, 2].any()
+    alone = whiten(torch.tensor([[5.0, 7.0]]), torch.tensor([[1, 0]]), shift)
+    assert alone.tolist() == [[0.0 if shift else 5.0, 0.0]]

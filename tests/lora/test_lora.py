@@ -1033,3 +1033,36 @@ def test_biases_and_peft():
         )
     use_adapter(ours, "default")
     assert torch.allclose(theirs(IDS).logits, ours(IDS).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "4", None])
+@pytest.mark.parametrize("name", ["rank_pattern", "alpha_pattern"])
+def test_a_number_of_a_pattern_is_above_0(name, value):
+    with pytest.raises(ValueError, match="must be a number above 0"):
+        LoRAConfig(**{name: {"q_proj": value}})
+
+
+def test_a_rank_is_whole_and_an_alpha_need_not_be():
+    assert LoRAConfig(alpha_pattern={"q_proj": 2.5}).alpha_pattern == {"q_proj": 2.5}
+    assert LoRAConfig(rank_pattern={"q_proj": 1, "k_proj": 2.0}).rank_pattern["q_proj"] == 1
+    with pytest.raises(ValueError, match=r"rank_pattern\['q_proj'\] = 2.5"):
+        LoRAConfig(rank_pattern={"q_proj": 2.5})
+
+
+def test_what_a_smaller_rank_loses():
+    "The next singular value, the root of the sum of squares, and its share of all."
+    from trainkit.lora.rank import shrink_rank
+
+    model = add_lora(
+        nn.Sequential(nn.Linear(6, 5, bias=False)), LoRAConfig(r=4, target_modules="0")
+    )
+    layer = model[0]
+    A, B = layer.factors("default")
+    values = torch.tensor([4.0, 3.0, 2.0, 1.0])
+    with torch.no_grad():
+        A.copy_(torch.eye(6)[:4] * values[:, None])
+        B.copy_(torch.eye(5)[:, :4])
+    scale = layer.scaling["default"]
+    report = shrink_rank(model, 2)["0"]
+    rank, *lost = vars(report).values()
+    assert rank == 2 and lost == pytest.approx([2 * scale, 5**0.5 * scale, 5 / 30])

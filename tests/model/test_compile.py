@@ -95,3 +95,16 @@ def test_short_rows_are_the_same_under_autocast() -> None:
     theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     ours = layers.short_attention(q, k, v, 0.25)
     assert (ours - truth).norm() <= 2 * (theirs - truth).norm()
+
+
+@pytest.mark.parametrize("by_float32", [False, True])
+def test_which_attention_is_short(by_float32, monkeypatch):
+    "Two tokens to `SHORT`, in bfloat16, where the machine multiplies it itself."
+    from trainkit.model import layers
+
+    monkeypatch.setattr(layers, "BY_FLOAT32", by_float32)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for length in (1, 2, layers.SHORT, layers.SHORT + 1):
+            q = torch.empty(1, 1, length, 1, dtype=dtype)
+            wanted = dtype == torch.bfloat16 and 2 <= length <= layers.SHORT and not by_float32
+            assert layers.is_short(q) is wanted

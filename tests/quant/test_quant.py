@@ -957,3 +957,24 @@ def test_a_model_is_rounded_as_a_whole_or_not_at_all(what):
     assert str(model) == shape and all(
         torch.equal(t, before[n]) for n, t in model.state_dict().items()
     )
+
+
+def test_the_errors_of_each_layer_follow_from_its_weights():
+    from trainkit.quant.quantize import layer_errors, quantize_layer
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    with torch.no_grad():
+        model[1].weight[0, 0] = 9.0  # An outlier makes the others of its block coarser
+    config = QuantConfig(bits=4)
+    rows = layer_errors(model, config)
+    assert rows[0]["relative error"] >= rows[1]["relative error"]
+    for row in rows:
+        weight = model[int(row["layer"])].weight.detach()
+        off = quantize_layer(weight, None, config).dequantize() - weight
+        assert row["relative error"] == pytest.approx(float(off.norm() / weight.norm()), rel=1e-5)
+        assert row["mse"] == pytest.approx(float((off**2).mean()), rel=1e-5)
+        assert row["max"] == pytest.approx(float(off.abs().max()), rel=1e-5)
+        assert row["largest / std"] == pytest.approx(
+            float(weight.abs().max() / weight.std()), rel=1e-5
+        )

@@ -766,3 +766,23 @@ def test_a_checkpoint_in_one_file_is_refused(home, tmp_path):
             ValueError, match="is one file, and a checkpoint here is a folder.*load_state_dict"
         ):
             find_start(None, tmp_path / name)
+
+
+@pytest.mark.parametrize("least, kept", [(0, 4), (1, 4), (2, 3), (3, 2), (4, 0)])
+def test_rows_with_too_few_tokens_are_left_out(least, kept):
+    "A text of exactly `min_length` tokens stays; without a limit an empty one does, too."
+    from trainkit.recipes.preparation import drop_short
+
+    class Letters:
+        def encode_batch(self, texts, allowed_special):
+            return [list(text) for text in texts]
+
+    rows = [dict(text=text) for text in ("", "ab", "abc", "abd")]
+    if kept == 4:
+        assert drop_short(rows, Letters(), least) is rows
+    elif not kept:
+        with pytest.raises(ValueError, match="4 of 4 rows of eval.*min_length = 4.*none is left"):
+            drop_short(rows, Letters(), least, "eval")
+    else:
+        with pytest.warns(UserWarning, match=f"{4 - kept} of 4 rows of train .*= {least} tokens"):
+            assert drop_short(rows, Letters(), least) == rows[-kept:]

@@ -475,7 +475,7 @@ def classes(case: Case) -> Iterator[Finding]:
             f"Collect more of the rare kind, or {weigh}.",
             [
                 Evidence(f"{column} {value!r}", f"{n:,} rows")
-                for value, n in (counts[0], *counts[-2:])
+                for value, n in dict.fromkeys((counts[0], *counts[-2:]))
             ],
         )
 

@@ -155,6 +155,8 @@ class LengthReport:
         edges = [int(e) for e in np.unique(np.linspace(0, top, parts + 1).round())]
         if longest > top:
             edges.append(longest + 1)
+        else:
+            edges[-1] += 1  # The longest row is within the last bar
         counts = np.histogram(self.lengths, edges)[0]
         names = [f"{a}–{b - 1}" for a, b in zip(edges, edges[1:], strict=False)]
         return draw_svg(

@@ -370,8 +370,6 @@ def plan_memory(
             note(name, new, size)
             if name != "shorter rows":
                 break  # The only one that can be pulled again
-    if not any(name == "accumulate" for name, _ in waterfall):
-        rows = now.batch_size
     while peak <= room and now.batch_size < rows:  # Was one row at a time too little?
         more = next(n for n in range(2 * now.batch_size, rows + 1) if rows % n == 0)
         new = replace(now, batch_size=more, accumulation=1 if now.in_backward else total // more)

@@ -1,0 +1,52 @@
+"Which split is read, from names of splits and of files."
+
+from pathlib import Path
+
+import pytest
+
+from trainkit.data.sources import _choose_split, _split_of
+
+
+@pytest.mark.parametrize(
+    "names, asked, chosen, notes",
+    [
+        (["all"], None, "all", []),
+        (["test"], None, "test", []),
+        (["test", "train"], None, "train", ["splits: test, train; read: train"]),
+        (["a", "b"], None, None, ["has the splits a, b: say which, as in split='a'"]),
+        (["train", "dev"], "validation", "dev", []),
+        (["train", "dev"], "train", "train", []),
+        (
+            ["train", "test"],
+            "tset",
+            None,
+            ["has no split 'tset'; it has train, test. Did you mean"],
+        ),
+        ([], "train", None, ["has no split 'train'; it has none."]),
+    ],
+)
+def test_the_split_to_read(names, asked, chosen, notes):
+    said = []
+    if chosen is None:
+        with pytest.raises(ValueError) as error:
+            _choose_split(names, asked, "x", said)
+        assert str(error.value).startswith(f"x {notes[0]}")
+    else:
+        assert (_choose_split(names, asked, "x", said), said) == (chosen, notes)
+
+
+@pytest.mark.parametrize(
+    "name, split",
+    [
+        ("train-00000-of-00002.parquet", "train"),
+        ("a/test/b.jsonl", "test"),
+        ("dev.jsonl", "dev"),
+        ("train/eval_1.jsonl", "eval"),
+        ("training.csv", "training"),
+        ("trainer.jsonl", None),
+        ("train.txt", "train"),
+        ("train.py", None),
+    ],
+)
+def test_the_split_in_the_name_of_a_file(name, split):
+    assert _split_of(Path("folder") / name, Path("folder")) == split

@@ -1,0 +1,125 @@
+"Where a demo resumes, what it expects to take, and how large its models are."
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trainkit.config import dump_config
+from trainkit.memory import estimate
+from trainkit.recipes import demo
+from trainkit.recipes.config import method_config
+
+
+def finished(folder, status="complete", model=True, metrics=True):
+    (folder / "model").mkdir(parents=True)
+    if model:
+        (folder / "model" / "config.json").write_text("{}")
+    events = [dict(event="start", time="2026-01-01 10:00:00", step=0)]
+    if status:
+        events.append(dict(event="end", time="2026-01-01 10:00:09", step=3, reason=status))
+    if metrics:
+        text = "".join(json.dumps(record) + "\n" for record in events)
+        (folder / "metrics.jsonl").write_text(text)
+    return demo.is_done(folder)
+
+
+def test_a_part_is_done_when_it_has_ended_and_left_a_model(tmp_path):
+    assert finished(tmp_path / "a") and finished(tmp_path / "b", "max_steps")
+    assert not finished(tmp_path / "c", None) and not finished(tmp_path / "d", "interrupted")
+    assert not finished(tmp_path / "e", "terminated") and not finished(tmp_path / "f", model=False)
+    assert not finished(tmp_path / "g", metrics=False)
+
+
+def test_a_demo_resumes_in_the_last_folder_with_its_own_knobs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config, knobs = method_config({}, ["name=d"]), demo.DemoConfig()
+    first = config.folder
+    assert demo.find_demo(config, knobs) is None
+
+    def begin(number, **notes):
+        folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(dump_config(config))
+        (folder / "demo.json").write_text(json.dumps(notes))
+        return folder
+
+    one = begin(1)
+    assert demo.find_demo(config, knobs) == one
+    two = begin(2, demo=vars(knobs))
+    assert demo.find_demo(config, knobs) == two
+    begin(4, finished=True)  # A gap ends the search
+    assert demo.find_demo(config, knobs) == two
+    begin(3, finished=True)
+    assert demo.find_demo(config, knobs) is None
+    five = begin(5)
+    assert demo.find_demo(config, knobs) == five
+    assert demo.find_demo(method_config({}, ["name=d", "seed=9"]), knobs) is None
+    begin(6, demo=dict(vars(knobs), seed="other"))
+    assert demo.find_demo(config, knobs) is None
+
+
+@pytest.mark.parametrize(
+    "done, phase, minutes",
+    [
+        ({}, "pretrain", None),
+        ({"other": 5}, "pretrain", None),
+        ({"pretrain": 100}, "sft", (10 * 16 * 32 / 160 + 20 * 16 * 64 * 4 / 3 / 160 + 24) / 60),
+        ({"pretrain": 100, "sft": 60}, "dpo", (20 * 16 * 64 * 4 / 3 * 160 / 21120 + 16) / 60),
+        ({"pretrain": 100}, "compare", 8 / 60),
+    ],
+)
+def test_the_minutes_that_are_left(done, phase, minutes):
+    "By the tokens of each part: 100 x 4 x 40 first, then 10 and 20 steps of 16 rows."
+    config = SimpleNamespace(
+        model=SimpleNamespace(max_seq_len=64),
+        train=SimpleNamespace(max_steps=100, per_device_train_batch_size=4),
+        data=SimpleNamespace(max_length=40),
+    )
+    knobs = SimpleNamespace(tuning_steps=10, preference_steps=20)
+    left = demo.minutes_left(config, knobs, done, phase)
+    assert left == (None if minutes is None else pytest.approx(minutes))
+
+
+def test_a_weight_that_two_layers_share_is_counted_once():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4))
+    assert demo.model_bytes(model) == 64 + 64 + 16
+    model[1].weight = model[0].weight
+    assert demo.model_bytes(model) == 64 + 16
+
+
+@pytest.mark.parametrize(
+    "highest, copied, count, wanted",
+    [
+        (None, 50, 3, dict(checkpoint=50, kernels=30, allocator=0)),
+        (100, 50, 3, dict(checkpoint=50, kernels=30, allocator=20)),  # 1000 + 100 - 1000 more
+        (60, 50, 3, dict(checkpoint=50, kernels=30, allocator=0)),
+        (60, 0, 0, dict(checkpoint=0, kernels=0, allocator=60)),
+    ],
+)
+def test_what_a_process_takes_beside_the_tensors(highest, copied, count, wanted, monkeypatch):
+    asked = []
+    monkeypatch.setattr(estimate, "product_memory", lambda: 10)
+    monkeypatch.setattr(
+        estimate, "heap_peak", lambda steps, **knobs: asked.append((steps, knobs)) or highest
+    )
+    steps = [(0, 8), (1, 8), (0, -8)]
+    assert estimate._beside(1000, 1000, steps, copied, count) == wanted
+    ((given, knobs),) = asked
+    assert knobs == dict(kept=True, thread=False) and given == estimate._with_code(
+        steps, count, 10 if count else 0
+    )
+
+
+def test_the_code_of_products_lies_between_the_tensors():
+    steps = [(0, 8), (1, 8), (0, -8), (5, 4)]
+    assert estimate._with_code(steps, 0, 10) == steps and estimate._with_code([], 3, 10) == []
+    assert estimate._with_code(steps, 2, 10) == [
+        *steps[:2],
+        *[(6, 5), (7, 5)],
+        *steps[2:],
+        *[(8, 5), (9, 5)],
+    ]
+    assert len(estimate._with_code(steps, 4, 10)) == 12
+    assert estimate._with_code(steps, 4, 10)[:3] == [(0, 8), (6, 5), (7, 5)]
