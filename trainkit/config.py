@@ -32,6 +32,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from configparser import ConfigParser
 from configparser import Error as IniError
+from copy import deepcopy
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -49,7 +50,8 @@ if TYPE_CHECKING:
 
 # %% ../nbs/90_toolbox/02_knobs.ipynb #d0ad34ea
 def knob(
-    # The value when nobody sets it; `...` if somebody must; a dataclass for a group of knobs
+    # The value when nobody sets it; `...` if somebody must; for a group of knobs a config class, or
+    # one of its configs, of which each owner gets a copy
     default: object,
     doc: str,  # One sentence for help, tooltips and tables
     choices: Sequence = (),  # The only values allowed, or anything
@@ -73,8 +75,8 @@ def knob(
         return dataclasses.field(metadata=metadata)
     if isinstance(default, type):
         return dataclasses.field(default_factory=default, metadata=metadata)
-    if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    if isinstance(default, (list, dict)) or dataclasses.is_dataclass(default):
+        return dataclasses.field(default_factory=partial(deepcopy, default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 # %% ../nbs/90_toolbox/02_knobs.ipynb #751a32f6
