@@ -187,9 +187,13 @@ class SFTConfig:
         check_config(self)
 
 
-def _unset(group: Any, doc: str, bare: Any = ()) -> Any:
+def _unset(
+    group: object,  # Of default values
+    doc: str,
+    bare: Sequence[str] | Callable[[Mapping[str, object]], bool] = (),
+) -> Any:
     "A group of knobs that knows whether somebody gave it."
-    group._unset = True
+    vars(group)["_unset"] = True
     return knob(group, doc, bare=bare)
 
 
