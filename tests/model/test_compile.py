@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainkit.model import transformer
+from trainkit.model import layers
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 
@@ -66,9 +66,9 @@ def test_logits_in_one_graph() -> None:
 @pytest.mark.parametrize("exact", [False, True])
 def test_products_of_a_model(exact: bool, monkeypatch) -> None:
     "With either library, gradients agree with those of `nn.Linear` in double precision."
-    if exact and not transformer.onednn_is_exact():
+    if exact and not layers.onednn_is_exact():
         pytest.skip("this CPU rounds")
-    monkeypatch.setattr(transformer, "onednn_is_exact", lambda: exact)
+    monkeypatch.setattr(layers, "onednn_is_exact", lambda: exact)
     torch.manual_seed(0)
     model, ids = Transformer(ModelConfig(**SHAPE)), torch.randint(61, (2, 150))
 
@@ -93,5 +93,5 @@ def test_short_rows_are_the_same_under_autocast() -> None:
     truth = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     q, k, v = (x.bfloat16().requires_grad_() for x in (q, k, v))
     theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    ours = transformer.short_attention(q, k, v, 0.25)
+    ours = layers.short_attention(q, k, v, 0.25)
     assert (ours - truth).norm() <= 2 * (theirs - truth).norm()

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from support.peak import run_measured
-from trainkit.model import transformer
+from trainkit.model import attention
 from trainkit.model.config import PRESETS, count_flops, count_parameters
 from trainkit.config import ConfigError, load_config
 from trainkit.interop.families import (
@@ -1067,7 +1067,7 @@ LENGTHS = [[40, 3, 3, 150, 1, 403], [599, 1], [7, 7, 7, 579]]
 )
 def test_packed_rows(changes: dict, dense: int, monkeypatch) -> None:
     "Packed equals separate: logits, loss, gradients; no document sees the first, bit for bit."
-    monkeypatch.setattr(transformer, "MAX_DENSE_MASK", dense)
+    monkeypatch.setattr(attention, "MAX_DENSE_MASK", dense)
     torch.manual_seed(0)
     model = Transformer(ModelConfig(**{**OURS, "max_seq_len": 600}, init_std=0.2, **changes))
     ids, rows = torch.randint(61, (3, 600)), []
@@ -1120,7 +1120,7 @@ def test_long_rows_under_a_window(window: int, how: str) -> None:
     config.attention = how
     ours = Transformer(config)
     ours.load_state_dict(theirs.state_dict())
-    assert 700 > 2 * transformer.QUERY_BLOCK
+    assert 700 > 2 * attention.QUERY_BLOCK
     ids = torch.randint(61, (1, 700))
     a, b = ours(ids, labels=ids), theirs(input_ids=ids, labels=ids)
     close(a.logits, b.logits)
@@ -1141,7 +1141,7 @@ def test_long_rows_under_a_window(window: int, how: str) -> None:
 @pytest.mark.parametrize("side", ["left", "right", "both", "documents"])
 def test_long_padded_rows(side: str, monkeypatch) -> None:
     "Padding as a list of lengths: real tokens as without it, gradients too."
-    monkeypatch.setattr(transformer, "MAX_DENSE_MASK", 0)
+    monkeypatch.setattr(attention, "MAX_DENSE_MASK", 0)
     torch.manual_seed(0)
     model = Transformer(ModelConfig(**OURS, layer_windows=[0, 5, 0], init_std=0.2))
     ids = torch.randint(61, (2, 30))
@@ -1208,10 +1208,10 @@ def test_packed_rows_take_less_memory() -> None:
     "The peak of a process that trains on a long packed row, against one that makes the mask."
     code = """
 import sys, torch
-from trainkit.model import transformer
+from trainkit.model import attention
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
-transformer.MAX_DENSE_MASK = int(sys.argv[1])
+attention.MAX_DENSE_MASK = int(sys.argv[1])
 shape = dict(vocab_size=61, d_model=32, n_heads=2, n_layers=4, d_ff=32, max_seq_len=4096)
 model = Transformer(ModelConfig(**shape))
 ids, positions = torch.randint(61, (1, 4096)), torch.arange(512).repeat(8)[None]
@@ -1220,9 +1220,7 @@ print(peak_memory())
 """
     if not sys.platform.startswith("linux"):
         pytest.skip("reads /proc")
-    peaks = [
-        int(run_measured(code, dense)) / 2**20 for dense in (transformer.MAX_DENSE_MASK, 10**9)
-    ]
+    peaks = [int(run_measured(code, dense)) / 2**20 for dense in (attention.MAX_DENSE_MASK, 10**9)]
     mask = (
         4096**2 / 2**20
     )  # MB of one mask in bytes; as numbers to add it is four times that, in each layer
@@ -1285,7 +1283,7 @@ def test_flash_attention_is_refused_where_it_is_not() -> None:
 )
 def test_checkpointing_with_a_frozen_base(learns: str, monkeypatch) -> None:
     "With frozen weights, packed documents and dropout: same gradients, none for the frozen."
-    monkeypatch.setattr(transformer, "MAX_DENSE_MASK", 0)
+    monkeypatch.setattr(attention, "MAX_DENSE_MASK", 0)
     ids, labels = batch()
     packed, results = torch.cat((torch.arange(10), torch.arange(14)))[None].expand(3, -1), []
     for again in (False, True):
