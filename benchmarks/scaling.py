@@ -73,7 +73,7 @@ class Decode:
     def __init__(self, layers: int, width: int, length: int, device, steps: int = 32):
         import torch
 
-        from trainkit.model.transformer import KVCache
+        from trainkit.model.attention import KVCache
         from trainkit.model.decoding import DecodePlan
 
         self.model = make(layers, width, length + steps, device).eval()

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainkit.model.transformer import chunked_cross_entropy
+from trainkit.model.layers import chunked_cross_entropy
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 

@@ -23,9 +23,10 @@ from trainkit.interop.families import (
     to_hf_config,
     to_hf_weights,
 )
-from trainkit.model.transformer import ACTIVATIONS, MAX_CROP, Block, KVCache, Transformer
-from trainkit.model.transformer import attend, chunked_cross_entropy
+from trainkit.model.transformer import ACTIVATIONS, Block, Transformer
+from trainkit.model.attention import MAX_CROP, KVCache, attend
 from trainkit.model.config import ModelConfig
+from trainkit.model.layers import chunked_cross_entropy
 
 transformers = pytest.importorskip("transformers")
 HF = dict(

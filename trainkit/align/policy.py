@@ -20,12 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainkit.model.transformer import (
-    Transformer,
-    autocast_dtype,
-    fast_products,
-    use_manual_backward,
-)
+from ..model.layers import autocast_dtype, use_manual_backward, fast_products
+from ..model.transformer import Transformer
 from ..train.objectives import to_model_device, forward_inputs, names_argument
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from ..files import read_json, write_atomic, writing
 from .families import hf_architecture
 from .hf import read_config
-from ..model.transformer import rope_frequencies
+from ..model.attention import rope_frequencies
 from ..model.config import ModelConfig
 from ..progress import Progress
 from ..tokenizer.chat_template import render_text

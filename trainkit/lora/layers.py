@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .targets import LoRAConfig, kind_of
-from ..model.transformer import autocast_dtype, fast_products
+from ..model.layers import autocast_dtype, fast_products
 
 # %% ../../nbs/05_lora/02_low_rank_layers.ipynb #2e235da9
 class _Adapted(torch.autograd.Function):

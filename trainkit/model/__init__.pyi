@@ -1,9 +1,17 @@
 from . import (
+    attention as attention,
     config as config,
     decoding as decoding,
     generation as generation,
+    layers as layers,
     speculative as speculative,
     transformer as transformer,
+)
+from .attention import (
+    KVCache as KVCache,
+    attend as attend,
+    make_mask as make_mask,
+    rope_frequencies as rope_frequencies,
 )
 from .config import (
     ModelConfig as ModelConfig,
@@ -13,17 +21,12 @@ from .config import (
 )
 from .decoding import DecodePlan as DecodePlan
 from .generation import SamplingConfig as SamplingConfig, generate as generate, stream as stream
+from .layers import RMSNorm as RMSNorm, chunked_cross_entropy as chunked_cross_entropy
 from .speculative import speculate as speculate
 from .transformer import (
     Attention as Attention,
     Block as Block,
-    KVCache as KVCache,
     MLP as MLP,
     ModelOutput as ModelOutput,
-    RMSNorm as RMSNorm,
     Transformer as Transformer,
-    attend as attend,
-    chunked_cross_entropy as chunked_cross_entropy,
-    make_mask as make_mask,
-    rope_frequencies as rope_frequencies,
 )

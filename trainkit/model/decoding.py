@@ -21,15 +21,19 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import ModelConfig
-from .transformer import Block, KVCache, RMSNorm, Transformer
+from .attention import KVCache
+from .layers import RMSNorm
+
+if TYPE_CHECKING:
+    from trainkit.model.config import ModelConfig
+    from trainkit.model.transformer import Block, Transformer
 
 # %% ../../nbs/03_model/11_fast_decoding.ipynb #a163c277
 # (B, in) -> (B, out), in memory that the next call writes over
@@ -125,8 +129,8 @@ class _Layer:
 
     def __init__(
         self,
-        block: Block,
-        config: ModelConfig,
+        block: "Block",
+        config: "ModelConfig",
         rows: int,
         make: Callable[[list[nn.Linear]], Product],
     ):
@@ -212,7 +216,7 @@ class DecodePlan:
 
     def __init__(
         self,
-        model: Transformer,  # One for which `unsupported_reason` is empty
+        model: "Transformer",  # One for which `unsupported_reason` is empty
         cache: KVCache,  # The tokens so far; the plan continues with it
         rows: int = 1,  # B
         gaps: Tensor | None = None,  # (B,), empty places at the left of each row
@@ -358,7 +362,7 @@ class _Memory:
 
 
 def fixed_step(
-    model: Transformer,  # In eval mode
+    model: "Transformer",  # In eval mode
     ids: Tensor,  # (B,), the newest token of each row
     position: Tensor,  # (1,), its place in the cache
     gaps: Tensor,  # (B,), empty places at the left of each row
@@ -394,7 +398,7 @@ _STEPS: WeakKeyDictionary[nn.Module, dict[tuple, "CompiledStep"]] = WeakKeyDicti
 class CompiledStep:
     "`fixed_step` through `torch.compile`, and the cache that it writes to."
 
-    def __init__(self, config: ModelConfig, like: Tensor, rows: int, length: int, backend: str):
+    def __init__(self, config: "ModelConfig", like: Tensor, rows: int, length: int, backend: str):
         cuda = like.device.type == "cuda"
         options: dict[str, Any] = {}
         if cuda and backend == "inductor":
@@ -432,7 +436,7 @@ class CompiledStep:
         "Read one token a row; the cache grows by it."
         self.position.fill_(self.cache.length)
         places = (self.position, self.gaps, *self.tensors())
-        logits = self.run(cast(Transformer, model), ids.contiguous(), *places)
+        logits = self.run(cast("Transformer", model), ids.contiguous(), *places)
         self.cache.length += 1
         return logits.clone()  # The next step writes over a CUDA graph's results
 
@@ -468,7 +472,7 @@ def compiled_step(
     steps = _STEPS.setdefault(model, {})
     if not reason and (step := steps.pop(key, None)) is None:
         try:
-            config = cast(Transformer, model).config
+            config = cast("Transformer", model).config
             step = CompiledStep(config, like.detach(), rows, length, backend)
             with torch.no_grad():
                 step.step(model, torch.zeros(rows, dtype=torch.int64, device=like.device))

@@ -31,8 +31,9 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ConfigError, Problem, check_config, knob
-from .transformer import KVCache, Transformer
+from .attention import KVCache
 from .decoding import DecodePlan, compiled_step, find_backend, unsupported_reason
+from .transformer import Transformer
 
 # %% ../../nbs/03_model/09_sampling.ipynb #f2132e1f
 def draw(

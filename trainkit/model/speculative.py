@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .transformer import MAX_CROP, KVCache, Transformer
+from .attention import MAX_CROP, KVCache
 from .decoding import DecodePlan, unsupported_reason
 from .generation import Processor, SamplingConfig, adjust, check_request, draw
 from .generation import Prompts, Tokenizer, eval_mode
+from .transformer import Transformer
 
 # %% ../../nbs/03_model/13_speculative_decoding.ipynb #ddd9f627
 def verify(
