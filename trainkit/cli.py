@@ -14,12 +14,13 @@ commands do not import torch."""
 
 # %% auto #0
 __all__ = ['runs', 'Root', 'app', 'Overrides', 'find_run', 'list_command', 'compare_command', 'show_command', 'health_command',
-           'Commands', 'Profile', 'options', 'read_run_config', 'ignore_print_errors', 'demo', 'train', 'launch',
-           'generate', 'doctor', 'main']
+           'Commands', 'Profile', 'options', 'FlagCommand', 'Group', 'with_flags', 'read_run_config',
+           'ignore_print_errors', 'demo', 'train', 'launch', 'generate', 'doctor', 'main']
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #imports-command_line
 import json
 import os
+import re
 import shlex
 import sys
 import warnings
@@ -33,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional, TextIO, cast
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from .config import nearest
 from .course import course, lab
@@ -330,6 +331,197 @@ def options(
     ] = False,
 ) -> None:
     "Options before the command."
+
+# %% ../nbs/11_recipes/18_command_line.ipynb #foreign-flags
+_LAUNCHER = {
+    "num_processes": "--processes",
+    "nproc_per_node": "--processes",
+    "num_gpus": "--processes",
+    "n_gpu": "--processes",
+    "nnodes": "--nodes",
+    "num_nodes": "--nodes",
+    "num_machines": "--nodes",
+    "machine_rank": "--node-rank",
+    "main_process_ip": "--main-address",
+    "master_addr": "--main-address",
+    "main_process_port": "--port",
+    "master_port": "--port",
+}
+_SAME = {
+    **_LAUNCHER,
+    **dict.fromkeys(
+        (
+            "model_name_or_path",
+            "model_name",
+            "model_path",
+            "base_model",
+            "pretrained_model_name_or_path",
+            "checkpoint_path",
+            "ckpt",
+        ),
+        "--model",
+    ),
+    "dataset_name": "--dataset",
+    "data_path": "--dataset",
+    "adapter_name_or_path": "--adapter",
+    "system_prompt": "--system",
+    "output_file": "--output",
+    "num_train_epochs": "--epochs",
+    "resume_from_checkpoint": "--resume",
+}
+
+
+_PROCESSES = ("deepspeed", "fsdp", "deepspeed_config", "accelerate_config")
+
+
+class FlagCommand(TyperCommand):
+    "A command that also takes the flags of other libraries, or names the right one."
+
+    def _flags(self, ctx: typer.Context) -> dict[str, bool]:  # Option -> whether it takes a value
+        flags = {}
+        for option in self.get_params(ctx):
+            switch = getattr(option, "is_flag", False) or getattr(option, "count", False)
+            for name in (*option.opts, *option.secondary_opts):
+                if name.startswith("-"):
+                    flags[name] = not switch
+        return flags
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        flags = self._flags(ctx)
+        words, foreign, rest = [], [], list(args)
+        while rest:
+            word = rest.pop(0)
+            name, equals, text = word.partition("=")
+            if word == "--":
+                words += [word, *rest]
+                break
+            if not name.startswith("--") or name in flags or name in ("--help", "--"):
+                words.append(word)
+                if flags.get(name) and not equals and rest:
+                    words.append(rest.pop(0))
+                continue
+            plain = name[2:].replace("-", "_")
+            value = text if equals else "".join(rest[:1])
+            if same := _same_option(plain, flags, value):
+                words.append(same + equals + text)
+                if flags[same] and not equals and rest:
+                    words.append(rest.pop(0))
+                continue
+            self._refuse(ctx, name, plain, flags)
+            if plain in ("config", "config_file", "config_path"):
+                words.append(value)
+                if not equals and rest:
+                    del rest[0]
+            else:
+                key = name[2:] if "." in plain else plain
+                foreign.append((key, text if equals else _value_of(plain, rest)))
+        changes = _changes(ctx, foreign, [*flags]) if foreign else []
+        return super().parse_args(ctx, [*words, *changes])
+
+    def _refuse(self, ctx: typer.Context, name: str, plain: str, flags: dict[str, bool]) -> None:
+        "Fail for a flag that cannot be a change to a config."
+        if not any(option.name == "overrides" for option in self.get_params(ctx)):
+            ctx.fail(f"No such option: {name}. {self._instead(plain, [*flags])}")
+        if plain in _LAUNCHER or plain in _PROCESSES:
+            line = ", with a line `deepspeed: FILE` in the config"
+            ctx.fail(
+                f"{name} is about processes. Type: trainkit launch FILE --processes N "
+                "--strategy ddp, fsdp, zero1, zero2 or zero3" + line * plain.startswith("deepspeed")
+            )
+
+    def _instead(self, word: str, flags: list[str]) -> str:
+        from trainkit.config import nearest
+
+        arguments = [p for p in self.params if p.param_type_name == "argument"]
+        places = " ".join(str(p.name).upper() for p in arguments)
+        if _SAME.get(word) == "--model" and places:
+            return f"The folder of the model stands without a flag: {self.name} {places}"
+        options = ", ".join(f for f in flags if f.startswith("--"))
+        return nearest(f"--{word}", flags).strip() or f"It has {options}"
+
+
+def _same_option(word: str, flags: dict[str, bool], value: str) -> str | None:
+    "The option of this command that a flag of another library stands for."
+    options = (f"--{word.replace('_', '-')}", _SAME.get(word, ""))
+    option = next((o for o in options if o in flags), None)
+    if option == "--resume" and value.lower() in ("true", "false", ""):
+        return None
+    return option
+
+
+def _value_of(word: str, rest: list[str]) -> str | None:
+    "The value of a flag, taken from the words after it; None if it has none."
+
+    def ends(text: str) -> bool:
+        number = text[1:2].isdigit() or text[1:2] == "."
+        return (
+            (text.startswith("-") and not number)
+            or re.match(r"[\w.]+=", text) is not None
+            or text.endswith((".yaml", ".yml"))
+        )
+
+    if not rest or ends(rest[0]):
+        return None
+    values = [rest.pop(0)]
+    if values[0].endswith(".json") or not rest or ends(rest[0]):
+        return values[0]
+    from trainkit.recipes.converter import takes_list
+
+    while takes_list(word) and rest and not ends(rest[0]):
+        values.append(rest.pop(0))
+    return values[0] if len(values) == 1 else f"[{', '.join(values)}]"
+
+
+_KNOB_HINT = "a knob is written group.knob=value, and trainkit config show lists them"
+
+
+def _changes(
+    ctx: typer.Context, foreign: list[tuple[str, str | None]], flags: list[str]
+) -> list[str]:
+    from trainkit.config import nearest
+    from trainkit.recipes.converter import flag_changes
+
+    try:
+        changes, remarks = flag_changes(foreign)
+    except ValueError as error:
+        word, _, why = str(error).partition(": ")
+        if why.startswith("is not known"):
+            hint = why.removeprefix("is not known.").strip() or nearest(word, flags).strip()
+            why = f"No such option: {hint or _KNOB_HINT}"
+        ctx.fail(f"{word}: {why}")
+    for remark in remarks:
+        typer.echo(f"({remark})", err=True)
+    return changes
+
+
+class Group(TyperGroup):
+    "A group of commands that lists them for an unknown one."
+
+    def resolve_command(
+        self, ctx: typer.Context, args: list[str]
+    ) -> tuple[str | None, Any, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except typer.TyperException as error:
+            if "Did you mean" not in getattr(error, "message", "Did you mean"):
+                commands = ", or ".join(f"{ctx.command_path} {name}" for name in self.commands)
+                error.message = f"{error.message.rstrip('.')}. Type: {commands}"
+            raise
+
+
+def with_flags(
+    program: typer.Typer,  # With all its commands
+) -> None:
+    "Let every command of a program take the flags of other libraries, or name the right ones."
+    for command in program.registered_commands:
+        lenient = (command.context_settings or {}).get("ignore_unknown_options")
+        if command.cls in (None, TyperCommand) and not lenient:
+            command.cls = FlagCommand
+    for group in program.registered_groups:
+        if not group.typer_instance:
+            continue
+        group.cls = Group
+        with_flags(group.typer_instance)
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #e36576bb
 def read_run_config(
@@ -764,7 +956,7 @@ def doctor(
         raise typer.Exit(1)
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #8c490316
-tools.with_flags(app)
+with_flags(app)
 
 
 def _open_streams() -> None:

@@ -1009,7 +1009,7 @@ def test_a_strategy_of_ones_own(tmp_path):
 @pytest.mark.parametrize("value", ["-1", "-.5", "-0.5", "1e-4", ".5", "word"])
 @pytest.mark.parametrize("word", ["--learning_rate", "--report_to"])
 def test_a_negative_number_is_the_value_of_a_flag_and_no_flag(word, value):
-    from trainkit.recipes.commands import _value_of
+    from trainkit.cli import _value_of
 
     for after in ([], ["-x"], ["--bf16"], ["train.max_steps=3"], ["run.yaml"]):
         rest = [value, *after]

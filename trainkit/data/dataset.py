@@ -337,14 +337,19 @@ def load_examples(
     return rows
 
 
+def _texts_of(row: Mapping, kind: str | None) -> list[str]:
+    "All texts of an example, in order."
+    texts: list[str] = []
+    map_texts(row, lambda text: texts.append(text) or text, kind)
+    return texts
+
+
 def count_characters(
     row: Mapping,  # An example
     kind: str | None = None,  # Inferred from the columns when None
 ) -> int:
     "How many characters the texts of an example have, all together."
-    counts: list[int] = []
-    map_texts(row, lambda text: counts.append(len(text)) or text, kind)
-    return sum(counts)
+    return sum(map(len, _texts_of(row, kind)))
 
 # %% ../../nbs/02_data/05_splits.ipynb #9d77d466
 def hash_position(
@@ -623,13 +628,6 @@ def clean_text(
     return re.sub("\n{4,}", "\n\n\n", re.sub(r"[ \t]+(?=\n|\Z)", "", text))
 
 # %% ../../nbs/02_data/06_dataset.ipynb #d9309d57
-def _texts_of(row: dict, kind: str) -> list[str]:
-    "All texts of an example, in order."
-    texts: list[str] = []
-    map_texts(row, lambda text: texts.append(text) or text, kind)
-    return texts
-
-
 def _mend(rows: list[dict]) -> list[tuple[dict, bool, int, bytes]]:
     """Each row clean, whether it changed, its number of characters, and a digest of its texts.
 
@@ -916,11 +914,8 @@ def load_splits(
     digest = hashlib.sha256()
     for part in parts.values():
         for row in part:
-            map_texts(
-                row,
-                lambda t: digest.update(t.encode("utf-8", "surrogatepass") + b"\0") or t,
-                report.kind,
-            )
+            for text in _texts_of(row, report.kind):
+                digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
     counts = {f"{name}_rows": len(part) for name, part in parts.items()}
     counts |= {
         f"{name}_chars": sum(count_characters(row, report.kind) for row in part)

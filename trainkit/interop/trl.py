@@ -794,9 +794,9 @@ class TRLTrainer(Trainer):
         self.pull()
         return super().evaluate()
 
-    def log_samples(self, *prompts: str) -> None:
+    def log_samples(self, *prompts: str) -> list[tuple[str, str]]:
         self.pull()
-        super().log_samples(*prompts)
+        return super().log_samples(*prompts)
 
     def update_best(self, record: dict) -> bool:
         "Keep the weights of the best evaluation."

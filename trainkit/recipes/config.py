@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from configparser import ConfigParser
 from configparser import Error as IniError
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
 
@@ -187,15 +187,14 @@ class SFTConfig:
         check_config(self)
 
 
-def _unset(cls: type, doc: str, bare: Any = ()) -> Any:
+def _unset(
+    group: object,  # Of default values
+    doc: str,
+    bare: Sequence[str] | Callable[[Mapping[str, object]], bool] = (),
+) -> Any:
     "A group of knobs that knows whether somebody gave it."
-
-    def make():
-        group = cls()
-        object.__setattr__(group, "_unset", True)
-        return group
-
-    return field(default_factory=make, metadata=knob(cls, doc, bare=bare).metadata)
+    vars(group)["_unset"] = True
+    return knob(group, doc, bare=bare)
 
 
 def _tracker(name: str) -> Callable[[Any], dict]:
@@ -264,24 +263,21 @@ class RunConfig:
         "Keys and values are kept while training: never, "
         "since no loss reads them; what is saved says that generation may keep them",
     )
-    data: DataConfig = _unset(DataConfig, "The text or the examples", bare=("path", "max_length"))
-    curriculum: CurriculumConfig = field(
-        default_factory=lambda: CurriculumConfig("none"),
-        metadata=knob(CurriculumConfig, "Easy rows first").metadata,
-    )
+    data: DataConfig = _unset(DataConfig(), "The text or the examples", bare=("path", "max_length"))
+    curriculum: CurriculumConfig = knob(CurriculumConfig("none"), "Easy rows first")
     sft: SFTConfig = knob(
-        SFTConfig,
+        SFTConfig(),
         "How examples become rows, for methods sft and lora",
         aliases=("data",),
         bare=("truncation",),
     )
     dpo: DPOConfig = knob(
-        DPOConfig,
+        DPOConfig(),
         "Preference tuning, for method dpo; lengths and truncation for method reward too",
         bare=lambda said: said.get("method") == "dpo",
     )
     rl: RLConfig = _unset(
-        RLConfig,
+        RLConfig(),
         "How scores are learned from, for methods grpo, rloo, ppo and reinforce",
         bare=lambda said: said.get("method") in RL_METHODS,
     )
@@ -292,26 +288,26 @@ class RunConfig:
         aliases=("lora.enabled",),
     )
     lora: LoRAConfig = knob(
-        LoRAConfig, "The adapter, for methods lora and qlora, and with use_lora"
+        LoRAConfig(), "The adapter, for methods lora and qlora, and with use_lora"
     )
     quant: QuantConfig = knob(
-        QuantConfig, "In how many bits the frozen model is kept, under an adapter"
+        QuantConfig(), "In how many bits the frozen model is kept, under an adapter"
     )
-    tokenizer: TokenizerConfig = knob(TokenizerConfig, "The tokenizer")
+    tokenizer: TokenizerConfig = knob(TokenizerConfig(), "The tokenizer")
     model: ModelConfig = knob(
-        ModelConfig,
+        ModelConfig(),
         "A new model; its vocab_size comes from the tokenizer",
         bare=("dropout", "bias"),
     )
-    optim: OptimConfig = _unset(OptimConfig, "The optimizer and its schedule")
-    train: TrainConfig = _unset(TrainConfig, "The loop", bare=("seed",))
-    sampling: SamplingConfig = knob(SamplingConfig, "How samples are drawn")
+    optim: OptimConfig = _unset(OptimConfig(), "The optimizer and its schedule")
+    train: TrainConfig = _unset(TrainConfig(), "The loop", bare=("seed",))
+    sampling: SamplingConfig = knob(SamplingConfig(), "How samples are drawn")
     prompts: list[str] = knob(
         [], "What samples begin with; empty: the first words of two held-out texts"
     )
     report_to: list[str] = knob([], "Trackers: tensorboard, trackio, wandb", aliases=_TRACKERS)
     watch_memory: bool = knob(True, "Predict the memory of a step, measure it, and log both")
-    hub: HubConfig = knob(HubConfig, "Uploads to the Hugging Face hub")
+    hub: HubConfig = knob(HubConfig(), "Uploads to the Hugging Face hub")
 
     def __post_init__(self):
         if isinstance(self.report_to, str):

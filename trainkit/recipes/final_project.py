@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..config import parse_yaml
 from ..data.dataset import load_examples
 from ..data.quality import check_examples
 from ..display import plural, table
@@ -32,7 +33,6 @@ from ..eval.evaluator import EvalReport, ask_row, evaluate
 from ..interop.hf import load_pretrained
 from .methods import METHODS
 from ..tokenizer.chat import resize_embeddings
-from ..train.reports import parse_yaml
 from ..train.runs import Run, list_runs
 
 if TYPE_CHECKING:

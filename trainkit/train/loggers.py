@@ -28,10 +28,11 @@ from urllib.parse import urlsplit
 
 import yaml
 
+from ..config import parse_yaml
 from ..display import clean, number
 from ..files import transformers_lock
 from ..progress import note
-from .reports import parse_yaml, write_curves
+from .reports import write_curves
 from .runs import Record, RunFolder, is_number, mask_secrets, read_run
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ table of text."""
 
 # %% auto #0
 __all__ = ['PARTS', 'CURVES', 'PICTURES', 'STYLE', 'run_facts', 'RunComparison', 'compare_runs', 'draw_run', 'run_curves',
-           'write_curves', 'parse_yaml', 'flatten_dict', 'samples_html', 'run_sections', 'write_report']
+           'write_curves', 'flatten_dict', 'samples_html', 'run_sections', 'write_report']
 
 # %% ../../nbs/04_train/25_reports.ipynb #imports-reports
 import json
@@ -24,11 +24,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
-from typing import Any
-
-import yaml
 
 from ..charts import curves, draw_svg
+from ..config import parse_yaml
 from ..display import Picture, clean, grid, number, table
 from ..files import write_atomic
 from .runs import Record, Run, RunFolder, mask_secrets, read_run, text_table
@@ -221,25 +219,6 @@ def write_curves(
     return write_atomic(run.path / "curves.svg", whole.standalone())
 
 # %% ../../nbs/04_train/25_reports.ipynb #8fd98987
-def parse_yaml(
-    text: str,  # Content of a config.yaml
-) -> Record:  # Empty when it is no mapping
-    "A config as nested dictionaries, from any source."
-    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where it is
-    try:
-        depth = 0
-        # `parse` does not recurse; to load what is nested too deep would end the process
-        for event in yaml.parse(text, Loader=loader):
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
-            if depth > 200:
-                return {}
-        config = yaml.load(text, Loader=loader)  # noqa: S506
-    except (yaml.YAMLError, RecursionError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
 def flatten_dict(
     value,  # Nested dictionaries
     path: str = "",  # Names so far

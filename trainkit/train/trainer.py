@@ -585,14 +585,15 @@ class Trainer:
     def log_samples(
         self,
         *prompts: str,  # Instead of the usual ones, if `sample` takes prompts
-    ) -> None:
+    ) -> list[tuple[str, str]]:  # (prompt, text); none in the other processes of a sharded model
         "Generate text with `sample` and report it."
         with self.full_model(self.accelerator.device) as model:
             if model is None:
-                return
+                return []
             with evaluating(model):
                 samples = self.sample(model, self.state.step, *prompts)  # type: ignore
         self.notify("on_sample", step=self.state.step, samples=samples)
+        return samples
 
     # --- saving
 
