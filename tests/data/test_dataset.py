@@ -861,7 +861,7 @@ def test_what_cannot_travel_is_an_error_and_no_hang():
     for items in ([lambda: 1], [1, 2, threading.Lock()]):
         with pytest.raises(ValueError, match="cannot be sent to another process"):
             list(in_order(list, items, num_workers=2, chunk=1))
-    with pytest.raises(ValueError, match="a result can't travel"):
+    with pytest.raises(ValueError, match="a result cannot be sent"):
         list(in_order(lambda part: [lambda: 1], [1], num_workers=2))
 
     class Text(str):
