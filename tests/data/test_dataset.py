@@ -800,7 +800,7 @@ def test_mix_says_what_is_wrong_with_it():
     for how, why in (
         (dict(datasets=[*data.values()]), "must have names"),
         (dict(datasets=data, total=-1), "total = -1"),
-        (dict(datasets=data, weights=dict(a=1)), r"none for \['b'\]"),
+        (dict(datasets=data, weights=dict(a=1)), r"lacks \['b'\]"),
         (dict(datasets=data, weights=[float("nan"), 1]), "must be 0 or more"),
     ):
         with pytest.raises(ValueError, match=why):
