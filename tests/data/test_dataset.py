@@ -800,7 +800,7 @@ def test_mix_says_what_is_wrong_with_it():
     for how, why in (
         (dict(datasets=[*data.values()]), "must have names"),
         (dict(datasets=data, total=-1), "total = -1"),
-        (dict(datasets=data, weights=dict(a=1)), r"none for \['b'\]"),
+        (dict(datasets=data, weights=dict(a=1)), r"lacks \['b'\]"),
         (dict(datasets=data, weights=[float("nan"), 1]), "must be 0 or more"),
     ):
         with pytest.raises(ValueError, match=why):
@@ -861,7 +861,7 @@ def test_what_cannot_travel_is_an_error_and_no_hang():
     for items in ([lambda: 1], [1, 2, threading.Lock()]):
         with pytest.raises(ValueError, match="cannot be sent to another process"):
             list(in_order(list, items, num_workers=2, chunk=1))
-    with pytest.raises(ValueError, match="a result can't travel"):
+    with pytest.raises(ValueError, match="a result cannot be sent"):
         list(in_order(lambda part: [lambda: 1], [1], num_workers=2))
 
     class Text(str):

@@ -325,7 +325,7 @@ WRONG = {
     ),
     "method and data that do not fit": (
         ["train", "--method", "pretrain", "--dataset", "pairs.jsonl", *SMALL[1:]],
-        "say method=sft",
+        "use method=sft",
     ),
     "answers that are missing": (
         ["train", "--method", "sft", "--dataset", "half.jsonl", *SMALL[2:]],

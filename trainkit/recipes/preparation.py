@@ -798,7 +798,7 @@ def prepare_pairs(
             f"data.path = {data.path!r} holds rows of kind {data.kind}, "
             f"and method = '{config.method}' learns from pairs: "
             "columns prompt, chosen and rejected"
-            + "; say method=sft to learn the answers"
+            + "; use method=sft to learn the answers"
             * (data.kind not in ("text", "prompt"))
         )
     seed_everything(config.train.seed)
