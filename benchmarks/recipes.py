@@ -19,7 +19,9 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from importlib.util import find_spec
+from math import ceil, floor, log10
 from pathlib import Path
 from typing import NamedTuple
 
@@ -145,12 +147,12 @@ RECIPES = {
             "optim.learning_rate=5e-4",
             "train.max_steps=60",
         ),
-        "held-out reward accuracy, %",
-        ACCURACY,
+        "held-out reward margin",
+        r"reward margin ([-\d.]+)",
     ),
     "started": Recipe(
         "Fine-tune for a few steps, to begin RL with",
-        sft("sft", "optim.learning_rate=4e-3", "train.max_steps=80"),
+        sft("sft", "optim.learning_rate=4e-3", "train.max_steps=50"),
         "held-out answers right, %",
         RIGHT,
     ),
@@ -302,7 +304,8 @@ def measure(name: str, recipe: Recipe, seed: int, folder: Path) -> dict:
     records = folder / "runs" / run / "metrics.jsonl"
     if "name=" in recipe.command:
         logs = [json.loads(line) for line in records.read_text(encoding="utf-8").splitlines()]
-        losses = [log["loss"] for log in logs if log["event"] == "log"]
+        curve = "reward" if recipe.result == REWARD else "loss"
+        losses = [log[curve] for log in logs if log["event"] == "log"]
         made |= dict(start=losses[0], end=losses[-1])
         samples = [log["samples"] for log in logs if log["event"] == "sample"]
         made |= dict(before=samples[0][0], after=samples[-1][0]) if samples else {}
@@ -317,6 +320,119 @@ def last_lines(printed: str) -> list[str]:
     after = printed.split("After training:")[-1]
     lines = [line.rstrip() for line in after.splitlines() if line.strip()]
     return [line for line in lines if not line.startswith(("Report", "Model   ", "Adapter"))]
+
+
+def between(values: list[float], digits: int = 2) -> str:
+    "The range of the values, rounded outwards to so many significant digits."
+    largest = max(map(abs, values))
+    unit = 10.0 ** (floor(log10(largest)) - digits + 1) if largest else 1.0
+    places = max(0, -floor(log10(unit)))
+    low, high = (f(v / unit) * unit for f, v in ((floor, min(values)), (ceil, max(values))))
+    if len(values) == 1 or low == high:
+        return f"{values[0]:.{places}f}"
+    return f"{low:.{places}f} to {high:.{places}f}"
+
+
+def expected(name: str, recipe: Recipe, runs: list[dict]) -> str:
+    "A row of the table."
+    seconds = between([run["seconds"] for run in runs])
+    memory = f"{max(run['memory'] for run in runs):.1f}"
+    curve = ""
+    if "start" in runs[0]:
+        begin, end = (between([run[key] for run in runs]) for key in ("start", "end"))
+        what = "reward" if recipe.result == REWARD else "loss"
+        curve = f"{what} {begin} → {end}"
+    results = [run["result"] for run in runs if run["result"] is not None]
+    result = f"{recipe.shows}: {between(results, 3)}" if results else ""
+    method = name.removeprefix("real-")
+    return f"| `{method}` | {seconds} | {memory} | {curve} | {result} |"
+
+
+def section(name: str, recipe: Recipe, runs: list[dict]) -> str:
+    "The command of a recipe, and the end of what it prints."
+    note = "<!-- needs minutes -->\n" if name in REAL else ""
+    command = recipe.command.replace("{name}", name)
+    text = f"### {recipe.title}\n\n{note}```{recipe.language}\n{command}\n```\n"
+    if lines := runs[0]["printed"][-6 if name == "pretrain" else -1 :]:
+        wrapped = [part for line in lines for part in textwrap.wrap(line, 110) or [""]]
+        text += "\n```text\n" + "\n".join(wrapped) + "\n```\n"
+    return text
+
+
+def write_page(results: dict):
+    "docs/howto/expected_results.md, from the results."
+    parts = {}
+    for key, recipes in (("small", RECIPES), ("real", REAL)):
+        there = {name: recipe for name, recipe in recipes.items() if name in results}
+        rows = [expected(name, recipe, results[name]) for name, recipe in there.items()]
+        parts[f"{key}_rows"] = "\n".join(rows)
+        sections = [section(name, recipe, results[name]) for name, recipe in there.items()]
+        parts[f"{key}_sections"] = "\n".join(sections)
+    seeds = max(map(len, results.values()))
+    text = TEMPLATE.format(practice=PRACTICE, machine=MACHINE, seeds=seeds, **parts)
+    PAGE.write_text(text, encoding="utf-8")
+
+
+TEMPLATE = """# Every method with its expected result
+
+One command for each method, on the same small files, and what it should give: time, memory, the
+loss at the start and at the end, and the end of what it prints. If your numbers are far from
+these, look for the reason before you train something large.
+
+Measured on {machine}. A range is that over {seeds} seeds; the time is in CPU seconds, start of
+the program included, and memory is the peak of the process. On another processor expect losses
+and results in these ranges or near them, and other times. `python benchmarks/recipes.py`
+measures again and writes this page.
+
+## In a shell
+
+First make [the files to practise with](README.md#Files-to-practise-with): `train.jsonl` and
+`eval.jsonl`. For DPO, KTO and the reward model, these lines make pairs and single answers that
+are good or bad:
+
+```python
+{practice}
+```
+
+{small_sections}
+## What you should see
+
+`loss` is the mean of the first ten steps and of the last ten. Methods with rewards have a loss
+of about 0 however good they are, so the table has the mean reward of their sampled answers
+instead. GRPO and PPO begin with `started`, a model that answers some of the questions: one that
+answers all of them the same way cannot learn from rewards.
+
+| Recipe | CPU seconds | peak GB | first ten steps → last ten | result |
+|---|---:|---:|---|---|
+{small_rows}
+
+## The same with a real model
+
+SmolLM2-135M-Instruct on the same questions, one run each. `--model` is its folder, its `.gguf`
+file or its name on the hub.
+
+| Recipe | CPU seconds | peak GB | first ten steps → last ten | result |
+|---|---:|---:|---|---|
+{real_rows}
+
+{real_sections}
+## If it fails
+
+- **The loss at the start is far higher:** the tokenizer or the chat format is not that of the
+  model.
+- **The loss does not fall:** the learning rates above are for tiny models and few steps. Raise
+  `optim.learning_rate` for a short run, lower it for a long one, and see [the troubleshooting
+  lesson](../../nbs/13_projects/04_troubleshooting.ipynb).
+- **The time is many times as long:** several threads wait for each other on a busy machine; set
+  `OMP_NUM_THREADS=1`.
+- **The memory is far higher:** `trainkit memory predict` shows what a step needs.
+
+## The lessons behind it
+
+[Training methods compared](../../nbs/11_recipes/02_methods.ipynb) ·
+[Recipes: a whole run from one config](../../nbs/11_recipes/01_recipes.ipynb) ·
+[The same numbers on another machine](../../nbs/04_train/08_trainer.ipynb)
+"""
 
 
 if __name__ == "__main__":
@@ -339,5 +455,8 @@ if __name__ == "__main__":
             done = results.get(name, []) if options.folder else []  # Of the same folder
             for seed in range(len(done), seeds):
                 done = [*done, measure(name, recipes[name], seed, folder)]
+            if RESULTS.exists():
+                results = json.loads(RESULTS.read_text(encoding="utf-8"))
             results[name] = done
             RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    write_page(json.loads(RESULTS.read_text(encoding="utf-8")))
