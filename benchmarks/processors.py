@@ -7,7 +7,7 @@ order, so they differ in their last digits; a training amplifies the difference 
 This trains the tour's model, once as this machine does it, once for each kind of processor that
 it can imitate, and with other seeds, which change the first weights and the order of the rows.
 
-    python benchmarks/processors.py [--steps 160] [--seeds 3]
+    python benchmarks/processors.py [--steps 160] [--seeds 3] [--kinds AVX2 SSE]
 
 A kind is a choice of kernels in torch, oneDNN and MKL. Another machine may have none of these
 (ARM has kernels of its own), so a lesson gives a range at least as wide as that over the seeds.
@@ -146,11 +146,11 @@ def compare_lessons(lessons: list[str]):
                     print(f"  {', '.join(kinds)}: {text[max(same, 0) :][:200]}")
 
 
-def compare_runs(steps: int, seeds: int):
+def compare_runs(steps: int, kinds: list[str], seeds: int):
     at = [step for step in (1, 10, 40, 80, 160, 320) if step < steps] + [steps]
     print(f"| run | ids | {' | '.join(f'loss at {s}' for s in at)} | bits per byte | greedy text |")
     print("|---" * (len(at) + 4) + "|")
-    runs = [(kind, 42) for kind in KINDS] + [("this machine", seed) for seed in range(seeds)]
+    runs = [(kind, 42) for kind in kinds] + [("this machine", seed) for seed in range(seeds)]
     for kind, seed in runs:
         found, _ = child(kind, "--steps", steps, "--seed", seed)
         losses = " | ".join(f"{found['losses'][s - 1]:.6f}" for s in at)
@@ -165,6 +165,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=[*KINDS])
     parser.add_argument("--lessons", nargs="+")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=42, help=argparse.SUPPRESS)
@@ -179,4 +180,4 @@ if __name__ == "__main__":
     elif options.lessons:
         compare_lessons(options.lessons)
     else:
-        compare_runs(options.steps, options.seeds)
+        compare_runs(options.steps, options.kinds, options.seeds)
