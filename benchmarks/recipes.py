@@ -89,7 +89,7 @@ RECIPES = {
     ),
     "freeze": Recipe(
         "Fine-tune the last block",
-        sft("freeze", "trainable_layers=1", "optim.learning_rate=4e-3", "train.max_steps=200"),
+        sft("freeze", "sft.trainable_layers=1", "optim.learning_rate=4e-3", "train.max_steps=200"),
         "held-out answers right, %",
         RIGHT,
     ),
@@ -307,8 +307,6 @@ def measure(name: str, recipe: Recipe, seed: int, folder: Path) -> dict:
         curve = "reward" if recipe.result == REWARD else "loss"
         losses = [log[curve] for log in logs if log["event"] == "log"]
         made |= dict(start=losses[0], end=losses[-1])
-        samples = [log["samples"] for log in logs if log["event"] == "sample"]
-        made |= dict(before=samples[0][0], after=samples[-1][0]) if samples else {}
     if first:
         made["printed"] = last_lines(printed)
     print(name, seed, {k: v for k, v in made.items() if k != "printed"}, flush=True)
