@@ -147,16 +147,16 @@ def compare_lessons(lessons: list[str]):
 
 
 def compare_runs(steps: int, kinds: list[str], seeds: int):
-    at = [step for step in (1, 10, 40, 80, 160, 320) if step < steps] + [steps]
+    at = [step for step in (1, 10, 20, 40, 80, 160, 320) if step < steps] + [steps]
     print(f"| run | ids | {' | '.join(f'loss at {s}' for s in at)} | bits per byte | greedy text |")
     print("|---" * (len(at) + 4) + "|")
     runs = [(kind, 42) for kind in kinds] + [("this machine", seed) for seed in range(seeds)]
     for kind, seed in runs:
         found, _ = child(kind, "--steps", steps, "--seed", seed)
-        losses = " | ".join(f"{found['losses'][s - 1]:.6f}" for s in at)
+        losses = " | ".join(f"{found['losses'][s - 1]:.8f}" for s in at)
         name = kind if seed == 42 else f"seed {seed}"
         text = " ".join(found["text"].split())
-        print(f"| {name} | {found['ids']} | {losses} | {found['bits']:.4f} | {text} |", flush=True)
+        print(f"| {name} | {found['ids']} | {losses} | {found['bits']:.6f} | {text} |", flush=True)
 
 
 if __name__ == "__main__":
