@@ -377,9 +377,9 @@ One command for each method, on the same small files, and what it should give: t
 loss at the start and at the end, and the end of what it prints. If your numbers are far from
 these, look for the reason before you train something large.
 
-Measured on {machine}. A range is that over {seeds} seeds; the time is in CPU seconds, start of
-the program included, and memory is the peak of the process. On another processor expect losses
-and results in these ranges or near them, and other times. `python benchmarks/recipes.py`
+Measured on {machine}. A range is that over {seeds} seeds, a single number is one run; the time is in
+CPU seconds, start of the program included, and memory is the peak of the process. On another
+processor expect losses and results near these, and other times. `python benchmarks/recipes.py`
 measures again and writes this page.
 
 ## In a shell
