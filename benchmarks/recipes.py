@@ -325,7 +325,8 @@ def between(values: list[float], digits: int = 2) -> str:
     largest = max(map(abs, values))
     unit = 10.0 ** (floor(log10(largest)) - digits + 1) if largest else 1.0
     places = max(0, -floor(log10(unit)))
-    low, high = (f(v / unit) * unit for f, v in ((floor, min(values)), (ceil, max(values))))
+    low = floor(min(values) / unit + 1e-6) * unit
+    high = ceil(max(values) / unit - 1e-6) * unit
     if len(values) == 1 or low == high:
         return f"{values[0]:.{places}f}"
     return f"{low:.{places}f} to {high:.{places}f}"
@@ -351,7 +352,7 @@ def section(name: str, recipe: Recipe, runs: list[dict]) -> str:
     note = "<!-- needs minutes -->\n" if name in REAL else ""
     command = recipe.command.replace("{name}", name)
     text = f"### {recipe.title}\n\n{note}```{recipe.language}\n{command}\n```\n"
-    if lines := runs[0]["printed"][-6 if name == "pretrain" else -1 :]:
+    if lines := runs[0]["printed"][-{"pretrain": 6, "export": 2}.get(name, 1) :]:
         wrapped = [part for line in lines for part in textwrap.wrap(line, 110) or [""]]
         text += "\n```text\n" + "\n".join(wrapped) + "\n```\n"
     return text
@@ -398,7 +399,8 @@ are good or bad:
 `loss` is the mean of the first ten steps and of the last ten. Methods with rewards have a loss
 of about 0 however good they are, so the table has the mean reward of their sampled answers
 instead. GRPO and PPO begin with `started`, a model that answers some of the questions: one that
-answers all of them the same way cannot learn from rewards.
+answers all of them the same way cannot learn from rewards. There are 13 held-out questions, so
+one answer more or less is 7.7 %, or 0.077 of the reward.
 
 | Recipe | CPU seconds | peak GB | first ten steps → last ten | result |
 |---|---:|---:|---|---|
