@@ -23,7 +23,7 @@ import textwrap
 from importlib.util import find_spec
 from math import ceil, floor, log10
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "recipes.json", ROOT / "docs/howto/expected_results.md"
@@ -300,7 +300,8 @@ def measure(name: str, recipe: Recipe, seed: int, folder: Path) -> dict:
         code = code.replace(HUB_NAME, str(weights))
     printed, seconds, memory = timed(code, recipe.language, folder)
     found = re.search(recipe.result, printed) if recipe.result else None
-    made = dict(seconds=seconds, memory=memory, result=found and float(found[1]))
+    made: dict[str, Any] = dict(seconds=seconds, memory=memory)
+    made["result"] = float(found[1]) if found else None
     records = folder / "runs" / run / "metrics.jsonl"
     if "name=" in recipe.command:
         logs = [json.loads(line) for line in records.read_text(encoding="utf-8").splitlines()]
@@ -378,8 +379,8 @@ One command for each method, on the same small files, and what it should give: t
 loss at the start and at the end, and the end of what it prints. If your numbers are far from
 these, look for the reason before you train something large.
 
-Measured on {machine}. A range is that over {seeds} seeds, a single number is one run; the time is in
-CPU seconds, start of the program included, and memory is the peak of the process. On another
+Measured on {machine}. A range is that over {seeds} seeds, a single number is one run; the time
+is in CPU seconds, start of the program included, and memory is the peak of the process. On another
 processor expect losses and results near these, and other times. `python benchmarks/recipes.py`
 measures again and writes this page.
 
