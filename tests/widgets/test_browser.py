@@ -255,11 +255,21 @@ def test_a_panel_trains_in_a_notebook(browser, lab):
         )
 
     button("Start").wait_for()
-    rate = page.get_by_label("learning_rate")
+    method, rate = page.get_by_label("Method").first, page.get_by_label("learning_rate")
+    method.select_option("LoRA: a small adapter learns your answers, the model stays")
+    visible_fields(page, "Start is off. Start from: Choose a model")
+    assert button("Start").is_disabled() and page.get_by_label("Size of the adapter").count() == 1
+    method.select_option("Pretrain: a model learns to write from plain text")
+    page.get_by_label("Layers of the model").wait_for()
+    rate.fill("50")
+    page.get_by_role("note").filter(has_text="NaN").first.wait_for()
+    assert page.get_by_text("Peak learning rate").is_visible(), "help for the field in focus"
+    assert button("Start").is_enabled()
     rate.fill("fast")
     page.get_by_role("alert").filter(has_text="must be").first.wait_for()
     assert button("Start").is_disabled()
     rate.fill("3e-3")
+    page.get_by_label("Width of the model").fill("32")
     button("Start").click()
     page.locator("text=/step [\\d,]+ of/").first.wait_for()
     chart = page.locator('svg[role=img][aria-label^="Loss"]').first

@@ -13,7 +13,8 @@ from trainkit.config import load_config, to_dict
 from trainkit.widgets.form import Form, read_value
 from trainkit.recipes.config import METHODS, RunConfig
 from trainkit.widgets.panel import as_code
-from trainkit.widgets.panel import HERE, PROCESS, TrainerPanel, visible_fields
+from trainkit.widgets.panel import HERE, PROCESS, TrainerPanel
+from trainkit.widgets.settings import visible_fields
 
 pytest.importorskip("ipywidgets")
 
@@ -214,6 +215,25 @@ def test_the_form_of_every_knob_gives_the_config_back():
             field.changed(path, read_value(field.widget.value, field.knob.type))
     assert not form.problems and to_dict(form.read()) == to_dict(config)
     form.close()
+
+
+def test_the_method_decides_what_is_asked(panel):
+    "Other fields, other presets, and Start says what it waits for."
+    form = panel.form
+    form.field("method").widget.value = "qlora"
+    assert form.first == visible_fields(form.config) and "quant.bits" in form.first
+    assert form.config.optim.learning_rate == 2e-4 and form.preset.value == ""
+    assert form.presets["quick"].method == "qlora"
+    assert panel.start_button.disabled and "Choose a model" in panel.obstacle.value
+    panel.predict()
+    assert "nothing is missing" in panel.memory.value
+    form.field("init_from").widget.value = "somebody/model"
+    assert not panel.start_button.disabled and not panel.obstacle.value
+    form.field("optim.learning_rate").widget.value = "fast"
+    assert panel.start_button.disabled and "Learning rate: " in panel.obstacle.value
+    form.preset.value = "as given"
+    assert form.config.method == "pretrain" and "model.d_model" in form.first
+    assert not panel.start_button.disabled
 
 
 def test_where_it_runs(panel):
