@@ -259,8 +259,16 @@ def test_a_panel_trains_in_a_notebook(browser, lab):
     method.select_option("LoRA: a small adapter learns your answers, the model stays")
     visible_fields(page, "Start is off. Start from: Choose a model")
     assert button("Start").is_disabled() and page.get_by_label("Size of the adapter").count() == 1
+    (folder / "fragen.csv").write_text("Frage,Antwort\nWas ist 1 und 1?,Zwei.\n")
+    press(page, "Look again")
+    page.get_by_label("data.path").locator("option[value*=fragen]").wait_for(state="attached")
+    page.get_by_label("data.path").select_option("fragen.csv, 37 B")
+    page.get_by_label("Question", exact=True).select_option("Frage")
+    page.get_by_label("Answer", exact=True).select_option("Antwort")
+    visible_fields(page, "Start is off. Start from: Choose a model")
     method.select_option("Pretrain: a model learns to write from plain text")
     page.get_by_label("Layers of the model").wait_for()
+    page.get_by_label("data.path").select_option("Python's own library (stdlib)")
     rate.fill("50")
     page.get_by_role("note").filter(has_text="NaN").first.wait_for()
     assert page.get_by_text("Peak learning rate").is_visible(), "help for the field in focus"
@@ -269,7 +277,6 @@ def test_a_panel_trains_in_a_notebook(browser, lab):
     page.get_by_role("alert").filter(has_text="must be").first.wait_for()
     assert button("Start").is_disabled()
     rate.fill("3e-3")
-    page.get_by_label("Width of the model").fill("32")
     button("Start").click()
     page.locator("text=/step [\\d,]+ of/").first.wait_for()
     chart = page.locator('svg[role=img][aria-label^="Loss"]').first

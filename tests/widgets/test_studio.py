@@ -236,6 +236,41 @@ def test_the_method_decides_what_is_asked(panel):
     assert not panel.start_button.disabled
 
 
+def test_nothing_is_typed_that_can_be_picked(panel, tmp_path, monkeypatch):
+    "A run, a file with columns of its own, an upload by either ipywidgets, and Look again."
+    monkeypatch.chdir(tmp_path)
+    form = panel.form
+    form.field("method").widget.value = "lora"
+    model = tmp_path / "runs" / "mine" / "model"
+    model.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (model / name).write_text("{}")
+    (tmp_path / "fragen.csv").write_text("Frage,Antwort\nWas?,Das.\n")
+    start, data = form.field("init_from"), form.field("data.path")
+    form.again.click()
+    start.pick.value = "runs/mine/model"
+    data.pick.value = "fragen.csv"
+    assert panel.start_button.disabled and "choose the question and answer" in panel.obstacle.value
+    for part, column in zip(form.field("data.columns").parts.values(), ("Frage", "Antwort")):
+        part.value = column
+    assert form.read().data.columns == dict(prompt="Frage", completion="Antwort")
+    assert not panel.start_button.disabled and "data.columns" in form.first
+    for value in (
+        [dict(name="new.jsonl", content=memoryview(b"{}"))],
+        {"old.jsonl": dict(content=b"{}", metadata={})},
+    ):
+        data.upload = SimpleNamespace(value=value)
+        data._uploaded(form.guide.uploads["data.path"])
+        assert form.read().data.path.startswith("uploads/")
+    assert form.read().data.path == "uploads/old.jsonl" and form.read().data.columns == {}
+    start.pick.value = ...
+    long = "/somewhere/very/far/away/in/a/folder/with/a/long/name/model"
+    start.widget.value = long
+    assert "There is no …" in panel.obstacle.value and start.widget.layout.display is None
+    form.set(form.config)
+    assert start.pick.options[0] == ("…/in/a/folder/with/a/long/name/model", long)
+
+
 def test_where_it_runs(panel):
     assert panel.place.value == HERE and panel.kill_button.layout.display == "none"
     panel.place.value = PROCESS

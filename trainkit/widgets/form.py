@@ -12,7 +12,7 @@ background, and leaves a static picture for readers without a kernel."""
 
 # %% auto #0
 __all__ = ['STILL', 'Page', 'config_fields', 'nested', 'flatten', 'read_value', 'show_text', 'widgets', 'notebook', 'close_all',
-           'claim_cell', 'Advice', 'Guide', 'short_path', 'Field', 'Form']
+           'claim_cell', 'Advice', 'Guide', 'short_path', 'Field', 'PartsField', 'Form']
 
 # %% ../../nbs/12_widgets/05_form.ipynb #imports-form
 import dataclasses
@@ -53,18 +53,22 @@ _STYLE = """<style>
   width: 100% !important; max-width: 100% !important; text-align: left; overflow: hidden;
   text-overflow: ellipsis; height: 22px; line-height: 22px; margin: 0 }
 .trainkit-knob .widget-dropdown > select { height: 28px }
-.trainkit-knob .widget-checkbox { width: 100%; padding-top: 20px }
+.trainkit-knob .widget-checkbox { width: 100%; height: auto }
 .trainkit-knob .widget-checkbox .widget-label { display: none }
 .trainkit-key { font-size: 11px; opacity: .6; margin-left: 4px }
 .trainkit-help { display: none }
 .trainkit-knob:focus-within .trainkit-help { /* Over what follows, so that nothing moves */
   display: block; position: absolute; z-index: 9; top: 100%; left: 0; width: max-content;
   max-width: min(100%, 420px); padding: 3px 8px; font-size: 12px; line-height: 1.4;
-  white-space: normal; pointer-events: none; border-radius: 3px; color: #fff; background: #24292f }
+  white-space: normal; pointer-events: none; border-radius: 3px; color: #fff; background: #24292f;
+  border: 1px solid rgba(128,128,128,.6) }
 .trainkit-advice {
   display: block; margin: 2px 0 4px; padding-left: 6px; font-size: 12px; line-height: 1.4;
   border-left: 3px solid }
-@container (min-width: 560px) { .trainkit-wide { grid-column: span 2 } }
+@container (min-width: 560px) {
+  .trainkit-wide { grid-column: span 2 }
+  .trainkit-knob .widget-checkbox { padding-top: 20px } /* In line with the fields beside it */
+}
 .trainkit-first { grid-column: 1 / -1 }
 .trainkit-section h4 {
   margin: 6px 0 0; font: 600 13px/1.6 system-ui, sans-serif;
@@ -73,7 +77,7 @@ _STYLE = """<style>
   outline: 2px solid #1f77c9 !important; outline-offset: 1px }
 </style>"""
 _LABEL = (
-    '<span title="{doc}">{words}<span class="trainkit-key">{key}</span>'
+    '<span title="{doc}">{words} <span class="trainkit-key">{key}</span> '
     '<span class="trainkit-help">{doc}</span></span>'
 )
 _SECTION = "<h4>{}</h4>"
@@ -376,6 +380,10 @@ class Guide(NamedTuple):
     wide: Collection[str] = ()  # Knobs whose values are long
     # Knob -> what can be picked, as (text, value); other values can be typed
     choices: Mapping[str, Callable[[Any], Sequence[tuple[str, object]]]] = {}
+    # Knob with a dict -> what its keys can be, for this config; the keys in plain words
+    parts: Mapping[str, tuple[Callable[[Any], Mapping[str, Sequence[str]]], Mapping[str, str]]] = {}
+    # Knob -> gets an uploaded file, its name and its bytes, and returns the value
+    uploads: Mapping[str, Callable[[str, bytes], object]] = {}
     advise: Callable[[Any], Sequence[Advice]] = _no_advice
     # (valid config, knob, its new value) -> the config that follows, or None for no more changes
     follow: Callable[[Any, str, object], Any] = _no_change
@@ -393,6 +401,14 @@ def short_path(
     return f"…{end[end.find('/') :] if '/' in end else end}"
 
 
+def _grid(least: str = "200px") -> Any:
+    "A box whose children stand in columns, at least so wide."
+    W = widgets()
+    columns = f"repeat(auto-fill, minmax(min(100%, {least}), 1fr))"
+    layout = dict(display="grid", grid_template_columns=columns, width="100%", grid_gap="0 16px")
+    return W.Box([], layout=W.Layout(**layout))
+
+
 class Field:
     "A widget for one knob, with advice or the problem of its value below it."
 
@@ -406,6 +422,7 @@ class Field:
         words: Mapping[object, str] | None = None,  # Value -> what is shown instead of it
         # What can be picked, as (text, value); None: the value is typed
         choices: Sequence[tuple[str, object]] | None = None,
+        upload: Callable[[str, bytes], object] | None = None,  # Gets a file, returns the value
     ):
         W = widgets()
         self.path, self.knob, self.changed, self.quiet = path, knob, changed, False
@@ -427,6 +444,10 @@ class Field:
             controls = [self.pick, *controls]
             self.offer(choices)
             self.pick.observe(self._picked, names="value")
+        if upload is not None:
+            self.upload = W.FileUpload(description="Upload", layout=W.Layout(width="130px"))
+            self.upload.observe(lambda change: self._uploaded(upload), names="value")
+            controls.insert(-1, self.upload)
         self.box = W.VBox(controls, layout=W.Layout(min_width="0")).add_class("trainkit-knob")
         self.widget.observe(self._on, names="value")
 
@@ -472,11 +493,21 @@ class Field:
     def _picked(self, change):
         if self.quiet:
             return
-        other = change["new"] is None
+        other = change["new"] is ...
         self.widget.layout.display = None if other else "none"
         if not other:
             self.show(change["new"])
             self.changed(self.path, change["new"])
+
+    def _uploaded(self, save: Callable[[str, bytes], object]):
+        "Take the file of an upload; ipywidgets 7 gives a dict, 8 a tuple."
+        files: Any = self.upload.value
+        if isinstance(files, dict):
+            files = [{"name": name, **file} for name, file in files.items()]
+        if files:
+            value = save(files[-1]["name"], bytes(files[-1]["content"]))
+            self.show(value)
+            self.changed(self.path, value)
 
     def offer(
         self,
@@ -491,14 +522,15 @@ class Field:
         pick: Any = self.pick
         quiet, self.quiet = self.quiet, True
         try:
-            options = [*self.choices, (_OTHER, None)]
+            options = [*self.choices, (_OTHER, ...)]
             listed = value in [v for _, v in self.choices]
             if not listed and not typed:
-                options.insert(0, (short_path(value), value))
+                text = show_text(value)
+                options.insert(0, (short_path(text) if text else "choose …", value))
             if tuple(options) != tuple(pick.options):
                 pick.options = options
-            pick.value = None if typed else value
-            hidden = None if pick.value is None else "none"
+            pick.value = ... if typed else value
+            hidden = None if typed else "none"
             if self.widget.layout.display != hidden:
                 self.widget.layout.display = hidden
         finally:
@@ -516,7 +548,7 @@ class Field:
 
     def lock(self, locked: bool):
         "Disable the field, or enable it again."
-        for widget in (self.widget, self.pick):
+        for widget in (self.widget, self.pick, getattr(self, "upload", None)):
             if widget is not None and widget.disabled != locked:
                 widget.disabled = locked
 
@@ -531,6 +563,66 @@ class Field:
         if self.wrong.value != text:
             self.wrong.value = text
             self.wrong.layout.display = None if problem else "none"
+
+
+class PartsField(Field):
+    "A list for each key of a knob whose value is a dict."
+
+    def __init__(
+        self,
+        path: str,
+        knob: Knob,
+        value: Mapping[str, str],
+        changed: Callable[[str, object], None],
+        label: str,
+        words: Mapping[str, str],  # For the keys
+        options: Mapping[str, Sequence[str]],  # Key -> what it can be
+    ):
+        W = widgets()
+        self.path, self.knob, self.changed, self.quiet = path, knob, changed, False
+        self.words, self.label, self.pick = words, label or path, None
+        self.parts: dict[str, Any] = {}
+        self.widget, self.wrong = _grid(), W.HTML(layout=W.Layout(display="none"))
+        self.box = W.VBox([self.widget, self.wrong]).add_class("trainkit-knob")
+        self.offer_parts(options, value)
+
+    def offer_parts(self, options: Mapping[str, Sequence[str]], value: Mapping[str, str]):
+        "Show a list for each of these keys."
+        W = widgets()
+        for key in options:
+            if key not in self.parts:
+                self.parts[key] = W.Dropdown(description=self.words.get(key, key))
+                self.parts[key].observe(self._on, names="value")
+        self.widget.children = [self.parts[key] for key in options]
+        self.options = options
+        self.show(value)
+
+    def _on(self, change):
+        if not self.quiet:
+            chosen = {key: self.parts[key].value for key in self.options}
+            self.changed(self.path, {key: name for key, name in chosen.items() if name})
+
+    def show(self, value: Any):
+        "Select the parts of a dict without reporting a change."
+        self.quiet = True
+        try:
+            for key, names in self.options.items():
+                options = (("choose …", ""), *((name, name) for name in names))
+                if self.parts[key].options != options:
+                    self.parts[key].options = options
+                self.parts[key].value = value.get(key, "") if value.get(key) in names else ""
+        finally:
+            self.quiet = False
+
+    def lock(self, locked: bool):
+        "Disable the lists, or enable them again."
+        for widget in self.parts.values():
+            widget.disabled = locked
+
+    def close(self):
+        "Close the lists that are not in sight."
+        for widget in self.parts.values():
+            close_all(widget)
 
 
 class Form:
@@ -557,8 +649,7 @@ class Form:
         self.advice: list[Advice] = []
         self.config: Any = config  # The last valid one
         groups = list(dict.fromkeys(path.rpartition(".")[0] for path in self.knobs))
-        self.near, self.first = self._grid("480px"), []
-        self.arrange()
+        self.near, self.first = _grid("480px"), []
         self.preset = W.Dropdown(
             description="Preset",
             layout=W.Layout(width="240px"),
@@ -570,6 +661,13 @@ class Form:
             description="More settings", icon="sliders", layout=W.Layout(width="150px")
         )
         self.more.observe(self._more, names="value")
+        self.again = W.Button(
+            description="Look again",
+            icon="refresh",
+            tooltip="Look again for models and files that can be picked",
+            layout=W.Layout(width="120px", display=None if self.guide.choices else "none"),
+        )
+        self.again.on_click(lambda _: (self.look_again(), self.check(), self.changed(self)))
         self.group = W.Dropdown(
             options=[(g or "run", g) for g in groups],
             description="Group",
@@ -588,7 +686,7 @@ class Form:
         )
         self.load.on_click(lambda _: self._file(self.load_file))
         self.save.on_click(lambda _: self._file(self.save_file))
-        self.rest = self._grid()
+        self.rest = _grid()
         self.status = W.HTML()
 
         def row(*children: "Widget") -> "HBox":
@@ -603,24 +701,12 @@ class Form:
             [
                 W.HTML(_STYLE, layout=W.Layout(display="none")),
                 self.near,
-                row(self.preset, self.more),
+                row(self.preset, self.more, self.again),
                 self.behind,
                 self.status,
             ]
         ).add_class("trainkit-form")
         self.check()
-
-    def _grid(self, least: str = "200px") -> Any:
-        W = widgets()
-        return W.Box(
-            [],
-            layout=W.Layout(
-                display="grid",
-                grid_template_columns=f"repeat(auto-fill, minmax(min(100%, {least}), 1fr))",
-                width="100%",
-                grid_gap="0 16px",
-            ),
-        )
 
     def sections(self) -> dict[str, list[str]]:  # Heading -> knobs
         "The knobs in sight, for the present config."
@@ -637,10 +723,12 @@ class Form:
         for heading, paths in sections.items():
             if heading not in self.parts:
                 title = [W.HTML(_SECTION.format(escape(heading)))] if heading else []
-                grid = self._grid()
+                grid = _grid()
                 section = W.VBox([*title, grid])
                 section.add_class("trainkit-section" if heading else "trainkit-first")
                 self.parts[heading] = section, grid
+            for path in set(paths) & set(self.guide.parts):
+                self._offer_parts(path)
             fields = tuple(self.field(path).box for path in paths)
             if self.parts[heading][1].children != fields:
                 self.parts[heading][1].children = fields
@@ -670,6 +758,15 @@ class Form:
         "The field of a knob, made when it is first asked for."
         if path not in self.knobs:
             raise KeyError(self._unknown(path))
+        if path not in self.fields and path in self.guide.parts:
+            options, words = self.guide.parts[path]
+            value: Any = self.values[path]
+            label = self.guide.labels.get(path, "")
+            knob = self.knobs[path]
+            self.fields[path] = PartsField(
+                path, knob, value, self.change, label, words, options(self.config)
+            )
+            self.fields[path].box.add_class("trainkit-wide")
         if path not in self.fields:
             choices = self.guide.choices.get(path)
             self.fields[path] = Field(
@@ -680,17 +777,23 @@ class Form:
                 self.guide.labels.get(path, ""),
                 self.guide.words.get(path),
                 None if choices is None else choices(self.config),
+                self.guide.uploads.get(path),
             )
             if path in self.guide.wide:
                 self.fields[path].box.add_class("trainkit-wide")
         return self.fields[path]
 
+    def _offer_parts(self, path: str):
+        options, value = self.guide.parts[path][0](self.config), self.values[path]
+        field = self.fields.get(path)
+        if isinstance(field, PartsField) and isinstance(value, dict) and field.options != options:
+            field.offer_parts(options, value)
+
     def look_again(self):
-        "Ask again what can be picked: files may have come."
+        "Ask again what can be picked: files may have come, or the method is another."
         for path, choices in self.guide.choices.items():
             if path in self.fields:
                 self.fields[path].offer(choices(self.config))
-        self.check()
 
     def change(
         self,
@@ -702,8 +805,7 @@ class Form:
         if following is not None:
             return self.set(following)
         self.values[path] = value
-        if not self.check():
-            self.arrange()
+        self.check()
         self.changed(self)
 
     def check(self) -> list[Problem]:
@@ -712,6 +814,8 @@ class Form:
             self.config, self.problems = load_config(self.kind, nested(self.values)), []
         except ConfigError as error:
             self.problems = error.problems
+        else:
+            self.arrange()
         self.advice = [] if self.problems else list(self.guide.advise(self.config))
         below = {a.path: (a.text, a.level) for a in reversed(self.advice)}
         below |= {p.path: (p.remedy, "error") for p in self.problems}
@@ -752,7 +856,7 @@ class Form:
         self.values, self.config = flatten(config), config
         for path, field in self.fields.items():
             field.show(self.values[path])
-        self.arrange()
+        self.look_again()
         if self.locked:
             self.lock(True)
         self.check()
@@ -765,7 +869,7 @@ class Form:
         "Disable the fields, or enable them again."
         for field in self.fields.values():
             field.lock(locked)
-        for widget in (self.preset, self.load):
+        for widget in (self.preset, self.load, self.again):
             if widget.disabled != locked:
                 widget.disabled = locked
         self.locked = locked
@@ -781,6 +885,8 @@ class Form:
     def close(self):
         "Close the form, with the fields of groups that are not in sight."
         for field in self.fields.values():
+            if isinstance(field, PartsField):
+                field.close()
             close_all(field.box)
         for section, _ in self.parts.values():
             close_all(section)
@@ -806,7 +912,9 @@ class Form:
         self.behind.layout.display = None if self.more.value else "none"
         if self.more.value:
             group = [path for path in self.knobs if path.rpartition(".")[0] == self.group.value]
-            self.rest.children = [self.field(p).box for p in group if p not in self.first]
+            elsewhere = {*self.first, *self.guide.parts}
+            self.rest.children = [self.field(p).box for p in group if p not in elsewhere]
             if self.locked:
                 self.lock(True)
-        self.check()
+        if change is not None:
+            self.check()
