@@ -279,9 +279,9 @@ def test_three_steps_tell_how_long_it_takes(monkeypatch):
 
     def first_steps(config):
         assert go.wait(30)
-        return module.Rehearsal(40, 2.0, 10.0)
+        return "The run will take about 1:30."
 
-    monkeypatch.setattr(module, "rehearse", first_steps)
+    monkeypatch.setattr(module, "expect_time", first_steps)
     panel = TrainerPanel(load_config(RunConfig, {}), job=count, key="time", presets={})
     panel.rehearse_button.click()
     assert "being tried" in panel.time.value and not panel.rehearse_soon()
