@@ -452,7 +452,7 @@ DIAGRAMS = {
         [("memory", "12"), ("processes", "13, 14"), ("shell", "15–18")],
     ],
     "12_widgets": [
-        [("form", "5"), ("run", "2, 3"), ("panel", "1, 4"), ("run browser", "15")],
+        [("form", "5, 17"), ("run", "2, 3"), ("panel", "1, 4"), ("run browser", "15")],
         [("explorers", "6–12"), ("chats compared", "13"), ("labels", "14"), ("drawings", "16")],
     ],
     "13_projects": [

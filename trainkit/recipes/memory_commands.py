@@ -46,6 +46,34 @@ class MemoryNeeds:
     note: str = ""  # What the count leaves out
 
 
+def _gguf_shape(
+    file: str,
+) -> "ModelConfig":  # Raises `ValueError` for a model whose tensors are not those of Llama or Qwen
+    "The shape of the model in a GGUF file, from its head alone."
+    from trainkit.model.config import ModelConfig
+    from trainkit.quant.ggml import open_gguf
+
+    facts, tensors = open_gguf(file)
+    family = facts.get("general.architecture", "")
+    if family not in ("llama", "qwen2", "qwen3"):
+        raise ValueError(f"{file}: the shape of a model of kind {family!r} is not read from GGUF")
+    about = {k.removeprefix(f"{family}."): v for k, v in facts.items()}
+    heads, width = about["attention.head_count"], about["embedding_length"]
+    return ModelConfig(
+        vocab_size=tensors["token_embd.weight"].shape[0],
+        d_model=width,
+        n_heads=heads,
+        n_kv_heads=about.get("attention.head_count_kv", heads),
+        head_dim=about.get("attention.key_length", width // heads),
+        n_layers=about["block_count"],
+        d_ff=about["feed_forward_length"],
+        max_seq_len=about["context_length"],
+        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        bias="qkv" if "blk.0.attn_q.bias" in tensors else "none",
+        tie_embeddings="output.weight" not in tensors,
+    )
+
+
 def find_model(
     name: str,  # A model folder, or one of `PRESETS`; empty: the config's own
     config: "RunConfig",
@@ -60,6 +88,8 @@ def find_model(
     if name in PRESETS:
         shape = ModelConfig.preset(name)
         return replace(shape, vocab_size=shape.vocab_size or config.tokenizer.vocab_size)
+    if name.endswith(".gguf") and Path(name).is_file():
+        return _gguf_shape(name)
     if not Path(name).is_dir():
         raise FileNotFoundError(
             f"'{name}' is not a model here: give a folder with a config.json, "

@@ -8,6 +8,7 @@ from . import (
     panel as panel,
     run_browser as run_browser,
     session as session,
+    settings as settings,
     text_explorers as text_explorers,
     training_explorers as training_explorers,
     weight_explorers as weight_explorers,
