@@ -41,7 +41,7 @@ def said(talk):
 
 def test_another_answer_takes_the_place_of_the_last(chat):
     talk = chat(seed=5, system="be kind", temperature=0.5)
-    with pytest.raises(ValueError, match="nothing was answered yet"):
+    with pytest.raises(ValueError, match="there is no answer yet to replace"):
         talk.again()
     assert [*talk.say("a")] == [("model", "1")] and [*talk.say("b")] == [("model", "2")]
     assert [*talk.again()] == [("model", "3")] and said(talk) == ["be kind", "a", "1", "b", "3"]

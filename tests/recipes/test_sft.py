@@ -781,7 +781,7 @@ def test_rows_with_too_few_tokens_are_left_out(least, kept):
     if kept == 4:
         assert drop_short(rows, Letters(), least) is rows
     elif not kept:
-        with pytest.raises(ValueError, match="4 of 4 rows of eval.*min_length = 4.*none is left"):
+        with pytest.raises(ValueError, match="4 of 4 rows of eval.*min_length = 4.*no row is left"):
             drop_short(rows, Letters(), least, "eval")
     else:
         with pytest.warns(UserWarning, match=f"{4 - kept} of 4 rows of train .*= {least} tokens"):

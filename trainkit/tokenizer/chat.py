@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 def is_bpe_tokenizer(
     tokenizer: object,
 ) -> "TypeIs[BPETokenizer]":  # True for a `BPETokenizer`, False for a tokenizer of transformers
-    "Whether a tokenizer is ours."
-    return isinstance(tokenizer, BPETokenizer)
+    "Whether a tokenizer has `token_sizes`, the number of bytes of each token."
+    return hasattr(type(tokenizer), "token_sizes")
 
 
 # tokenizer of transformers -> (its length, its backend without extras)

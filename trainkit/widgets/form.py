@@ -67,7 +67,7 @@ _STYLE = """<style>
   border-left: 3px solid }
 @container (min-width: 560px) {
   .trainkit-wide { grid-column: span 2 }
-  .trainkit-knob .widget-checkbox { padding-top: 20px } /* In line with the fields beside it */
+  .trainkit-knob .widget-checkbox { padding-top: 20px } /* In line with the fields next to it */
 }
 .trainkit-first { grid-column: 1 / -1 }
 .trainkit-section h4 {

@@ -28,7 +28,6 @@ from ..config import ConfigError, load_config
 from ..data.readers import plain_suffix, read_rows
 from ..data.schema import fitting_kinds
 from ..files import show_bytes
-from ..recipes.methods import METHODS
 from .form import Advice, Guide, flatten, nested, short_path
 
 if TYPE_CHECKING:
@@ -357,6 +356,8 @@ def visible_fields(
 # %% ../../nbs/12_widgets/17_settings.ipynb #settings-3
 def _defaults(kind: type, method: str, adapter: bool) -> dict[str, object]:
     "The values of a config about which nothing was said, as dotted names."
+    from trainkit.recipes.methods import METHODS
+
     said: dict[str, object] = {"method": method}
     if METHODS[method].trains == "either":
         said["use_lora"] = adapter
@@ -369,6 +370,8 @@ def switch_method(
     adapter: bool | None = None,  # For methods that can train either; None: as before
 ) -> "RunConfig":
     "The same run with another method; what was set stays, where it means the same there."
+    from trainkit.recipes.methods import METHODS
+
     kind, adapter = type(config), config.adapts if adapter is None else adapter
     old = _defaults(kind, config.method, config.adapts)
     new = _defaults(kind, method, adapter)
@@ -421,7 +424,7 @@ def follow_change(
     value: object,  # Its new value, perhaps a wrong one
 ) -> "RunConfig | None":  # None: nothing else changes
     "The config after a change that changes more than one knob."
-    if path == "method" and value in METHODS and value != config.method:
+    if path == "method" and value in METHODS_IN_WORDS and value != config.method:
         return switch_method(config, str(value))
     if path == "use_lora" and isinstance(value, bool) and config.recipe.trains == "either":
         return switch_method(config, config.method, value)
