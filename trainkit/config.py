@@ -439,7 +439,7 @@ def parse_config(
 def parse_yaml(
     text: str,  # Content of a config.yaml
 ) -> dict[str, Any]:  # Empty when it is no mapping
-    "The config of a run as nested dictionaries, whoever wrote it."
+    "The config of a run as nested dictionaries, from any source."
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where it is
     try:
         depth = 0
