@@ -32,13 +32,13 @@ if find_spec("trainkit") is None:
     if not wheels:
         raise RuntimeError(
             "trainkit is not installed, and no wheel of it was found: run `pip wheel --no-deps "
-            "-w dist .` in a clone, put the file from dist/ beside this notebook (Colab: into "
+            "-w dist .` in a clone, put the file from dist/ next to this notebook (Colab: into "
             "/content or your Drive; Kaggle: into a dataset), and run this cell again."
         )
     folder = os.path.dirname(wheels[0])
     pip = [sys.executable, "-m", "pip", "install", "-q", "--find-links", folder]
     if set(glob.glob(f"{folder}/*.whl")) - set(wheels):
-        pip.append("--no-index")  # What it needs lies beside it: there may be no internet
+        pip.append("--no-index")  # What it needs lies next to it: there may be no internet
     stays = [f"torch=={version('torch')}"] if find_spec("torch") else []  # the build for this GPU
     subprocess.run([*pip, wheels[0], "fastcore>=1.7", *stays], check=True)
     subprocess.run(

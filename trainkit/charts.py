@@ -36,6 +36,7 @@ from .config import nearest
 from .display import PALETTE, Picture, clean, number, visible
 
 if TYPE_CHECKING:
+    from matplotlib import RcParams
     from matplotlib.axes import Axes
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #axes-code
@@ -47,7 +48,7 @@ _SHOWN_BY_NOTEBOOKS = ("inline", "ipympl", "nbagg", "widget")
 
 
 @cache
-def _style() -> Any:
+def _style() -> "RcParams":
     import matplotlib
 
     return matplotlib.rc_params_from_file(_STYLE, use_default_template=False)

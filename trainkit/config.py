@@ -440,7 +440,7 @@ def parse_yaml(
     text: str,  # Content of a config.yaml
 ) -> dict[str, Any]:  # Empty when it is no mapping
     "The config of a run as nested dictionaries, from any source."
-    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where it is
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where it is
     try:
         depth = 0
         # `parse` does not recurse; to load what is nested too deep would end the process

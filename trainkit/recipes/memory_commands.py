@@ -212,7 +212,7 @@ def predict_needs(
     return found
 
 
-def _saves(config: Any) -> bool:
+def _saves(config: "RunConfig") -> bool:
     """Whether steps are taken while a checkpoint is written.
 
     How many steps there are is known only where `max_steps` says it.
@@ -223,7 +223,7 @@ def _saves(config: Any) -> bool:
     return c.max_steps < 1 or c.save_strategy == "epoch" or c.save_steps < c.max_steps
 
 
-def _products_kept(config: Any, count: int) -> int:
+def _products_kept(config: "RunConfig", count: int) -> int:
     """How many matrix products oneDNN keeps code for, from those of a step.
 
     Texts of other lengths ask for others.
@@ -362,7 +362,7 @@ def _config(
     return method_config(Path(file) if file and "=" not in file else None, changes)
 
 
-def _beside_words(found: Any) -> str:
+def _beside_words(found: "MemoryReport") -> str:
     "What a run on a CPU needs besides the tensors of a step, in words."
     from trainkit.files import show_bytes
 

@@ -31,7 +31,7 @@ from ..config import save_config, split_list, to_dict
 from ..display import notice
 
 if TYPE_CHECKING:
-    from ipywidgets import Button, HBox, Widget
+    from ipywidgets import Box, Button, Dropdown, HBox, Widget
 
     from trainkit.widgets.panel import TrainerPanel
 
@@ -374,19 +374,19 @@ class Guide(NamedTuple):
     "How a form presents the knobs of a config class."
 
     # Heading -> the knobs in sight below it, for this config
-    sections: Callable[[Any], Mapping[str, Sequence[str]]] = _no_sections
+    sections: Callable[..., Mapping[str, Sequence[str]]] = _no_sections
     labels: Mapping[str, str] = {}  # Knob -> its name in plain words
     words: Mapping[str, Mapping[object, str]] = {}  # Knob -> a value -> the value in plain words
     wide: Collection[str] = ()  # Knobs whose values are long
     # Knob -> what can be picked, as (text, value); other values can be typed
-    choices: Mapping[str, Callable[[Any], Sequence[tuple[str, object]]]] = {}
+    choices: Mapping[str, Callable[..., Sequence[tuple[str, object]]]] = {}
     # Knob with a dict -> what its keys can be, for this config; the keys in plain words
-    parts: Mapping[str, tuple[Callable[[Any], Mapping[str, Sequence[str]]], Mapping[str, str]]] = {}
+    parts: Mapping[str, tuple[Callable[..., Mapping[str, Sequence[str]]], Mapping[str, str]]] = {}
     # Knob -> gets an uploaded file, its name and its bytes, and returns the value
     uploads: Mapping[str, Callable[[str, bytes], object]] = {}
-    advise: Callable[[Any], Sequence[Advice]] = _no_advice
+    advise: Callable[..., Sequence[Advice]] = _no_advice
     # (valid config, knob, its new value) -> the config that follows, or None for no more changes
-    follow: Callable[[Any, str, object], Any] = _no_change
+    follow: Callable[..., object] = _no_change
 
 
 def short_path(
@@ -401,7 +401,7 @@ def short_path(
     return f"…{end[end.find('/') :] if '/' in end else end}"
 
 
-def _grid(least: str = "200px") -> Any:
+def _grid(least: str = "200px") -> "Box":
     "A box whose children stand in columns, at least so wide."
     W = widgets()
     columns = f"repeat(auto-fill, minmax(min(100%, {least}), 1fr))"
@@ -451,7 +451,7 @@ class Field:
         self.box = W.VBox(controls, layout=W.Layout(min_width="0")).add_class("trainkit-knob")
         self.widget.observe(self._on, names="value")
 
-    def _described(self, W: ModuleType) -> dict[str, Any]:
+    def _described(self, W: ModuleType) -> dict[str, object]:
         "The label of a control; ipywidgets 8 wants to be told that it is HTML."
         html = {"description_allow_html": True} if hasattr(W.Text, "description_allow_html") else {}
         return dict(description=self.label, layout=W.Layout(width="98%"), **html)
@@ -501,7 +501,7 @@ class Field:
 
     def _uploaded(self, save: Callable[[str, bytes], object]):
         "Take the file of an upload; ipywidgets 7 gives a dict, 8 a tuple."
-        files: Any = self.upload.value
+        files = self.upload.value
         if isinstance(files, dict):
             files = [{"name": name, **file} for name, file in files.items()]
         if files:
@@ -536,7 +536,7 @@ class Field:
         finally:
             self.quiet = quiet
 
-    def show(self, value: object):
+    def show(self, value: Any):
         "Put a value into the field without reporting a change."
         self.quiet = True
         try:
@@ -581,7 +581,7 @@ class PartsField(Field):
         W = widgets()
         self.path, self.knob, self.changed, self.quiet = path, knob, changed, False
         self.words, self.label, self.pick = words, label or path, None
-        self.parts: dict[str, Any] = {}
+        self.parts: dict[str, "Dropdown"] = {}
         self.widget, self.wrong = _grid(), W.HTML(layout=W.Layout(display="none"))
         self.box = W.VBox([self.widget, self.wrong]).add_class("trainkit-knob")
         self.offer_parts(options, value)
@@ -632,7 +632,7 @@ class Form:
         self,
         config: object,  # An instance of a config class
         first: Sequence[str] = (),  # Dotted names of the knobs in sight; empty: the first eight
-        presets: Mapping[str, Any] | None = None,  # Name -> a config of the same class
+        presets: Mapping[str, object] | None = None,  # Name -> a config of the same class
         changed: Callable[["Form"], object] | None = None,  # Called after each change
         guide: Guide | None = None,  # Headings, plain words and advice
     ):
@@ -640,10 +640,10 @@ class Form:
         self.kind, self.knobs = type(config), config_fields(config)
         self.changed, self.guide = changed or (lambda form: None), guide or Guide()
         self.fixed = list(first) or [*self.knobs][:8]
-        self.presets: dict[str, Any] = {}
+        self.presets: dict[str, object] = {}
         self.values = flatten(config)
         self.fields: dict[str, Field] = {}
-        self.parts: dict[str, tuple[Any, Any]] = {}  # Heading -> its section, the grid in it
+        self.parts: dict[str, tuple["Widget", "Box"]] = {}  # Heading -> its section, the grid in it
         self.locked = False
         self.problems: list[Problem] = []
         self.advice: list[Advice] = []
@@ -740,7 +740,7 @@ class Form:
 
     def offer_presets(
         self,
-        presets: Mapping[str, Any],  # Name -> a config of the same class
+        presets: Mapping[str, object],  # Name -> a config of the same class
     ) -> None:
         "Replace the presets."
         self.presets = dict(presets)
