@@ -93,7 +93,9 @@ class Tracer:
             self.importing += 1 if event == "call" else -1
         if event != "call" or self.importing or code in self.read:
             return
-        if "/torch/optim/" in code.co_filename and code.co_name == "step":
+        # The schedule has a `step` too, which its constructor calls
+        file = code.co_filename.rpartition("/torch/optim/")[2]
+        if code.co_name == "step" and file not in (code.co_filename, "lr_scheduler.py"):
             raise FirstStep
         name = self.module(code.co_filename)
         if name is None:

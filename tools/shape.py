@@ -26,8 +26,8 @@ LIMITS = {
     "Any": 500,
     "trainer: Any": 0,
     "modules on the road": 24,
-    "returns on the road": 46,
-    "climbs on the road": 2,
+    "returns on the road": 60,
+    "climbs on the road": 3,
 }
 
 
