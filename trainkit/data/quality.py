@@ -731,13 +731,13 @@ _TEXTS: dict[str, tuple[str, str, str, str]] = {
         "error",
         "Keys, tokens or passwords.",
         "The model may reveal them to anyone who asks.",
-        "Revoke them, then drop the rows, or hide the secrets: `mask_personal`.",
+        "Revoke them, then drop the rows, or hide the secrets with `mask_personal`.",
     ),
     "personal": (
         "note",
         "E-mail addresses, phone, card or account numbers.",
         "The model may reveal them to anyone who asks.",
-        "Hide them: `mask_personal`, or drop the rows.",
+        "Hide them with `mask_personal`, or drop the rows.",
     ),
     "loops": (
         "warning",
