@@ -688,7 +688,7 @@ _TEXTS: dict[str, tuple[str, str, str, str]] = {
         "error",
         "UTF-8 that was read in another encoding.",
         "The model learns to write these characters.",
-        "Read the file as UTF-8 again, or undo it: `defects.repair`.",
+        "Read the file as UTF-8 again, or undo it: `repair` in `trainkit.data.text_checks`.",
     ),
     "control": (
         "warning",
@@ -731,13 +731,13 @@ _TEXTS: dict[str, tuple[str, str, str, str]] = {
         "error",
         "Keys, tokens or passwords.",
         "The model may reveal them to anyone who asks.",
-        "Revoke them, then drop the rows, or hide the secrets: `defects.mask`.",
+        "Revoke them, then drop the rows, or hide the secrets with `mask_personal`.",
     ),
     "personal": (
         "note",
         "E-mail addresses, phone, card or account numbers.",
         "The model may reveal them to anyone who asks.",
-        "`defects.mask`, or drop the rows.",
+        "Hide them with `mask_personal`, or drop the rows.",
     ),
     "loops": (
         "warning",
@@ -929,7 +929,7 @@ def check_duplicates(case: Case) -> Iterator[Finding]:
         level(near, 0.02),
         "Rows that are nearly the same as an earlier one.",
         "They count several times; a random split puts them on both sides.",
-        "`duplicates.drop_duplicates` keeps the first of each.",
+        "`drop_duplicates` keeps the first of each.",
     )
     yield from against.finding(
         "contradictions",

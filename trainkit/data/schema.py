@@ -3,7 +3,7 @@
 An example is one entry of a dataset, a plain dict; a *row* is an example as a file contains it, and
 its keys are the *columns*. `KINDS` lists the columns of each kind of example, `example_kind`
 recognizes the kind of a row, and `as_example` checks a row and gives its columns their usual
-names. `to_messages` converts a row that a chat model can be tuned on into a conversation, and
+names. `to_messages` converts a row with a question and its answer into a conversation, and
 `as_messages` checks a conversation and gives its roles and keys their usual names. `map_texts`
 applies a function to the texts of any row."""
 
