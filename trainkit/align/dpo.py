@@ -534,7 +534,7 @@ def _dpo_metrics(
         metrics["kl/exact"] = (exact_kl(log_probs.logits, ref_log_probs.logits).sum(), tokens)
     return metrics
 
-
+# %% ../../nbs/08_align/05_dpo.ipynb #dpo-objective
 def dpo_objective(
     # From `make_reference` or `precompute_reference`; None if the loss needs no reference
     reference: Reference | None = None,

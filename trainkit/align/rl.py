@@ -411,7 +411,7 @@ def _counting(count: Callable[[dict], int]) -> Callable[[dict], dict[str, int]]:
         entropy_loss=_count_tokens(batch),
     )
 
-
+# %% ../../nbs/08_align/11_rl.ipynb #grpo-objective
 def grpo_objective(
     config: RLConfig,
 ) -> Callable:  # (model, batch) -> Loss

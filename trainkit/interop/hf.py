@@ -355,7 +355,7 @@ def _open_generation(
             )
     return config
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #load-pretrained
 def load_pretrained(
     source: str | Path,  # A folder that we or transformers saved, a .gguf file, or a hub name
     # Our `Transformer` and, for byte-level BPE, our tokenizer; False for transformers'

@@ -193,7 +193,7 @@ def _beside(
     more = max(known, start + most - peak) if most is not None else known
     return {"checkpoint": copied, "kernels": count * size, "allocator": more - known}
 
-
+# %% ../../nbs/07_memory/01_memory.ipynb #memory-step
 _HALVES = dict(no=None, bf16=torch.bfloat16, fp16=torch.float16)
 
 
@@ -283,7 +283,7 @@ class _Step:
         storages = [x.untyped_storage() for x in tensors]
         return [*{storage._cdata: storage.nbytes() for storage in storages}.values()]
 
-
+# %% ../../nbs/07_memory/01_memory.ipynb #memory-predict
 def predict_memory(
     # Makes the model as it will be trained: frozen, adapted, quantized, checkpointed
     make_model: Callable[[], nn.Module],

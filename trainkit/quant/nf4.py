@@ -27,7 +27,7 @@ from ..display import plural
 # %% ../../nbs/06_quant/01_nf4.ipynb #bc5f9681
 def normal_codebook() -> Tensor:  # (16,) float32, from -1 to 1
     "NF4: eight normal quantiles above zero and seven below (Dettmers et al. 2023, section 3)."
-    # 1 - (1/30 + 1/32)/2: halfway between the last of 15 and of 16 equal shares
+    # The middle of the last share is 1 - 1/30 for 15 equal shares and 1 - 1/32 for 16; their mean
     outermost = 0.9677083
     quantiles = [
         torch.special.ndtri(torch.linspace(outermost, 0.5, n + 1, device="cpu")[:-1].double())

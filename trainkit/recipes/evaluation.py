@@ -190,8 +190,8 @@ class AnswerEvaluator(TextEvaluator):
         ended = sum(answer.ended for answer in self.after)
         words = [
             f"{words[0]}. Of {len(p.questions)} held-out questions the base "
-            f"model answers {marks['base_exact_match']:.1%} right to the "
-            f"letter, the tuned one {marks['exact_match']:.1%}; "
+            f"model answers {marks['base_exact_match']:.1%} exactly "
+            f"right, the tuned one {marks['exact_match']:.1%}; "
             f"it ended {ended} of its answers by itself"
         ]
         if 2 * ended < len(self.after):

@@ -299,7 +299,7 @@ def make_trainer(
         build_optimizer=offloaded_optimizer if config.train.offload_optimizer else None,
     )
 
-
+# %% ../../nbs/11_recipes/01_recipes.ipynb #run-steps
 def own_metrics(
     inputs: RunInputs,
     compute_metrics: Callable,  # (predictions, references) -> numbers, or a list of them
@@ -477,7 +477,7 @@ def _printer(folder: RunFolder, verbose: bool) -> Callable[..., None]:
 
     return say
 
-
+# %% ../../nbs/11_recipes/01_recipes.ipynb #run-itself
 def run(
     config: RunConfig,
     resume: bool = False,  # Continue in `config.folder` from its last checkpoint, if there is one

@@ -544,7 +544,7 @@ class DPOExplorer(Explorer):
             f"Your pair: the model has moved {self.chosen - self.ref_chosen:+.4g} nats on the "
             f"chosen answer and {self.rejected - self.ref_rejected:+.4g} on the rejected one. "
             f"Δ = {self.delta:.4g}, margin βΔ = {self.beta * self.delta:.4g}; "
-            f"as a reward model it prefers the chosen one with {share:.1%}."
+            f"as a reward model it prefers the chosen one with a probability of {share:.1%}."
         )
         body = _ROWS.format("".join(charts)) + table(rows)
         return Picture(_TEXT.format(clean(summary)) + self._notes([*values["losses"]]) + body)

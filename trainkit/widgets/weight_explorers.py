@@ -262,12 +262,12 @@ class QuantExplorer(Explorer):
         part = ""
         if values["size"] > count:
             part = f" (of its {values['size']:,} weights the first {count:,} are looked at)"
-        where = "In the block below they are"
+        where = "In the block below it is"
         if self.outlier:
-            where = "In the block of the outlier the others are"
+            where = "For the others in the block of the outlier it is"
         return (
             f"{self.layer}{part} as {kind}, {scale}: {one['bits']:.3f} bits a weight, "
-            f"off by {one['relative']:.2%} on the whole. {where} off by {values['block']:.2%}."
+            f"relative error {one['relative']:.2%}. {where} {values['block']:.2%}."
         )
 
 # %% ../../nbs/12_widgets/12_weight_explorers.ipynb #ce48e2d4
