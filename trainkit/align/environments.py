@@ -69,12 +69,14 @@ class GuessNumber(Environment):
         high: int = 63,
         guesses: int = 6,  # The most
         shaping: float = 0.0,  # Reward for knowing the number, paid bit by bit, besides 1 for it
+        remind: bool = False,  # Also say between which numbers it must be
         chat: bool = False,  # Prompts are messages and not a text
     ):
         if high <= low or guesses < 1:
             raise ValueError(f"GuessNumber({low}, {high}, {guesses}): take low < high, guesses > 0")
         self.low, self.high, self.guesses = low, high, guesses
         self.shaping = shaping
+        self.remind = remind
         self.chat = chat
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Any:
@@ -105,6 +107,8 @@ class GuessNumber(Environment):
         if guess == self.number:
             return Step("right", 1.0 + reward, True)
         words = "higher" if guess < self.number else "lower"
+        if self.remind:
+            words += f": {self.first} to {self.last}"
         return Step(words if self.chat else f"\n{words}\n", reward, self.left == 0)
 
     def optimum(self) -> float:
