@@ -23,7 +23,7 @@ from .environments import (
     Environment as Environment,
     FileSearch as FileSearch,
     GuessNumber as GuessNumber,
-    Step as Step,
+    Reply as Reply,
     ToolEnvironment as ToolEnvironment,
     tool_schema as tool_schema,
 )

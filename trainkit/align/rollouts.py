@@ -464,10 +464,10 @@ class Rollouts:
             top_p=c.top_p,
             seed=seed,
         )
-        weights = self._weights_copy(len(rows), self.policy)
         # On a CPU memory is cheap, and plain layers are faster to read
         cpu = next(self.policy.parameters()).device.type == "cpu"
         with merged_lora(self.policy) if cpu else nullcontext():
+            weights = self._weights_copy(len(rows), self.policy)
             if self.environment is not None:
                 # All answers to a prompt are given in the same episode
                 return play_episodes(
