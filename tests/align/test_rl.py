@@ -317,13 +317,13 @@ def test_an_adapter_answers_folded_in(monkeypatch):
         [[1, 2, 3], [4, 5], [6]],
     )
     plain = generate(model, [p for p in prompts for _ in range(4)], 40, eos_token_id=(), seed=5)
-    asked, calls = generate, []
+    asked, calls = rollouts.sample_answers, []
 
-    def listen(policy, *args, **more):
-        calls.append((rollouts.unsupported_reason(policy.eval()), more["weights"]))
-        return asked(policy, *args, **more)
+    def listen(policy, prompts, budgets, sampling, eos, weights):
+        calls.append((rollouts.unsupported_reason(policy.eval()), weights))
+        return asked(policy, prompts, budgets, sampling, eos, weights)
 
-    monkeypatch.setattr(rollouts, "generate", listen)
+    monkeypatch.setattr(rollouts, "sample_answers", listen)
     batch_source = Rollouts(
         model.train(),
         None,

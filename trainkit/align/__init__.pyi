@@ -1,5 +1,7 @@
 from . import (
     dpo as dpo,
+    environments as environments,
+    episodes as episodes,
     game as game,
     kto as kto,
     logprobs as logprobs,
@@ -15,6 +17,20 @@ from .dpo import (
     DPOConfig as DPOConfig,
     dpo_objective as dpo_objective,
     preference_loss as preference_loss,
+)
+from .environments import (
+    Calculator as Calculator,
+    Environment as Environment,
+    FileSearch as FileSearch,
+    GuessNumber as GuessNumber,
+    Reply as Reply,
+    ToolEnvironment as ToolEnvironment,
+    tool_schema as tool_schema,
+)
+from .episodes import (
+    Episode as Episode,
+    pack_episodes as pack_episodes,
+    play_episodes as play_episodes,
 )
 from .game import TokenGame as TokenGame
 from .kto import (

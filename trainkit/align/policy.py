@@ -130,11 +130,20 @@ def _is_plain(model: nn.Module, head: nn.Module | None) -> bool:
     )
 
 
+def _keep_only(logits: Tensor, kept: Tensor | None) -> Tensor:  # (N, V), (N, bytes)
+    "Logits without the tokens that could not be drawn, whose bits are 0."
+    if kept is None:
+        return logits
+    places = torch.arange(7, -1, -1, device=kept.device, dtype=torch.uint8)
+    bits = (kept[..., None] >> places & 1).flatten(1)[:, : logits.shape[-1]]
+    return logits.masked_fill(bits == 0, -torch.inf)
+
+
 def token_scores(
     # Ours, one of transformers', an `ActorCritic`, or any that maps ids (B, T) to logits (B, T, V)
     model: nn.Module,
-    # `input_ids` and `labels` (B, T), -100 outside the answers; perhaps `attention_mask` and
-    # `position_ids`
+    # `input_ids` and `labels` (B, T), -100 outside the answers; perhaps `attention_mask`,
+    # `position_ids`, and `kept` (B, T, bytes): the tokens from which each one was drawn, as bits
     batch: dict,
     temperature: float = 1.0,  # With which the tokens were drawn
     learn_entropy: bool = False,  # Keep the gradient of the entropy, too
@@ -150,7 +159,8 @@ def token_scores(
     if hasattr(inner, "get_output_embeddings"):
         head = inner.get_output_embeddings()  # type: ignore
     learn = torch.is_grad_enabled()
-    plain = _is_plain(inner, head) and not (learn_entropy and learn)
+    kept = batch.get("kept")
+    plain = _is_plain(inner, head) and not (learn_entropy and learn) and kept is None
 
     def pick(layer: nn.Module, args: tuple) -> tuple:
         states.append(args[0][before])  # (B, T, d) -> (N, d)
@@ -172,6 +182,7 @@ def token_scores(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays as it is
     if temperature != 1:
         logits = logits / temperature
+    logits = _keep_only(logits, None if kept is None else kept[mask])
     if plain:
         assert head is not None
         args = states[0], head.weight, ids, temperature, learn

@@ -87,8 +87,9 @@ def discount(
     out = torch.zeros_like(rewards)
     later = torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
-        later = (rewards[:, t] + gamma * later) * mask[:, t]
-        out[:, t] = later
+        here = (rewards[:, t] + gamma * later) * mask[:, t]
+        out[:, t] = here
+        later = here.where(mask[:, t] > 0, later)  # Nothing happens between two answers
     return out
 
 # %% ../../nbs/08_align/10_advantages.ipynb #af9ece6b
@@ -106,8 +107,11 @@ def gae(
     later = torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + gamma * after - values[:, t]
-        later = (delta + gamma * lam * later) * mask[:, t]
-        out[:, t], after = later, values[:, t]
+        here = (delta + gamma * lam * later) * mask[:, t]
+        out[:, t] = here
+        # Between two answers of an episode nothing happens
+        later = here.where(mask[:, t] > 0, later)
+        after = values[:, t].where(mask[:, t] > 0, after)
     return out, out + values
 
 # %% ../../nbs/08_align/10_advantages.ipynb #17262c01
@@ -164,6 +168,7 @@ READ_BY: dict[str, frozenset[str]] = {  # Knob -> the methods that read it; the 
     "loss_type": frozenset({"grpo"}),
     "importance_sampling_level": frozenset({"grpo"}),
     "scale_rewards": frozenset({"grpo"}),
+    "dynamic_sampling": frozenset("grpo rloo".split()),  # The others compare no group
     "gamma": frozenset({"ppo"}),
     "lam": frozenset({"ppo"}),
     "vf_coef": frozenset({"ppo"}),
@@ -229,8 +234,9 @@ class RLConfig:
     loss_type: str = knob(
         "grpo",
         "Mean over tokens, then answers (grpo), over all tokens (dapo), or over the longest length "
-        "(dr_grpo)",
-        choices=("grpo", "dapo", "dr_grpo"),
+        "(dr_grpo); cispo, also over all tokens, limits the weight of a token instead of clipping "
+        "it, so that every token has a gradient (take epsilon_high = 5)",
+        choices=("grpo", "dapo", "dr_grpo", "cispo"),
     )
     importance_sampling_level: str = knob(
         "token",
@@ -241,6 +247,35 @@ class RLConfig:
         "group",
         "What grpo divides by: the spread of the 'group', of the 'batch', or nothing ('none')",
         choices=("group", "batch", "none"),
+    )
+    old_log_probs: str = knob(
+        "trainer",
+        "Log-probabilities of the answers before an update: computed by the trainer's forward "
+        "pass, or as the sampler recorded them, which saves that pass",
+        choices=("trainer", "sampler"),
+    )
+    sampler_weights: str = knob(
+        "",
+        "Write the answers with a copy of the weights in int8 or bfloat16, which a CPU reads "
+        "faster; importance_sampling_cap corrects for the difference",
+        choices=("", "bfloat16", "int8"),
+    )
+    importance_sampling_cap: float = knob(
+        2.0,
+        "With sampler_weights: the largest weight of a token whose probability in training differs "
+        "from that at sampling (Yao et al. 2025)",
+        low=0.0,
+        aliases=("vllm_importance_sampling_cap",),
+    )
+    dynamic_sampling: int = knob(
+        0,
+        "How often prompts whose answers all have the same reward are replaced by others "
+        "(Yu et al. 2025); 0: never",
+        low=0,
+    )
+    max_turns: int = knob(8, "In an environment: answers of an episode, at most", low=1)
+    mask_truncated_completions: bool = knob(
+        False, "Learn nothing from answers and episodes that were cut off before their end"
     )
     rewards: list[str] = knob(
         [],
@@ -296,6 +331,11 @@ class RLConfig:
             return Problem(name, getattr(self, name), f"has no effect {why}")
 
         problems = []
+        if changed("importance_sampling_cap") and not self.sampler_weights:
+            problems.append(ignored("importance_sampling_cap", "without sampler_weights"))
+        if self.sampler_weights and self.old_log_probs == "sampler":
+            why = "must be trainer where sampler_weights are others than those that are trained"
+            problems.append(Problem("old_log_probs", "sampler", why))
         for name, users in READ_BY.items():
             if changed(name) and self.method not in users:
                 verb = "reads" if len(users) == 1 else "read"
@@ -345,6 +385,7 @@ def _averaging(
             _count_answers,
         ),
         "dapo": (_masked_sum, _count_tokens),
+        "cispo": (_masked_sum, _count_tokens),
         "dr_grpo": (lambda x, mask: (x * mask).sum() / longest, _count_answers),
     }[config.loss_type]
 
@@ -354,7 +395,7 @@ def _reward_metrics(batch: dict) -> _Metrics:
     return {
         name: (x.nan_to_num().sum(), (~x.isnan()).sum())
         for name, x in batch.items()
-        if name.startswith(("reward", "frac_", "ended"))
+        if name.startswith(("reward", "frac_", "ended", "turns", "truncated"))
     }
 
 
@@ -412,6 +453,17 @@ def _counting(count: Callable[[dict], int]) -> Callable[[dict], dict[str, int]]:
     )
 
 # %% ../../nbs/08_align/11_rl.ipynb #grpo-objective
+def _sampler_weight(batch: dict, config: RLConfig) -> Tensor | float:  # (B, T), or 1
+    "Probability before the update over probability at sampling, cut off above a cap."
+    if not config.sampler_weights:
+        return 1.0
+    return (
+        (batch["old_log_probs"] - batch["sampling_log_probs"])
+        .exp()
+        .clamp(max=config.importance_sampling_cap)
+    )
+
+
 def grpo_objective(
     config: RLConfig,
 ) -> Callable:  # (model, batch) -> Loss
@@ -430,9 +482,14 @@ def grpo_objective(
         weight = log_ratio
         if config.importance_sampling_level == "sequence":
             weight = (log_ratio.sum(1) / mask.sum(1).clamp(min=1))[:, None].expand_as(mask)
-        losses = clipped_surrogate(
-            weight, batch["advantages"][:, None], config.epsilon, config.epsilon_high
-        )
+        advantages = batch["advantages"][:, None]
+        if config.loss_type == "cispo":
+            high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+            ratio = weight.detach().exp().clamp(max=high)
+            losses = -ratio * advantages * scores.log_probs
+        else:
+            losses = clipped_surrogate(weight, advantages, config.epsilon, config.epsilon_high)
+        losses = losses * _sampler_weight(batch, config)
         terms: dict[str, _Term] = {"policy_loss": (add(losses, mask), n, 1.0)}
         _kl_penalty(terms, batch, scores, weight, config, add, n)
         return Loss(terms, _metrics(batch, scores, weight * mask, config))
@@ -450,7 +507,9 @@ def reinforce_objective(
         batch = to_model_device(model, batch)
         scores = token_scores(model, batch, config.temperature, config.entropy_coef > 0)
         log_ratio = scores.log_probs - batch.get("old_log_probs", scores.log_probs.detach())
-        n, losses = len(batch["labels"]), -(batch["advantages"] * scores.log_probs.sum(1))
+        n = len(batch["labels"])
+        weighted = scores.log_probs * _sampler_weight(batch, config)
+        losses = -(batch["advantages"] * weighted.sum(1))
         terms: dict[str, _Term] = {"policy_loss": (losses.sum(), n, 1.0)}
         _kl_penalty(terms, batch, scores, log_ratio, config, _masked_sum, n)
         return Loss(terms, _metrics(batch, scores, log_ratio.detach(), config))
@@ -473,6 +532,9 @@ def rloo_objective(
         losses = clipped_surrogate(
             log_ratio, batch["advantages"], config.epsilon, config.epsilon_high
         )
+        if config.sampler_weights:  # Answers are clipped as a whole, so weighted as a whole
+            gap = (batch["old_log_probs"] - batch["sampling_log_probs"]).sum(1)
+            losses = losses * gap.exp().clamp(max=config.importance_sampling_cap)
         terms: dict[str, _Term] = {"policy_loss": (losses.sum(), n, 1.0)}
         _kl_penalty(terms, batch, scores, tokens, config, _masked_sum, n)
         return Loss(terms, _metrics(batch, scores, log_ratio.detach()[:, None] * mask, config))
@@ -501,6 +563,7 @@ def ppo_objective(
         losses = clipped_surrogate(
             log_ratio, batch["advantages"], config.epsilon, config.epsilon_high
         )
+        losses = losses * _sampler_weight(batch, config)
         error = clipped_value_loss(
             scores.values, batch["values"], batch["returns"], config.cliprange_value
         )

@@ -190,10 +190,15 @@ def choose(
     u: Tensor,  # (B,), uniform in (0, 1]
     processors: Sequence[Processor] = (),  # As in `adjust`
     forbidden: Sequence[int] = (),
+    # Called with the logits (B, V) from which the ids (B,) are drawn, and with these ids
+    watch: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Tensor:  # (B,) ids
     "Choose the next token of every row."
     logits = adjust(logits, ids, config, processors, forbidden)
-    return logits.argmax(-1) if config.temperature == 0 else draw(logits, u)
+    chosen = logits.argmax(-1) if config.temperature == 0 else draw(logits, u)
+    if watch is not None:
+        watch(logits, chosen)
+    return chosen
 
 # %% ../../nbs/03_model/10_generation.ipynb #7cf724b0
 class Tokenizer(Protocol):
@@ -393,6 +398,7 @@ def decode_rows(
     fast: bool = True,  # Use a `DecodePlan` if the model supports it
     weights: str | None = None,  # The plan's copy of the weights, one of `PRODUCTS`
     backend: str | None = None,  # For a compiled step, from `find_backend`
+    watch: Callable[[Tensor, Tensor], None] | None = None,  # As in `choose`
 ) -> Iterator[tuple[Tensor, Tensor]]:  # (B,) ids; (B,) bool, rows not yet ended: set False to stop
     "Continue all rows by one token per step, until all have ended or the context is full."
     device = next(model.parameters()).device
@@ -440,7 +446,7 @@ def decode_rows(
             start = end if config.use_cache else 0
             forbidden = eos if end - width < config.min_new_tokens else ()
             ids[:, end] = choose(
-                logits.float(), ids[:, :end], config, u[end - width], processors, forbidden
+                logits.float(), ids[:, :end], config, u[end - width], processors, forbidden, watch
             )
             yield ids[:, end], alive
             if eos:

@@ -1,0 +1,310 @@
+"""Episodes: environments, tools, log-probabilities at sampling, and training on several turns."""
+
+import random
+
+import pytest
+import torch
+
+from trainkit import BPETokenizer, ModelConfig, RLConfig, Rollouts, SamplingConfig, Transformer
+from trainkit import rl_objective
+from trainkit.align import ActorCritic, Calculator, Environment, GuessNumber, Reply
+from trainkit.align import pack_episodes, play_episodes, token_scores
+from trainkit.align.environments import call_tool, parse_tool_calls
+from trainkit.align.episodes import Episode, continuation_ids, sample_answers
+from trainkit.align.rl import discount, gae
+from trainkit.tokenizer.chat import render, set_template
+from trainkit.tokenizer.chat_template import TEMPLATES
+
+
+class Echo(Environment):
+    "Ids, no tokenizer: pays 1 for each 3 in an answer, for `turns` answers."
+
+    eos_token_id = 7
+
+    def __init__(self, turns=3):
+        self.turns = turns
+
+    def reset(self, row, seed):
+        self.left = self.turns
+        self.word = random.Random(seed).randint(8, 11)
+        return [row.get("first", 1), self.word]
+
+    def step(self, answer):
+        assert 7 not in answer
+        self.left -= 1
+        return Reply([2, self.word], float(answer.count(3)), self.left == 0)
+
+
+def tiny(seed=0, vocab=12, length=48):
+    torch.manual_seed(seed)
+    return Transformer(
+        ModelConfig(
+            vocab_size=vocab, d_model=32, n_heads=4, n_layers=2, d_ff=64, max_seq_len=length
+        )
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    words = ["Guess my number, 1 to 9, in 3 guesses. higher lower user assistant 4 5 6 7 8 " * 9]
+    tok = BPETokenizer.train(words, 290, special_tokens=["<|im_end|>", "<|im_start|>"])
+    tok.chat_template = TEMPLATES["chatml"].jinja
+    return tok
+
+
+def written(batch, row):
+    labels = batch["labels"][row]
+    return labels[labels != -100].tolist()
+
+
+@pytest.mark.parametrize("knobs", [{}, dict(top_k=4), dict(top_p=0.6), dict(temperature=0.7)])
+def test_log_probs_of_the_sampler_are_those_of_the_trainer(knobs):
+    model, games = tiny(), [Echo() for _ in range(24)]
+    sampling = SamplingConfig(max_new_tokens=30, seed=1, **knobs)
+    episodes = play_episodes(model, None, games, [{}] * 24, range(24), sampling)
+    batch = pack_episodes(episodes)
+    scores = token_scores(model, batch, knobs.get("temperature", 1.0))
+    assert (scores.log_probs - batch["sampling_log_probs"]).abs().max() < 1e-5
+    assert ("kept" in batch) == bool({"top_k", "top_p"} & {*knobs})
+    for row, episode in enumerate(episodes):
+        ids = [i for i, own in zip(episode.ids, episode.written, strict=True) if own]
+        assert written(batch, row) == ids
+        place = len(episode.prompt) + len(episode.ids)
+        assert batch["input_ids"][row, :place].tolist() == episode.prompt + episode.ids
+        turns = sum(i == 7 for i in ids)
+        # The last answer of a cut-off episode may have ended, with no room for another
+        assert episode.turns - turns in ((0, 1) if episode.truncated else (0,))
+        assert episode.reward == sum(i == 3 for i in ids[: _last_end(ids)])
+
+
+def _last_end(ids):
+    "Where the last finished answer ends: a cut-off one is paid nothing."
+    return max((n + 1 for n, i in enumerate(ids) if i == 7), default=0)
+
+
+def test_a_short_context_is_not_cut_where_a_long_one_is():
+    model = tiny(length=24)
+    contexts = [[1] * 20, [1, 2]]
+    answers = sample_answers(model, contexts, [4, 20], SamplingConfig(seed=0))
+    assert [len(a.ids) for a in answers] == [4, 20]
+    row = contexts[1] + answers[1].ids
+    batch = dict(input_ids=torch.tensor([row]), labels=torch.tensor([[-100] * 2 + row[2:]]))
+    again = token_scores(model, batch).log_probs[0, 2:]
+    assert (again - torch.tensor(answers[1].log_probs)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES])
+def test_an_episode_reads_as_its_template_writes_it(name):
+    "Prompt + answer + continuation = the whole chat, rendered at once."
+    tok = BPETokenizer.train(["higher lower guess user assistant model " * 9], 275)
+    set_template(tok, name, None)
+    question, reply = dict(role="user", content="guess"), dict(role="assistant", content="lower")
+    observed = dict(role="user", content="higher")
+    prompt = render([question], tok, add_generation_prompt=True)[0]
+    ids, learned = render([question, reply], tok)
+    answer = [token for token, mark in zip(ids, learned, strict=True) if mark]
+    assert answer[-1] == tok.eos_token_id
+    whole = render([question, reply, observed], tok, add_generation_prompt=True)[0]
+    assert prompt + answer + continuation_ids([observed], tok) == whole
+
+
+def test_tools_answer_in_the_episode(tokenizer):
+    game = Calculator()
+    prompt = game.reset({}, 1)
+    question = prompt[0]["content"].removeprefix("What is ").rstrip("?")
+    call = f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{question}"}}}}'
+    step = game.step(call + "</tool_call>")
+    assert (step.reward, step.done) == (0.0, False)
+    [message] = step.observation
+    assert message["role"] == "tool" and int(message["content"]) == eval(question)
+    ids = continuation_ids(step.observation, tokenizer)
+    assert message["content"] in tokenizer.decode(ids)
+    assert game.step(f"That is {message['content']}.") == Reply([], 1.0, True)
+    wrong = game.step("<tool_call>calculate(1)</tool_call>")
+    assert "is not JSON" in wrong.observation[0]["content"] and not wrong.done
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "expression: Missing required argument"),
+        (dict(expression=3), "expression: Input should be a valid string"),
+        (dict(expression="1", more=2), "more: Unexpected keyword argument"),
+        (dict(expression="1 +"), "SyntaxError"),
+        (dict(expression="2 ** 9"), "whole number"),
+        (dict(expression="1 // 0"), "ZeroDivisionError"),
+        ([1], "must be an object"),
+    ],
+)
+def test_a_wrong_call_becomes_a_message(arguments, message):
+    result = call_tool(Calculator.tools, "calculate", arguments)
+    assert result.startswith("error: ") and message in result
+
+
+def test_calls_are_read_from_an_answer():
+    two = (
+        'So: <tool_call>{"name": "a"}</tool_call>\n<tool_call>{"name": "b", "arguments": {"x": 1}}'
+    )
+    calls, words = parse_tool_calls(two)
+    assert calls == [dict(name="a", arguments={}), dict(name="b", arguments=dict(x=1))]
+    assert words == "So:"
+    with pytest.raises(ValueError, match="a call is"):
+        parse_tool_calls("<tool_call>[1]</tool_call>")
+
+
+@pytest.mark.parametrize("answer", ["", "x", "0", "99", "١", "1 2", "\x1e4\x00", "9" * 30])
+def test_guesses_that_are_no_numbers_end_the_game(answer):
+    game = GuessNumber(1, 9, 3)
+    game.reset(dict(number=5), 0)
+    assert game.step(answer) == Reply("not a number in the range", 0.0, True)
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo", "reinforce", "ppo"])
+def test_every_method_learns_from_episodes(method):
+    base = tiny()
+    model = ActorCritic(base) if method == "ppo" else base
+    sizes = dict(num_prompts=4, num_generations=4, max_completion_length=30, max_turns=3)
+    config = RLConfig(method, **sizes)
+    rollouts = Rollouts(model, None, [dict(first=1)] * 8, config=config, environment=Echo)
+    batch = rollouts.collect([0, 1, 2, 3], 5)
+    assert rollouts.samples[0]["reward"] == batch["reward"][0]
+    loss = rl_objective(config)(model, batch)
+    assert loss.metrics["turns"][0] / loss.metrics["turns"][1] <= 3
+    ratio, tokens = loss.metrics["ratio"]
+    assert abs(ratio / tokens - 1) < 1e-5
+    total = sum(weight * term / max(1, count) for term, count, weight in loss.terms.values())
+    total.backward()
+    assert sum(p.grad.abs().sum() for p in model.parameters() if p.grad is not None) > 0
+    again = Rollouts(model, None, [dict(first=1)] * 8, config=config, environment=Echo)
+    for name, column in again.collect([0, 1, 2, 3], 5).items():
+        assert torch.equal(column, batch[name]), name
+
+
+def test_episodes_of_a_group_are_the_same_game():
+    seen = []
+
+    class Noted(Echo):
+        def reset(self, row, seed):
+            seen.append(seed)
+            return super().reset(row, seed)
+
+    config = RLConfig(num_prompts=2, num_generations=3, max_completion_length=20)
+    rollouts = Rollouts(tiny(), None, [{}, {}], config=config, environment=Noted)
+    seen.clear()
+    rollouts.collect([0, 1], 9)
+    assert len({*seen[:3]}) == len({*seen[3:]}) == 1 and seen[0] != seen[3]
+
+
+def test_ppo_pays_each_answer_where_it_ends():
+    "Rewards of a step belong to its answer, and credit crosses what the environment wrote."
+    rewards = torch.tensor([[0.0, 0, 1, 0, 0, 0, 2]])
+    mask = torch.tensor([[0.0, 1, 1, 0, 0, 1, 1]])
+    values = torch.zeros_like(rewards)
+    returns = discount(rewards, mask, 1.0)
+    assert returns.tolist() == [[0, 3, 3, 0, 0, 2, 2]]
+    advantages, targets = gae(rewards, values, mask, 1.0, 1.0)
+    assert torch.equal(advantages, returns) and torch.equal(targets, returns)
+
+
+def test_dynamic_sampling_replaces_prompts_that_teach_nothing():
+    def equal_for_even(prompts, completion_ids, **columns):
+        return [
+            0.0 if p[0] % 2 == 0 else float(n)
+            for n, (p, _) in enumerate(zip(prompts, completion_ids, strict=True))
+        ]
+
+    prompts = [[n, 5] for n in range(8)]
+    sizes = dict(num_prompts=4, num_generations=2, max_completion_length=3)
+    plain = Rollouts(tiny(), None, prompts, equal_for_even, RLConfig(**sizes))
+    assert plain.collect([0, 2, 4, 1], 3)["frac_reward_zero_std"].mean() == 0.75
+    config = RLConfig(**sizes, dynamic_sampling=4)
+    batch = Rollouts(tiny(), None, prompts, equal_for_even, config).collect([0, 2, 4, 1], 3)
+    assert batch["frac_reward_zero_std"].sum() == 0
+    assert {*batch["input_ids"][:, 0].tolist()} == {1, 3, 5, 7}
+    # Where there is nothing else, the prompts stay
+    few = Rollouts(tiny(), None, prompts[:3:2], equal_for_even, config)
+    assert few.collect([0, 1], 3)["frac_reward_zero_std"].sum() == 4
+
+
+def test_cispo_limits_the_weight_and_keeps_the_gradient():
+    "TRL's formula: the ratio is cut off and not differentiated, each token has its gradient."
+    config = RLConfig(loss_type="cispo", epsilon_high=1.5, max_completion_length=4)
+    model = tiny()
+    batch = dict(
+        input_ids=torch.tensor([[1, 2, 3, 4], [1, 5, 6, 8]]),
+        labels=torch.tensor([[-100, 2, 3, 4], [-100, 5, 6, -100]]),
+        advantages=torch.tensor([1.0, -2.0]),
+    )
+    now = token_scores(model, batch).log_probs
+    shift = torch.tensor([[0, 1.0, -1.0, 0.1], [0, 2.0, 0.2, 0]])
+    batch["old_log_probs"] = (now - shift).detach()
+    (total, count, weight) = rl_objective(config)(model, batch).terms["policy_loss"]
+    mask = batch["labels"] != -100
+    expected = -(shift.exp().clamp(max=1.5) * batch["advantages"][:, None] * now)[mask].sum()
+    assert (count, weight) == (5, 1.0)
+    assert torch.allclose(total, expected, atol=1e-5)
+    [got] = torch.autograd.grad(total, [model.get_output_embeddings().weight], retain_graph=True)
+    [want] = torch.autograd.grad(expected, [model.get_output_embeddings().weight])
+    assert torch.allclose(got, want, atol=1e-5)
+
+
+def test_a_coarser_sampler_is_corrected_for():
+    sizes = dict(num_prompts=2, num_generations=4, max_completion_length=12)
+    prompts = [[1, 2], [3, 4]]
+
+    def reward(completion_ids, **columns):
+        return [float(len({*ids})) for ids in completion_ids]
+
+    model = tiny(vocab=64)
+    plain = Rollouts(model, None, prompts, reward, RLConfig(**sizes)).collect([0, 1], 1)
+    assert "sampling_log_probs" not in plain and "old_log_probs" not in plain
+    config = RLConfig(**sizes, sampler_weights="bfloat16")
+    batch = Rollouts(model, None, prompts, reward, config).collect([0, 1], 1)
+    gap = (batch["old_log_probs"] - batch["sampling_log_probs"]).abs().max()
+    assert 0 < gap < 0.1
+    weights = (batch["old_log_probs"] - batch["sampling_log_probs"]).exp()
+    batch["sampling_log_probs"] -= 3  # Much likelier in training: the cap holds
+    loss, count, _ = rl_objective(config)(model, batch).terms["policy_loss"]
+    without = {k: v for k, v in batch.items() if k != "sampling_log_probs"}
+    base, _, _ = rl_objective(RLConfig(**sizes))(model, without).terms["policy_loss"]
+    assert torch.allclose(loss, 2 * base, atol=1e-5) and count == 8
+    assert weights.max() < 1.1
+
+
+def test_recorded_log_probs_save_a_pass_and_are_close():
+    sizes = dict(num_prompts=2, num_generations=4, max_completion_length=12, num_iterations=2)
+    prompts = [[1, 2], [3, 4]]
+
+    def reward(completion_ids, **columns):
+        return [float(len({*ids})) for ids in completion_ids]
+
+    computed = Rollouts(tiny(), None, prompts, reward, RLConfig(**sizes)).collect([0, 1], 1)
+    config = RLConfig(**sizes, old_log_probs="sampler")
+    recorded = Rollouts(tiny(), None, prompts, reward, config).collect([0, 1], 1)
+    gap = (computed["old_log_probs"] - recorded["old_log_probs"]).abs().max()
+    assert gap < 1e-5
+    assert torch.equal(computed["input_ids"], recorded["input_ids"])
+
+
+def test_cut_off_episodes_can_be_left_out():
+    episodes = [Episode([1]), Episode([1])]
+    for episode in episodes:
+        episode.ids, episode.written = [2, 3], [True, True]
+        episode.log_probs, episode.rewards, episode.kept = [-1.0] * 2, [0.0] * 2, [None] * 2
+    episodes[0].truncated = True
+    assert [written(pack_episodes(episodes), row) for row in (0, 1)] == [[2, 3], [2, 3]]
+    batch = pack_episodes(episodes, learn_truncated=False)
+    assert [written(batch, row) for row in (0, 1)] == [[], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        (dict(importance_sampling_cap=3.0), "without sampler_weights"),
+        (dict(sampler_weights="int8", old_log_probs="sampler"), "must be trainer"),
+        (dict(method="ppo", dynamic_sampling=1), "only grpo, rloo read it"),
+    ],
+)
+def test_knobs_that_would_be_ignored_are_refused(knobs, message):
+    with pytest.raises(ValueError, match=message):
+        RLConfig(**knobs)
