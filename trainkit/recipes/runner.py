@@ -46,6 +46,7 @@ from ..lora.inject import trainable_report
 from ..memory.estimate import MemoryWatch, check_size, extrapolate, predict_run, room
 from ..memory.estimate import rows_at_once
 from ..memory.offload import OffloadedOptimizer
+from ..model.transformer import count_logical_parameters
 from ..progress import detect_display, note
 from .config import RunConfig
 from .control import Remote
@@ -220,7 +221,7 @@ def plan_lines(
     at_most = "" if isinstance(inputs, TextInputs) else " at most"
     return [
         *inputs.plan,
-        f"Model      {sum(p.numel() for p in inputs.model.parameters()):,} parameters{begun}: "
+        f"Model      {count_logical_parameters(inputs.model):,} parameters{begun}: "
         f"{plural(model.n_layers, 'layer')}, {model.d_model} wide, "
         f"{plural(model.n_heads, 'head')}; format {kind}",
         *(
