@@ -34,8 +34,9 @@ from ..config import ConfigError, knobs, load_config, to_dict
 from ..display import PLAIN, Picture, clean, grid, notice, number, table
 from ..progress import duration
 from .drawing import live_curves
-from .form import Form, close_all, notebook, claim_cell, widgets
-from .session import ACTIVE, RunSnapshot, TrainSession, capture_output
+from .form import Form, close_all, notebook, claim_cell, replaced_by, widgets
+from .session import ACTIVE, FoundRun, RunSnapshot, TrainSession, capture_output
+from .session import find_run
 from .settings import run_guide
 
 if TYPE_CHECKING:
@@ -68,6 +69,11 @@ _REHEARSING = "The first three steps are being tried."
 _MEMORY_TOO_LATE = "The run began before it was known how much memory a step will take."
 _MEMORY_LATER = "How much memory a step will take is predicted when nothing is missing above."
 _MEMORY_PENDING = "How much memory a step will take is being worked out."
+_STOP = "Stop", "Stop now"
+_STOP_HINTS = (
+    "End after this step, and keep the model",
+    "Leave the step or the evaluation that is going on, and keep the model",
+)
 _GREY, _GREEN, _RED, _YELLOW = "#6e7781", "#1a7f37", "#cf222e", "#bf8700"
 
 # %% ../../nbs/12_widgets/01_panel.ipynb #3e3e8578
@@ -94,8 +100,9 @@ class TrainerPanel:
         # or with the same name
         key: str = "",
     ):
+        session = self._take_over(config, job, key)
         claim_cell(self, self.panels, key, f"{config.method} {config.name}")
-        self.job, self.session = job, TrainSession(config, job)
+        self.job, self.session = job, session or TrainSession(config, job)
         self.closed, self.finished, self.rehearsing = False, True, False
         self.lock, self.handle = threading.RLock(), None
         self.drawn_version = -1  # Of the snapshot that was drawn last
@@ -107,8 +114,67 @@ class TrainerPanel:
             config, presets=self._presets(config), changed=self._changed, guide=run_guide()
         )
         self.method = config.method  # That of the presets which are offered
+        self.found: FoundRun | None = None  # That of an earlier kernel, until something is started
         self._build(config)
+        if session is not None:
+            self._watch()
+        elif job is None:
+            self._find_run(config)
         self.refresh()
+
+    def _take_over(
+        self, config: "RunConfig", job: "Callable[..., RunResult] | None", key: str
+    ) -> TrainSession | None:
+        "The active run of the panel that this one replaces, if the cell is still the same."
+        for old in replaced_by(self.panels, key, f"{config.method} {config.name}"):
+            session = old.session
+            same = old.job is job and to_dict(old.given) == to_dict(config)
+            if same and not old.closed and session.snapshot().state in ACTIVE:
+                old.session = TrainSession(config, job)  # Which `close` then stops
+                return session
+        return None
+
+    def _find_run(self, config: "RunConfig"):
+        "Follow the run that this config has in another process, or offer one that has stopped."
+        found = find_run(config)
+        if found is None:
+            return
+        if found.state == "running":
+            self.session = self._session_of(found)
+            self._watch()
+        self.found = found
+
+    def _session_of(self, found: FoundRun) -> TrainSession:
+        "The session of a run that was found, which may be that of another panel of this kernel."
+        for panel in list(self.panels.values()):
+            session = panel.session
+            mine = session.snapshot().folder
+            if mine and session.state in ACTIVE and Path(mine).resolve() == found.folder.resolve():
+                return session
+        return TrainSession.attach(found.folder)
+
+    def look_at_found(self) -> bool:
+        "Show the run of an earlier kernel, with its curves and its samples."
+        if self.found is None or self.session.snapshot().state in ACTIVE:
+            return False
+        self.session = self._session_of(self.found)
+        self.drawn_version, self.finished = -1, True
+        if self.session.snapshot().state in ACTIVE:
+            self._watch()
+        return True
+
+    def continue_found(self) -> bool:
+        "Continue the run of an earlier kernel from its last checkpoint, with its own settings."
+        if not self.look_at_found():
+            return False
+        self.form.set(to_dict(self.session.config))
+        return self.start(resume=True)
+
+    def begin_anew(self) -> bool:
+        "Start a run in a folder of its own; the earlier one is left as it is."
+        if self.session.snapshot().state in ACTIVE:
+            return False
+        return self.start()
 
     def _presets(self, config: "RunConfig") -> "Mapping[str, RunConfig]":
         if self.own_presets is not None:
@@ -154,11 +220,9 @@ class TrainerPanel:
             "Start", "play", "Train with the settings above", self.start, "success"
         )
         self.pause_button = button("Pause", "pause", "Pause after this step", self.toggle)
-        self.stop_button = button(
-            "Stop", "stop", "End after this step, and keep the model", self.stop, "danger"
-        )
+        self.stop_button = button(_STOP[False], "stop", _STOP_HINTS[False], self.stop, "danger")
         self.resume_button = button(
-            "Go on",
+            "Continue",
             "step-forward",
             "Resume from the last checkpoint",
             lambda: self.start(resume=True),
@@ -178,6 +242,40 @@ class TrainerPanel:
             self.rehearse_soon,
             width="130px",
         )
+        self.found_text = W.HTML()
+        self.found_box = W.VBox(
+            [
+                self.found_text,
+                row(
+                    *(
+                        button(word, icon, tooltip, do, width="130px")
+                        for word, icon, tooltip, do in (
+                            (
+                                "Continue",
+                                "step-forward",
+                                "Resume it from its last checkpoint, with its own settings",
+                                self.continue_found,
+                            ),
+                            (
+                                "Look at it",
+                                "line-chart",
+                                "Show its curves, samples and log",
+                                self.look_at_found,
+                            ),
+                            (
+                                "Begin anew",
+                                "play",
+                                "Train with the settings below in another folder",
+                                self.begin_anew,
+                            ),
+                        )
+                    )
+                ),
+            ]
+        )
+        self.continue_button, self.look_button, self.anew_button = self.found_box.children[
+            1
+        ].children
         self.place = W.Dropdown(
             options=[HERE, PROCESS],
             value=HERE,
@@ -188,6 +286,7 @@ class TrainerPanel:
         self.place.observe(lambda _: self.refresh(force=True), names="value")
         self.obstacle, self.time = W.HTML(), W.HTML()
         self.memory, self.head, self.state_line, self.alert = W.HTML(), W.HTML(), W.HTML(), W.HTML()
+        self.stages = W.HTML()
         self.chart, self.others = W.HTML(), W.HTML()
         self.samples, self.log, self.data = W.HTML(), W.HTML(), W.HTML()
         self.prompt = W.Text(
@@ -228,6 +327,7 @@ class TrainerPanel:
         self.widget = W.VBox(
             [
                 style,
+                self.found_box,
                 self.form.widget,
                 self.memory,
                 self.time,
@@ -244,6 +344,7 @@ class TrainerPanel:
                 self.obstacle,
                 self.head,
                 self.state_line,
+                self.stages,
                 self.alert,
                 charts,
                 self.tabs,
@@ -276,6 +377,7 @@ class TrainerPanel:
             return False
         with self.lock:
             self._put(self.alert, "")
+        self.found = None
         if not resume:
             config = self.form.read()
             if self.prompt.value and not config.prompts:
@@ -423,6 +525,8 @@ class TrainerPanel:
                 self.form.lock(now.state in ACTIVE)
             self._put(self.head, _HEADLINE.format(escape(headline(now))))
             self._put(self.state_line, _STATE_LINE.format(now.state))
+            self._put(self.stages, stages_html(now))
+            self._show_found(now)
             messages = "".join(_run_notices(now, last=3))
             if messages or now.state in ACTIVE:
                 self._put(self.alert, messages)
@@ -446,10 +550,27 @@ class TrainerPanel:
         ):
             self._put(widget, not enabled, "disabled")
         self._show_obstacle(can["start"])
+        self._put(self.stop_button, _STOP[now.state == "stopping"], "description")
+        self._put(self.stop_button, _STOP_HINTS[now.state == "stopping"], "tooltip")
         self._put(self.pause_button, "Resume" if can["resume"] else "Pause", "description")
         self._put(self.pause_button, "play" if can["resume"] else "pause", "icon")
         visible = process or self.place.value == PROCESS
         self._put(self.kill_button.layout, None if visible else "none", "display")
+
+    def _show_found(self, now: RunSnapshot):
+        "What an earlier kernel has left, and what can be done with it."
+        found, active = self.found, now.state in ACTIVE
+        offers = found is not None and found.state != "running"
+        self._put(self.found_box.layout, None if found else "none", "display")
+        self._put(self.resume_button.layout, "none" if offers else None, "display")
+        if found is None:
+            return
+        text = str(found) if found.state != "running" or active else ""
+        self._put(self.found_text, notice(text, _GREY, "status"))
+        self._put(self.found_box.children[1].layout, "flex" if offers else "none", "display")
+        self._put(
+            self.continue_button, found.checkpoint is None or found.state == "done", "disabled"
+        )
 
     def _show_obstacle(self, ended: bool):
         "Why Start cannot be pressed, where that is not because of a run."
