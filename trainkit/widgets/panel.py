@@ -167,7 +167,7 @@ class TrainerPanel:
         "Continue the run of an earlier kernel from its last checkpoint, with its own settings."
         if not self.look_at_found():
             return False
-        self.form.set(to_dict(self.session.config))
+        self.form.set(self.session.config)
         return self.start(resume=True)
 
     def begin_anew(self) -> bool:

@@ -542,9 +542,10 @@ class TrainSession:
 
     def _abandon(self):
         "Wait no longer for a thread that prepares a run: it ends by itself, and changes nothing."
-        log = self.run_state.log
+        version, lines = self.run_state.version, list(self.run_state.log)
         self.run_state = RunState()
-        self.run_state.log, self.run_state.version = log, time.monotonic_ns()
+        self.run_state.log.extend(lines)
+        self.run_state.version += version
         self.abandoned, self.thread = self.thread, None
         self.state = "stopped"
 
@@ -892,7 +893,7 @@ def look_at_run(
     if not lives and not records:
         return None
     start = next((r for r in reversed(records) if r["event"] == "start"), {})
-    last = records[-1] if records else {}
+    last = next((r for r in reversed(records) if r["event"] in ("start", "end")), {})
     reason = str(last.get("reason") or "") if last.get("event") == "end" else ""
     numbers = [
         int(p.name.split("-")[1])
