@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from dataclasses import replace
 from test_studio import count, instances
 
 from trainkit.config import load_config
@@ -54,6 +55,7 @@ def test_a_cell_may_show_several(cell, tmp_path):
     cell.id, cell.run = "b", 2
     other = make()
     cell.id, cell.run = "a", 3
+    config = replace(config, name="other")  # The same one would go on
     again = make()
     assert all(thing.closed for thing in (first[0], first[2], first[1].page, first[3].page))
     assert first[0].session.wait(10).state == first[2].session.wait(10).state == "stopped"

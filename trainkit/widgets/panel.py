@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from fnmatch import fnmatchcase
 from html import escape
 from pathlib import Path
@@ -65,6 +66,11 @@ _STATE_LINE = (  # For screen readers only
     'clip-path:inset(50%)">Training {}</div>'
 )
 _OBSTACLE = '<div role="status" style="font-size:13px;line-height:1.4">Start is off. {}</div>'
+_FIRST_ROWS = (
+    '<details style="font-size:13px;line-height:1.6"><summary>The first rows, as the model reads '
+    "them</summary>{}</details>"
+)
+_MANY_BYTES = 20e6  # Of data, which are read only when somebody asks for them
 _REHEARSING = "The first three steps are being tried."
 _MEMORY_TOO_LATE = "The run began before it was known how much memory a step will take."
 _MEMORY_LATER = "How much memory a step will take is predicted when nothing is missing above."
@@ -284,7 +290,8 @@ class TrainerPanel:
             style=dict(description_width="45px"),
         )
         self.place.observe(lambda _: self.refresh(force=True), names="value")
-        self.obstacle, self.time = W.HTML(), W.HTML()
+        self.obstacle, self.time, self.rows = W.HTML(), W.HTML(), W.HTML()
+        self.rows_of: object = None  # The settings whose first rows are shown
         self.memory, self.head, self.state_line, self.alert = W.HTML(), W.HTML(), W.HTML(), W.HTML()
         self.stages = W.HTML()
         self.chart, self.others = W.HTML(), W.HTML()
@@ -329,6 +336,7 @@ class TrainerPanel:
                 style,
                 self.found_box,
                 self.form.widget,
+                self.rows,
                 self.memory,
                 self.time,
                 row(
@@ -423,7 +431,34 @@ class TrainerPanel:
         return True
 
     def show_data(self):
-        self.data.value = preview_data(self.form.read())
+        self._show_rows(self.form.read())
+
+    def _show_rows(self, config: "RunConfig"):
+        "Show the first rows above the buttons, folded, and in the tab."
+        page = preview_data(config)
+        with self.lock:
+            self._put(self.data, str(page))
+            self._put(self.rows, _FIRST_ROWS.format(page))
+
+    def preview_soon(self):
+        "Show the first rows when their settings have changed, unless the data are many."
+        config = self.form.config
+        names = ("data", "tokenizer", "sft", "init_from", "method")
+        wanted = {name: getattr(config, name) for name in names}
+        if wanted == self.rows_of or self.session.state in ACTIVE:
+            return
+        self.rows_of = deepcopy(wanted)
+        path = Path(config.data.path)
+        if path.is_file() and path.stat().st_size < _MANY_BYTES:
+            try:
+                self._show_rows(config)
+            except Exception as error:
+                text = "".join(traceback.format_exception_only(error)).strip()
+                with self.lock:
+                    self._put(self.rows, notice(f"The rows cannot be shown: {text}"))
+        else:
+            with self.lock:
+                self._put(self.rows, "")
 
     def show_code(self):
         self.code.value = as_code(self.form.read())
@@ -498,6 +533,7 @@ class TrainerPanel:
                 text, colour = self._memory_text()
         with self.lock:
             self._put(self.memory, notice(text, colour, "status"))
+        self.preview_soon()
 
     def _memory_text(self) -> tuple[str, str]:
         "The predicted memory in a sentence, and its colour."
@@ -1082,6 +1118,9 @@ _ROW_COUNTS = (
     "<p style='margin:4px 0'>{train_rows:,} rows of kind {kind} to train on, "
     "{eval_rows:,} held out.</p>"
 )
+_TOKENIZER_LATER = (
+    "The tokenizer is learned when the run starts: the tokens below are those of a small one."
+)
 _NAMED_TEXT = '<div style="font-weight:600">{}</div>{}'
 _ROW = '<div style="margin:10px 0">{}</div>'
 
@@ -1104,21 +1143,82 @@ def _pair_html(row: Mapping[str, object]) -> str:
     return _ROW.format("".join(texts))
 
 
-def _preview_tokenizer(config: "RunConfig", rows: Sequence[Mapping]) -> "BPETokenizer":
-    "The tokenizer of a run, or a small one learned from its rows, with a chat template."
+def _answers_html(row: Mapping, tokenizer: "BPETokenizer", length: int) -> str:
+    "The answers of a row, each with its prompt, as tokens."
+    from trainkit.data.tokenization import show_mask
+
+    prompt, pages = row["prompt"], []
+    for name in ("chosen", "rejected", "completion"):
+        if name not in row:
+            continue
+        if isinstance(prompt, str):
+            example = dict(prompt=prompt, completion=row[name])
+        else:
+            example = dict(messages=[*prompt, *row[name]])
+        title = f"{name}: {'liked' if row['label'] else 'disliked'}" if "label" in row else name
+        pages.append(show_mask(example, tokenizer, length, title, train_on="last"))
+    return _ROW.format("".join(pages))
+
+
+def _small_tokenizer(rows: Sequence[Mapping]) -> "BPETokenizer":
+    "A tokenizer learned from a few rows, for a run that has not learned its own yet."
     from trainkit.data.schema import to_messages
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+
+    texts = [
+        text[:2000]
+        for row in rows[:200]
+        for text in ([row["text"]] if "text" in row else [t["content"] for t in to_messages(row)])
+    ]
+    size = 512 if sum(map(len, texts)) > 20_000 else 257  # Bytes, where there is little text
+    return BPETokenizer.train(texts, size, special_tokens=["<|endoftext|>"])
+
+
+def _preview_tokenizer(
+    config: "RunConfig", rows: Sequence[Mapping], kind: str
+) -> "tuple[BPETokenizer, str]":  # And a note for the reader
+    "The tokenizer of a run, or a small one learned from its rows; with a chat template for chats."
+    from trainkit.interop.hf import load_tokenizer
     from trainkit.tokenizer.chat import set_template
 
-    if config.tokenizer.path or config.init_from:
-        tokenizer = BPETokenizer.load(config.tokenizer.path or config.init_from)
+    source, remark = config.tokenizer.path or config.init_from, ""
+    if source:
+        tokenizer = load_tokenizer(source, cache_dir=config.cache_dir or None)
+        if tokenizer is None:
+            raise ValueError(f"{source} has no tokenizer: set tokenizer.path")
     else:
-        texts = [turn["content"] for row in rows[:200] for turn in to_messages(row)]
-        size = 512 if sum(map(len, texts)) > 20_000 else 257  # Bytes, where there is little text
-        tokenizer = BPETokenizer.train(texts, size, special_tokens=["<|endoftext|>"])
-    if config.sft.template or not tokenizer.chat_template:
+        tokenizer, remark = _small_tokenizer(rows), _TOKENIZER_LATER
+    compared = kind in ("preference", "unpaired")
+    if kind != "text" and (config.sft.template or not (compared or tokenizer.chat_template)):
         set_template(tokenizer, config.sft.template or "chatml")
-    return tokenizer
+    return tokenizer, remark
+
+
+def _text_html(rows: Sequence[Mapping], tokenizer: "BPETokenizer", length: int) -> str:
+    "The first row of text as it is packed: texts one after the other, cut at the maximal length."
+    import numpy as np
+
+    from trainkit.data.dataloader import encode_rows, token_blocks
+    from trainkit.data.tokenization import show_mask
+
+    few: list[Mapping] = []
+    while len(few) < len(rows) and sum(len(row["text"]) for row in few) < 20 * length:
+        few.append(rows[len(few)])
+    texts = [dict(text=row["text"][: 40 * length]) for row in few]
+    first = np.array([tokenizer.eos_token_id], dtype=np.uint32)
+    ids = np.concatenate([first, encode_rows(texts, tokenizer)])
+    block = token_blocks(ids, length)[0]
+    return str(show_mask(dict(input_ids=block), tokenizer, title=f"Row 1: {len(block):,} tokens"))
+
+
+def _cut_html(config: "RunConfig") -> str:
+    "What happens to rows that are too long."
+    truncation = config.sft.truncation
+    if truncation == "error":
+        text = "A run refuses rows that are longer than data.max_length, drawn as a red line."
+    else:
+        text = f"Rows longer than data.max_length, drawn as a red line: {truncation}."
+    return f"<p style='margin:4px 0'>{clean(text)}</p>"
 
 
 def preview_data(
@@ -1133,11 +1233,18 @@ def preview_data(
     kind, first = facts.kind, splits["train"][:rows]
     counts = {name: getattr(facts, name) for name in ("train_rows", "eval_rows")}
     head = _ROW_COUNTS.format(kind=clean(kind), **counts)
+    based = config.tokenizer.path or config.init_from
+    if kind == "prompt" or (kind in ("preference", "unpaired") and not based):
+        return Picture(head + "".join(map(_pair_html, first)))  # Without a model, as text
+    tokenizer, remark = _preview_tokenizer(config, splits["train"], kind)
+    if remark:
+        head += f"<p style='margin:4px 0'>{clean(remark)}</p>"
     if kind == "text":
-        return Picture(head + "".join(_quoted(row["text"]) for row in first))
-    if kind in ("preference", "unpaired", "prompt"):  # Answers to compare, without a loss mask
-        return Picture(head + "".join(map(_pair_html, first)))
-    tokenizer = _preview_tokenizer(config, splits["train"])
+        return Picture(head + _text_html(splits["train"], tokenizer, config.data.max_length))
+    if kind in ("preference", "unpaired"):
+        length = config.dpo.max_length
+        return Picture(head + "".join(_answers_html(row, tokenizer, length) for row in first))
     how = dict(kind=kind, train_on=config.sft.train_on, reasoning=config.sft.reasoning)
     length = config.data.max_length
-    return Picture(head + "".join(show_mask(row, tokenizer, length, **how) for row in first))
+    pages = [show_mask(row, tokenizer, length, **how) for row in first]
+    return Picture(head + _cut_html(config) + "".join(pages))
