@@ -79,7 +79,7 @@ def test_what_failed_is_forgotten_when_something_works(panel, tmp_path):
     assert "nowhere.txt" in panel.alert.value
     panel.form.field("data.path").widget.value = str(tmp_path / "mine.jsonl")
     panel.data_button.click()
-    assert not panel.alert.value and "$5" in panel.data.value
+    assert not panel.alert.value and "Row 1: " in panel.data.value and "$" in panel.data.value
 
 
 def test_a_preset_can_be_chosen_again(panel):

@@ -112,6 +112,7 @@ class TrainerPanel:
         self.closed, self.finished, self.rehearsing = False, True, False
         self.lock, self.handle = threading.RLock(), None
         self.drawn_version = -1  # Of the snapshot that was drawn last
+        self.click_error = ""  # Of the last button, as HTML
         self.others_drawn = 0.0  # When all charts were drawn
         self.memory_known = False  # Whether the memory of the current config was predicted
         self.timer: threading.Timer | None = None
@@ -364,6 +365,7 @@ class TrainerPanel:
     def guarded(self, do: Callable[[], object]) -> object:
         "Call `do`; if it raises an error, show it in the panel instead of an earlier one."
         with self.lock:
+            self.click_error = ""
             self._put(self.alert, "")
         try:
             result = do()
@@ -371,7 +373,8 @@ class TrainerPanel:
             plain = isinstance(error, (ConfigError, ValueError, OSError, ImportError))
             text = "".join(traceback.format_exception_only(error)).strip()
             with self.lock:
-                self._put(self.alert, notice(str(error) if plain else text))
+                self.click_error = notice(str(error) if plain else text)
+                self._put(self.alert, self.click_error)
             return None
         self.refresh(force=not self.alert.value)  # Messages of the run stay
         return result
@@ -384,6 +387,7 @@ class TrainerPanel:
         if self.session.snapshot().state in ACTIVE:
             return False
         with self.lock:
+            self.click_error = ""
             self._put(self.alert, "")
         self.found = None
         if not resume:
@@ -563,7 +567,7 @@ class TrainerPanel:
             self._put(self.state_line, _STATE_LINE.format(now.state))
             self._put(self.stages, stages_html(now))
             self._show_found(now)
-            messages = "".join(_run_notices(now, last=3))
+            messages = self.click_error + "".join(_run_notices(now, last=3))
             if messages or now.state in ACTIVE:
                 self._put(self.alert, messages)
             if now.curves:
@@ -716,7 +720,7 @@ _STATE_WORDS = {  # (state, phase) -> how the headline begins; else the state
     ("paused", "preparing"): "paused before the first step",
 }
 _IN_PHASE = {  # What a run does where no stage is known
-    "preparing": "preparing the first step",
+    "preparing": "ending the preparation",
     "finishing": "evaluating the model and writing the report",
 }
 
@@ -731,7 +735,8 @@ def _doing(s: RunSnapshot) -> str:
         doing = stage or _IN_PHASE.get(s.phase, "finishing its step and saving the model")
         return f"stopping: {doing}"
     word = _STATE_WORDS.get((s.state, s.phase)) or s.state
-    doing = stage or (_IN_PHASE.get(s.phase, "") if s.state == "running" else "")
+    late = s.state == "running" and s.phase == "finishing"
+    doing = stage or (_IN_PHASE[s.phase] if late else "")
     return f"{word}: {doing}" if doing else word
 
 
@@ -1171,7 +1176,7 @@ def _small_tokenizer(rows: Sequence[Mapping]) -> "BPETokenizer":
         for text in ([row["text"]] if "text" in row else [t["content"] for t in to_messages(row)])
     ]
     size = 512 if sum(map(len, texts)) > 20_000 else 257  # Bytes, where there is little text
-    return BPETokenizer.train(texts, size, special_tokens=["<|endoftext|>"])
+    return BPETokenizer.train(texts, size, special_tokens=["<|endoftext|>"], progress=False)
 
 
 def _preview_tokenizer(
@@ -1207,7 +1212,7 @@ def _text_html(rows: Sequence[Mapping], tokenizer: "BPETokenizer", length: int) 
     texts = [dict(text=row["text"][: 40 * length]) for row in few]
     first = np.array([tokenizer.eos_token_id], dtype=np.uint32)
     ids = np.concatenate([first, encode_rows(texts, tokenizer)])
-    block = token_blocks(ids, length)[0]
+    block = token_blocks(ids, length)[0].astype(np.int32)
     return str(show_mask(dict(input_ids=block), tokenizer, title=f"Row 1: {len(block):,} tokens"))
 
 
