@@ -935,17 +935,15 @@ panel.show()
 """
 
 
-def restart_kernel(address):
-    "As the menu does, but without its question."
-    [kernel] = [
-        k
-        for k in json.load(urllib.request.urlopen(f"{address}/api/kernels"))
-        if k["execution_state"] != "dead"
-    ]
-    urllib.request.urlopen(
-        urllib.request.Request(
-            f"{address}/api/kernels/{kernel['id']}/restart", data=b"{}", method="POST"
-        )
+def restart_kernel(page):
+    "By the menu, as a user does."
+    page.click(".lm-MenuBar-itemLabel:text-is('Kernel')")
+    page.locator(".lm-Menu-itemLabel", has_text=re.compile("^Restart Kernel(…|\\.\\.\\.)$")).click()
+    page.locator("dialog.jp-Dialog .jp-mod-accept").first.click()
+    page.wait_for_timeout(1500)
+    page.wait_for_function(
+        "document.querySelector('.jp-NotebookPanel "
+        ".jp-Notebook-ExecutionIndicator')?.dataset.status === 'idle'"
     )
 
 
@@ -981,8 +979,7 @@ def test_a_run_is_found_after_a_restart(browser, tmp_path, lab, scheme):
     shot("paused")
     button("Resume").click()
     page.locator("text=/^running · step [\\d,]+ of/").first.wait_for()
-    restart_kernel(address)
-    page.wait_for_timeout(3000)
+    restart_kernel(page)
     page.locator(".jp-Cell .cm-content").first.click()
     page.keyboard.press("Shift+Enter")
     found = page.locator("text=/stopped at step [\\d,]+ of 3,000/").first
