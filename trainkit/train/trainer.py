@@ -186,8 +186,10 @@ class Trainer:
                 self.begin(stack, resume, force_resume)
                 try:
                     reason = self.loop_until_stopped()
-                    saving = Progress(None, "Saving the model", "", where="silent")
-                    with self.control.shield(), saving:
+                    with (
+                        self.control.shield(),  # Before the bar, whose opening may be heard
+                        Progress(None, "Saving the model", "", where="silent"),
+                    ):
                         return self.finish(reason)
                 except BaseException as error:
                     error.add_note(f"(at step {self.state.step} of {self.total_steps})")
