@@ -400,6 +400,15 @@ class Trainer:
             s.step, s.epoch, s.batch, s.tokens = before
             raise
         self.left_step = False
+        with self.control.shield():  # A step that was taken is counted and logged
+            self._account(done, before, due)
+        self._do(due)
+
+    def _account(self, done: Step, before: tuple[int, int, int, int], due: _Due) -> None:
+        "Report a step that was taken."
+        c = self.config
+        s = self.state
+        batches = self.step_batches
         lost = c.on_nan == "skip" and done.nonfinite
         s.skipped += done.skipped or lost
         s.skipped_in_a_row = s.skipped_in_a_row + 1 if lost else 0
@@ -425,7 +434,8 @@ class Trainer:
         self.bar.update(s.step)
         if self.writer is not None and self.writer.thread is not None and not self.writer.busy:
             self.flush_checkpoint(strict=False)
-        self._do(due)
+        if due.log:
+            self.log()
 
     def _advance(self, batches: list[dict]) -> _Due:
         "Count a step and its batches; returns what is due after it."
@@ -447,10 +457,8 @@ class Trainer:
         )
 
     def _do(self, due: _Due) -> None:
-        "Log, evaluate, sample and save; saving comes last, so a checkpoint includes the rest."
+        "Evaluate, sample and save; saving comes last, so a checkpoint includes the rest."
         save = due.save
-        if due.log:
-            self.log()
         if due.evaluate:
             with self.pause_clock():
                 save = self.update_best(self.evaluate()) or save
