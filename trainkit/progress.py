@@ -590,7 +590,7 @@ class Stages:
         return Stage(bar.title, bar.clock.done, bar.total, bar.unit, bar.clock.elapsed(), left)
 
     def current(self) -> Stage | None:  # None between two stages
-        "The stage that is going on, with the innermost count."
+        "The present stage, with the innermost count."
         bars = list(self.open)
         if not bars:
             return None

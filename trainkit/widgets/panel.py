@@ -78,7 +78,7 @@ _MEMORY_PENDING = "How much memory a step will take is being worked out."
 _STOP = "Stop", "Stop now"
 _STOP_HINTS = (
     "End after this step, and keep the model",
-    "Leave the step or the evaluation that is going on, and keep the model",
+    "Leave the current step or evaluation, and keep the model",
 )
 _GREY, _GREEN, _RED, _YELLOW = "#6e7781", "#1a7f37", "#cf222e", "#bf8700"
 
