@@ -12,7 +12,7 @@ writes a number of seconds as text for people."""
 
 # %% auto #0
 __all__ = ['Screen', 'SCREENS', 'duration', 'Clock', 'is_terminal', 'SafeStream', 'note', 'Lines', 'Notebook', 'Terminal',
-           'detect_display', 'Progress']
+           'StopNow', 'listen', 'tick', 'detect_display', 'Progress', 'Stage', 'Stages']
 
 # %% ../nbs/90_toolbox/08_progress.ipynb #imports-progress
 import atexit
@@ -21,10 +21,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from html import escape
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from .display import number
 from .files import printable
@@ -300,6 +300,37 @@ class Terminal:
             self.live.stop()
         self.live = None
 
+# %% ../nbs/90_toolbox/08_progress.ipynb #progress-listen
+class StopNow(KeyboardInterrupt):
+    "The job is to end at once: what it is doing now is not finished."
+
+
+class _Listeners(threading.local):
+    hear: tuple[Callable[["Progress | None"], object], ...] = ()
+
+
+_listeners = _Listeners()
+
+
+@contextmanager
+def listen(
+    # Gets each bar of this thread when it opens, moves or closes, and None at a `tick`;
+    # may raise `StopNow`, but not for a bar that is closed
+    hear: Callable[["Progress | None"], object],
+) -> Iterator[None]:
+    "Follow the bars of this thread inside the block."
+    _listeners.hear = (*_listeners.hear, hear)
+    try:
+        yield
+    finally:
+        _listeners.hear = tuple(other for other in _listeners.hear if other is not hear)
+
+
+def tick() -> None:
+    "A place where work may be ended: a listener of this thread may raise `StopNow`."
+    for hear in _listeners.hear:
+        hear(None)
+
 # %% ../nbs/90_toolbox/08_progress.ipynb #45e3a0b9
 def detect_display() -> str:  # 'silent', 'notebook', 'terminal' or 'lines'
     "Where a bar can be shown in this process."
@@ -347,6 +378,8 @@ class Progress:
             None  # The state that the last line of a log shows
         )
         self.lock, self.next, self.closed = threading.RLock(), 0.0, False
+        self.listeners = _listeners.hear
+        self.stage: Progress = self  # What is shown: see `show`
         self.screen = None if where == "silent" or not enabled else SCREENS[where]
         if isinstance(self.screen, Notebook):
             self.screen = self.screen.here()
@@ -354,6 +387,15 @@ class Progress:
             self.screen = type(self.screen)(file)
         if self.screen:
             self.screen.open(self)
+        try:
+            self._tell()
+        except BaseException:
+            self.close()
+            raise
+
+    def _tell(self):
+        for hear in self.listeners:
+            hear(self)
 
     def update(
         self,
@@ -366,10 +408,27 @@ class Progress:
             if facts:
                 self.facts = {**self.facts, **facts}
             self.clock.at(done)
-            if not self.screen or self.closed or (now := self.clock.now()) < self.next:
+            self._refresh()
+        self._tell()
+
+    def _refresh(self):
+        if not self.screen or self.closed or (now := self.clock.now()) < self.next:
+            return
+        self.next = now + self.screen.every
+        self.screen.refresh(self)
+
+    def show(
+        self,
+        stage: "Progress | None",  # A bar that is not shown itself; None: this one
+    ):
+        "Show another bar in the place of this one: a stage of this job."
+        with self.lock:
+            if self.closed:
                 return
-            self.next = now + self.screen.every
-            self.screen.refresh(self)
+            if stage is None or stage.closed:
+                stage = self
+            self.stage = stage
+            self._refresh()
 
     def start_at(
         self,
@@ -395,8 +454,10 @@ class Progress:
             if self.closed:
                 return
             self.closed = True
+            self.stage = self
             if self.screen:
                 self.screen.close(self)
+        self._tell()
 
     def __enter__(self):
         return self
@@ -406,6 +467,8 @@ class Progress:
 
     def count(self) -> str:
         "Position and total: `120/2,000 step`."
+        if self.total is None and not self.unit:
+            return ""  # Nothing is counted
         positions = [self.clock.done] if self.total is None else [self.clock.done, self.total]
         texts = [f"{n:,}" if n < 1_000_000 else number(n) for n in positions]
         return f"{'/'.join(texts)} {self.unit}"
@@ -413,7 +476,7 @@ class Progress:
     def speed(self) -> str:
         "Units a second, or seconds a unit when that is less than one."
         rate = self.clock.rate()
-        if not rate:
+        if not rate or not self.unit:
             return ""
         return f"{number(rate)} {self.unit}/s" if rate >= 1 else f"{number(1 / rate)} s/{self.unit}"
 
@@ -432,6 +495,8 @@ class Progress:
 
     def status(self) -> str:
         "The whole state as a line of text."
+        if self.stage is not self:
+            return self.stage.status()
         return printable(f"{self.title}  {'  '.join(self._texts())}")
 
     def _texts(self) -> list[str]:
@@ -444,6 +509,8 @@ class Progress:
         marks: str = "━─",  # Done and not yet done
     ) -> list[tuple[str, str]]:  # Text and its rich style; together at most `width` wide
         "The line of a terminal: title, bar and facts; the last facts go first if it is too long."
+        if self.stage is not self:
+            return self.stage.parts(width, marks)
         texts = [(self.count(), ""), *((f, "cyan") for f in self.shown()), (self.speed(), "dim")]
         texts = [part for part in texts if part[0]] + [(self.times(), "magenta")]
         used = len(self.title) + sum(len(text) + 2 for text, _ in texts)
@@ -460,6 +527,8 @@ class Progress:
         return [(printable(text), style) for text, style in line]
 
     def _repr_html_(self) -> str:
+        if self.stage is not self:
+            return self.stage._repr_html_()
         value = ""
         if self.total is not None:
             value = f' max="{self.total or 1}" value="{min(self.clock.done, self.total)}"'
@@ -468,3 +537,61 @@ class Progress:
 
     def __repr__(self):
         return self.status()
+
+# %% ../nbs/90_toolbox/08_progress.ipynb #progress-stages
+class Stage(NamedTuple):
+    "A part of a job, such as reading its data."
+
+    title: str
+    done: int = 0
+    total: int | None = None  # None where it is not known, or nothing is counted
+    unit: str = ""
+    seconds: float = 0.0  # Since it began
+    left: float | None = None  # Seconds; None while unknown
+
+    def __str__(self) -> str:
+        parts = [self.title]
+        if self.total:
+            parts.append(f"{self.done:,} of {self.total:,}")
+        if self.left:
+            parts.append(f"{duration(self.left)} left")
+        elif self.seconds >= 1:
+            parts.append(duration(self.seconds))
+        return " · ".join(parts)
+
+
+class Stages:
+    "What a job has done before its main loop and after it: `hear` is for `listen`."
+
+    main = ("Training", "Preparing")  # Begins of the titles of bars that are no stages
+
+    def __init__(self):
+        self.open: list[Progress] = []  # The outermost first
+        self.past: list[Stage] = []  # Those that have ended, without the ones inside them
+
+    def hear(
+        self,
+        bar: Progress | None,
+    ) -> None:
+        "Take note of a bar that has opened, moved or closed."
+        if bar is None or bar.title.startswith(self.main):
+            return
+        if not bar.closed:
+            if bar not in self.open:
+                self.open.append(bar)
+        elif bar in self.open:
+            self.open.remove(bar)
+            if not self.open:
+                self.past.append(self._stage(bar))
+
+    @staticmethod
+    def _stage(bar: Progress) -> Stage:
+        left = None if bar.total is None or bar.closed else bar.clock.eta(bar.total)
+        return Stage(bar.title, bar.clock.done, bar.total, bar.unit, bar.clock.elapsed(), left)
+
+    def current(self) -> Stage | None:  # None between two stages
+        "The present stage, with the innermost count."
+        bars = list(self.open)
+        if not bars:
+            return None
+        return self._stage(next((bar for bar in reversed(bars) if bar.total), bars[-1]))

@@ -321,7 +321,11 @@ def test_a_panel_trains_in_a_notebook(browser, lab):
     button("Stop").click()
     page.locator("text=/^stopped · step/").first.wait_for()
     assert (folder / "runs" / "seen" / "model" / "model.safetensors").exists()
-    assert button("Start").is_enabled() and button("Go on").is_enabled() and not errors, errors
+    assert (
+        button("Start").is_enabled()
+        and page.locator("button:text-is('Continue'):visible").is_enabled()
+        and not errors
+    ), errors
     page.keyboard.press("Control+s")
     page.wait_for_function("true")
     end = time.monotonic() + 120
@@ -897,9 +901,8 @@ def test_panel_and_explorers_with_the_libraries_of_colab(browser, classic):
     )
     button("Stop").click()
     page.locator("text=/^stopped · step/").first.wait_for()
-    assert (folder / "runs" / "seen" / "model" / "model.safetensors").exists() and button(
-        "Go on"
-    ).is_enabled()
+    assert (folder / "runs" / "seen" / "model" / "model.safetensors").exists()
+    assert page.locator("button:text-is('Continue'):visible").is_enabled()
 
     documents = page.get_by_label("documents", exact=True).first
     documents.fill("0")
@@ -915,4 +918,86 @@ def test_panel_and_explorers_with_the_libraries_of_colab(browser, classic):
     if shots:
         page.screenshot(path=f"{shots}/colab-explorers.png", full_page=True)
     assert not errors, errors
+    page.close()
+
+
+MINE = """
+from trainkit.config import load_config
+from trainkit.recipes.config import RunConfig
+from trainkit.widgets.panel import TrainerPanel
+
+words = ('data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.vocab_size=400 '
+         'model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 train.max_steps=3000 '
+         'train.logging_steps=1 train.save_strategy=steps train.save_steps=20 '
+         'train.per_device_train_batch_size=4 sampling.max_new_tokens=10').split()
+panel = TrainerPanel(load_config(RunConfig, dict(runs_dir='mine', name='mine'), words))
+panel.show()
+"""
+
+
+def restart_kernel(page):
+    "By the menu, as a user does."
+    page.click(".lm-MenuBar-itemLabel:text-is('Kernel')")
+    page.locator(".lm-Menu-itemLabel", has_text=re.compile("^Restart Kernel(…|\\.\\.\\.)$")).click()
+    page.locator("dialog.jp-Dialog .jp-mod-accept").first.click()
+    page.wait_for_timeout(1500)
+    page.wait_for_function(
+        "document.querySelector('.jp-NotebookPanel "
+        ".jp-Notebook-ExecutionIndicator')?.dataset.status === 'idle'"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_run_is_found_after_a_restart(browser, tmp_path, lab, scheme):
+    "Pause, resume, restart the kernel in mid-run: the same cell finds the run and continues it."
+    address, folder = lab
+    for kernel in json.load(urllib.request.urlopen(f"{address}/api/kernels")):  # Of other tests
+        urllib.request.urlopen(
+            urllib.request.Request(f"{address}/api/kernels/{kernel['id']}", method="DELETE")
+        )
+    cell = MINE.replace("'mine'", f"'mine-{scheme}'")
+    look = dict(viewport=dict(width=1280, height=1500), color_scheme=scheme)
+    page = open_notebook(browser, lab, f"mine-{scheme}.ipynb", [cell], **look)
+
+    def button(word):
+        return page.locator(f"button:text-is('{word}'):visible")
+
+    def shot(name):
+        if shots := os.environ.get("TRAINKIT_SHOTS"):
+            for width in (1280, 420):
+                page.set_viewport_size(dict(width=width, height=1500))
+                page.wait_for_timeout(700)
+                page.screenshot(path=f"{shots}/{name}-{scheme}-{width}.png")
+            page.set_viewport_size(dict(width=1280, height=1500))
+
+    button("Start").click()
+    page.locator("text=/^running · step [\\d,]{2,} of/").first.wait_for()
+    shot("running")
+    button("Pause").click()
+    page.locator("text=/^paused · step/").first.wait_for()
+    shot("paused")
+    button("Resume").click()
+    page.locator("text=/^running · step [\\d,]+ of/").first.wait_for()
+    restart_kernel(page)
+    page.locator(".jp-Cell .cm-content").first.click()
+    page.keyboard.press("Shift+Enter")
+    found = page.locator("text=/stopped at step [\\d,]+ of 3,000/").first
+    found.wait_for()
+    shot("found")
+    assert button("Continue").count() == 1 and button("Begin anew").is_enabled()
+    button("Look at it").click()
+    page.locator("text=/^stopped · step/").first.wait_for()
+    page.locator('svg[role=img][aria-label^="Loss"]').first.wait_for()
+    shot("looked")
+    button("Continue").first.click()
+    page.locator("text=/^running · step/").first.wait_for()
+    button("Stop").click()
+    page.locator("text=/^stopped · step/").first.wait_for()
+    shot("stopped")
+    home = folder / f"mine-{scheme}" / f"mine-{scheme}"
+    assert (home / "model" / "model.safetensors").exists()
+    records = [json.loads(line) for line in (home / "metrics.jsonl").read_text().splitlines()]
+    starts = [r["start_step"] for r in records if r["event"] == "start"]
+    assert starts and starts[-1] > 0, "it resumed from a checkpoint"
     page.close()

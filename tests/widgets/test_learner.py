@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from dataclasses import replace
 from test_studio import count, instances
 
 from trainkit.config import load_config
@@ -54,6 +55,7 @@ def test_a_cell_may_show_several(cell, tmp_path):
     cell.id, cell.run = "b", 2
     other = make()
     cell.id, cell.run = "a", 3
+    config = replace(config, name="other")  # The same one would go on
     again = make()
     assert all(thing.closed for thing in (first[0], first[2], first[1].page, first[3].page))
     assert first[0].session.wait(10).state == first[2].session.wait(10).state == "stopped"
@@ -77,7 +79,7 @@ def test_what_failed_is_forgotten_when_something_works(panel, tmp_path):
     assert "nowhere.txt" in panel.alert.value
     panel.form.field("data.path").widget.value = str(tmp_path / "mine.jsonl")
     panel.data_button.click()
-    assert not panel.alert.value and "$5" in panel.data.value
+    assert not panel.alert.value and "Row 1: " in panel.data.value and "$" in panel.data.value
 
 
 def test_a_preset_can_be_chosen_again(panel):

@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from dataclasses import replace
 from support.processes import await_here, rests
 
 from trainkit.config import load_config, to_dict
@@ -185,6 +186,7 @@ def test_run_again_the_cell_has_one_panel():
     for _ in range(3):
         panels[-1].start_button.click()
         panels[-1].form.more.value = True
+        config = replace(config, name=f"{config.name}+")  # The same one would go on
         panels.append(TrainerPanel(config, job=count, key="cell"))
         assert alive() - before == size and panels[-2].session.wait(10).state == "stopped"
     panels[-1].close(), panels[-1].close()

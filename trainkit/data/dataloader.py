@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..config import check_config, knob
+from ..progress import Progress
 
 if TYPE_CHECKING:
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
@@ -310,16 +311,20 @@ def encode_rows(
     out = []
     texts = []
 
+    total = len(rows) if isinstance(rows, Sequence) else None
+
     def flush() -> None:
         for ids in tokenizer.encode_batch(texts, allowed_special="none"):
             out.append(np.array([*ids, tokenizer.eos_token_id], dtype=kind))
         texts.clear()
 
-    for row in rows:
-        texts.append(row["text"])
-        if len(texts) == batch:
-            flush()
-    flush()
+    with Progress(total, "Tokenizing", "text", where="silent") as bar:
+        for row in rows:
+            texts.append(row["text"])
+            if len(texts) == batch:
+                flush()
+                bar.update(len(out))
+        flush()
     return np.concatenate(out) if out else np.zeros(0, kind)
 
 # %% ../../nbs/02_data/17_dataloader.ipynb #37274086

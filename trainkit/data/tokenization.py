@@ -30,6 +30,7 @@ from ..charts import bars, draw_svg
 from .schema import example_kind, to_messages
 from ..display import PLAIN, Picture, clean, grid, table, visible
 from ..parallel import cached, in_order
+from ..progress import Progress
 from ..tokenizer.chat import find_template, is_bpe_tokenizer, render_batch
 
 if TYPE_CHECKING:
@@ -271,7 +272,10 @@ def _render_all(
     )
 
     def render():
-        return in_order(work, enumerate(rows), num_workers, 512)
+        with Progress(len(rows), "Tokenizing", "row", where="silent") as bar:
+            for done, row in enumerate(in_order(work, enumerate(rows), num_workers, 512), 1):
+                bar.update(done)
+                yield row
 
     if cache is None:
         return list(render())

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from .layers import LoRAEmbedding, LoRALayer, LoRALinear, ModulesToSaveWrapper
 from .targets import LoRAConfig, kind_of, rank_and_alpha, saved_layers, target_layers
+from ..model.transformer import count_logical_parameters
 
 if TYPE_CHECKING:
     from trainkit.model.transformer import Transformer
@@ -325,13 +326,14 @@ def trainable_report(
     ]
     stored = {id(t): t for layer in quantized for t in (*layer.parameters(), *layer.buffers())}
     trainable = [p for p in params if p.requires_grad]
-    total = sum(p.numel() for p in params if id(p) not in stored)
-    total += sum(layer.in_features * layer.out_features for layer in quantized)
 
     def size(tensors: Iterable[Tensor]) -> int:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     everything = {**{id(p): p for p in params}, **stored}
     return TrainableReport(
-        sum(p.numel() for p in trainable), total, size(trainable), size(everything.values())
+        count_logical_parameters(model, only_trainable=True),
+        count_logical_parameters(model),
+        size(trainable),
+        size(everything.values()),
     )

@@ -34,6 +34,7 @@ from ..config import ConfigError, Problem, check_config, knob
 from .attention import KVCache
 from .decoding import DecodePlan, compiled_step, find_backend, unsupported_reason
 from .transformer import Transformer
+from ..progress import tick
 
 # %% ../../nbs/03_model/09_sampling.ipynb #f2132e1f
 def draw(
@@ -432,6 +433,7 @@ def decode_rows(
             shape = reader.base.config
             cache = KVCache(shape.n_layers, width + steps - 1, shape.layer_windows)
         for end in range(width, width + steps):
+            tick()
             if start and step is not None:
                 logits = step.step(model, ids[:, start])
             elif start and may_plan:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..config import ConfigError, Problem, check_config, knob, nearest
 from ..files import read_json, reading
+from ..progress import Progress
 from .linear import Linear4bit, Linear8bit
 
 # %% ../../nbs/06_quant/05_quantize_model.ipynb #95343467
@@ -190,14 +191,17 @@ def quantize_model(
             raise ValueError(f"{name} holds {weight.dtype}: quantize floating-point numbers")
         if not weight.is_meta and not weight.float().isfinite().all():
             raise ValueError(f"{name} has numbers that are not finite: no scale fits them")
-    while layers:  # Each layer is freed once it is quantized
-        name, module = layers.popitem()
-        if id(module) not in quantized:
-            layer = quantize_layer(_weight(module), _bias(module), config)
-            quantized[id(module)] = module, layer
-        _put(model, name, quantized[id(module)][1], module)
-        if not any(module is other for other in layers.values()):
-            quantized.pop(id(module))
+    total = len(layers)
+    with Progress(total, "Quantizing", "layer", where="silent") as bar:
+        while layers:  # Each layer is freed once it is quantized
+            name, module = layers.popitem()
+            if id(module) not in quantized:
+                layer = quantize_layer(_weight(module), _bias(module), config)
+                quantized[id(module)] = module, layer
+            _put(model, name, quantized[id(module)][1], module)
+            if not any(module is other for other in layers.values()):
+                quantized.pop(id(module))
+            bar.update(total - len(layers))
     return model
 
 # %% ../../nbs/06_quant/05_quantize_model.ipynb #2002452b
@@ -339,19 +343,22 @@ def load_quantized(
             loaded[id(param)] = param, real
         return loaded[id(param)][1]
 
-    for name, module in list(model.named_modules()):
-        prefix = f"{name}." if name else ""
-        for part, param in list(module.named_parameters(recurse=False)):
-            if not (name in layers and part == "weight"):
-                setattr(module, part, load_parameter(prefix + part, param))
-        for part, buffer in list(module.named_buffers(recurse=False)):
-            if prefix + part in reader:
-                setattr(module, part, reader.read(prefix + part, buffer))
-        if name in layers:
-            weight = reader.read(f"{prefix}weight", cast(Tensor, module.weight))
-            weight = weight.to(dtype or weight.dtype)
-            weight = weight.T if _is_conv1d(module) else weight
-            _put(model, name, quantize_layer(weight, _bias(module), config), module)
+    modules = list(model.named_modules())
+    with Progress(len(modules), "Loading and quantizing", "layer", where="silent") as bar:
+        for done, (name, module) in enumerate(modules, 1):
+            prefix = f"{name}." if name else ""
+            for part, param in list(module.named_parameters(recurse=False)):
+                if not (name in layers and part == "weight"):
+                    setattr(module, part, load_parameter(prefix + part, param))
+            for part, buffer in list(module.named_buffers(recurse=False)):
+                if prefix + part in reader:
+                    setattr(module, part, reader.read(prefix + part, buffer))
+            if name in layers:
+                weight = reader.read(f"{prefix}weight", cast(Tensor, module.weight))
+                weight = weight.to(dtype or weight.dtype)
+                weight = weight.T if _is_conv1d(module) else weight
+                _put(model, name, quantize_layer(weight, _bias(module), config), module)
+            bar.update(done)
     if hasattr(model, "tie_weights"):
         model.tie_weights()  # type: ignore
     reader.check_all_used(model, ignore)

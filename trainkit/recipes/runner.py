@@ -21,8 +21,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -46,9 +46,10 @@ from ..lora.inject import trainable_report
 from ..memory.estimate import MemoryWatch, check_size, extrapolate, predict_run, room
 from ..memory.estimate import rows_at_once
 from ..memory.offload import OffloadedOptimizer
-from ..progress import detect_display, note
+from ..model.transformer import count_logical_parameters
+from ..progress import Progress, Stages, StopNow, detect_display, listen, note
 from .config import RunConfig
-from .control import Remote
+from .control import Remote, StageReport
 from .evaluation import TextEvaluator, make_judge, write_run_report
 from trainkit.recipes.preparation import (
     AnswerInputs,
@@ -83,13 +84,14 @@ def open_trained(
     from trainkit.interop.hf import load_pretrained  # transformers takes seconds to import
 
     quant = config.quant if config.quant.bits and config.adapts else None
-    model, tokenizer = load_pretrained(
-        config.init_from,
-        dtype=torch.float32,
-        cache_dir=config.cache_dir or None,
-        device_map=config.device_map or None,
-        quant=quant,
-    )
+    with Progress(None, "Loading the model", "", where="silent"):
+        model, tokenizer = load_pretrained(
+            config.init_from,
+            dtype=torch.float32,
+            cache_dir=config.cache_dir or None,
+            device_map=config.device_map or None,
+            quant=quant,
+        )
     if config.tokenizer.path:
         tokenizer = BPETokenizer.load(config.tokenizer.path)
     if tokenizer is None:
@@ -220,7 +222,7 @@ def plan_lines(
     at_most = "" if isinstance(inputs, TextInputs) else " at most"
     return [
         *inputs.plan,
-        f"Model      {sum(p.numel() for p in inputs.model.parameters()):,} parameters{begun}: "
+        f"Model      {count_logical_parameters(inputs.model):,} parameters{begun}: "
         f"{plural(model.n_layers, 'layer')}, {model.d_model} wide, "
         f"{plural(model.n_heads, 'head')}; format {kind}",
         *(
@@ -477,6 +479,27 @@ def _printer(folder: RunFolder, verbose: bool) -> Callable[..., None]:
 
     return say
 
+
+@contextmanager
+def _stage_bar(enabled: bool) -> Iterator[ExitStack]:  # Closed before the training begins
+    "A bar that shows each stage of the preparation in turn."
+    with ExitStack() as stack:
+        if enabled:
+            bar = stack.enter_context(Progress(None, "Preparing", ""))
+            bar.next = bar.clock.now() + getattr(bar.screen, "every", 0)  # No line if it is short
+            stages = Stages()
+
+            def hear(stage: Progress | None) -> None:
+                stages.hear(stage)
+                if stages.open:
+                    counts = [b for b in stages.open if b.total and b.screen is None]
+                    bar.show((counts or stages.open)[-1])
+                elif stage is not None:
+                    bar.show(None)
+
+            stack.enter_context(listen(hear))
+        yield stack
+
 # %% ../../nbs/11_recipes/01_recipes.ipynb #run-itself
 def run(
     config: RunConfig,
@@ -507,10 +530,19 @@ def run(
     config, resume, launched = _in_launched_folder(config, resume)
     main = os.environ.get("RANK", "0") == "0"
     verbose = verbose and main
+    control = control or Control()
+    stages = StageReport(control)
     with ExitStack() as stack:
         lock = stack.enter_context(ExitStack())  # until the trainer has it
         if main and (launched or (resume and config.folder.is_dir())):
             lock.enter_context(run_lock(config.folder))
+            stack.enter_context(stages.followed(config.folder))
+        hearing = stack.enter_context(ExitStack())  # Orders to stop, until the report is written
+        preparing = stack.enter_context(
+            _stage_bar(verbose and config.train.progress and config.engine == "trainkit")
+        )
+        hearing.enter_context(listen(stages.hear))
+        hearing.enter_context(listen(control.hear))
         inputs = prepare(config, config.folder if resume else None, base, rewards)
         _add_own(inputs, objective, compute_metrics)
         facts, judge = environment(), make_judge(inputs)
@@ -537,6 +569,7 @@ def run(
                 folder.path,
                 replace(trainer.config, output_dir=str(folder.path)),
             )
+            stack.enter_context(stages.followed(folder.path))
         say = _printer(folder, verbose)
         _save_inputs(inputs, folder.path)
         if main:
@@ -552,18 +585,24 @@ def run(
             title = "Before training, the model continues like this:"
             _show_samples(title, trainer.log_samples(), say)
         lock.close()
+        preparing.close()
+        control.hear()
         with timed(seconds, "training"):
             result = trainer.train("auto" if resume else None, force_resume)
+        stages.state = "finishing"
         metrics, samples, words = {}, [], []
         if result.stop_reason in EXIT_CODES:
             say(f"Resume with: trainkit train --resume {folder.path}")
         else:
-            with timed(seconds, "evaluation"):
-                metrics, words = _final_metrics(trainer, judge, main, bool(compute_metrics))
-            if main:
-                samples = _last_samples(trainer, folder, config.train.load_best_model_at_end)
-                _show_samples("After training:", samples, say)
+            words = ["The trained model was not evaluated, as you asked."]
+            with suppress(StopNow):
+                with timed(seconds, "evaluation"):
+                    metrics, words = _final_metrics(trainer, judge, main, bool(compute_metrics))
+                if main:
+                    samples = _last_samples(trainer, folder, config.train.load_best_model_at_end)
+                    _show_samples("After training:", samples, say)
             say(*words)
+        hearing.close()
         if not main:
             return RunResult(
                 **vars(result),

@@ -29,6 +29,7 @@ from typing import Any
 
 from ..config import ConfigError, Problem, check_config, knob
 from ..display import table
+from ..progress import Progress, StopNow
 
 # %% ../../nbs/04_train/05_train_config.ipynb #89524619
 def _precision(format: str) -> Callable[[object], dict]:
@@ -305,6 +306,11 @@ class Control:
 
     def __init__(self):
         self.running, self.paused, self.stopping, self.reason = False, False, False, ""
+        self.presses = 0  # Of the stop button
+        self.patience = 0  # So many of them wait for the end of a step
+        self.shielded = False  # Whether what is being done must be finished
+        # Among several processes, the others would wait for the one that leaves
+        self.alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
         self.asked: deque[Callable[[Any], object]] = deque()
 
     def pause(self):
@@ -319,8 +325,31 @@ class Control:
         self,
         reason: str = "",  # Becomes the result's `stop_reason`
     ):
-        "Finish this step, save, and end."
+        "Finish this step, save, and end; a second call leaves the step, and before it all ends."
         self.reason, self.stopping = reason or "stopped", True
+        self.presses += 1
+
+    @property
+    def at_once(self) -> bool:
+        "Whether to end without finishing the current step or evaluation."
+        return self.presses > self.patience and not self.shielded
+
+    def hear(
+        self,
+        bar: "Progress | None" = None,  # That has moved; None: a `tick`
+    ) -> None:  # Raises `StopNow`
+        "For `trainkit.progress.listen`: end the work where `stop` asks for it."
+        if self.at_once and self.alone and (bar is None or not bar.closed):
+            raise StopNow("stopped by hand")
+
+    @contextmanager
+    def shield(self) -> Iterator[None]:
+        "What is done inside is finished whatever is pressed, such as writing a file."
+        before, self.shielded = self.shielded, True
+        try:
+            yield
+        finally:
+            self.shielded = before
 
     def ask(
         self,
@@ -354,11 +383,12 @@ class Control:
     @contextmanager
     def session(self) -> Iterator[None]:
         "Inside, a loop runs: Ctrl-C, SIGTERM and a lost terminal are stop buttons."
-        self.running = True
+        self.running, self.patience, self.presses = True, 1, int(self.stopping)
         try:
             with stop_on_signal(self):
                 yield
         finally:
+            self.patience = min(self.presses, 1)
             self.running = self.paused = self.stopping = False
             self.asked.clear()
 

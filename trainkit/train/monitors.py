@@ -253,9 +253,11 @@ class SystemMonitor:
         self.rows = 0
         self.work = 0.0
         self.last = trainer.state.tokens
-        parameters = list(trainer.model.parameters())
-        share = sum(p.numel() for p in parameters if p.requires_grad) / max(
-            1, sum(p.numel() for p in parameters)
+        from trainkit.model.transformer import count_logical_parameters
+
+        model = trainer.model
+        share = count_logical_parameters(model, only_trainable=True) / max(
+            1, count_logical_parameters(model)
         )
         self.passes = 2 + share  # forward, backward to the inputs, and to those weights that learn
         if self.flops is not None and self.peak_flops is None:

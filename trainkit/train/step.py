@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import pick_device, pick_dtype
+from ..progress import tick
 from .objectives import Loss, Scalar
 from .optim import step_in_backward
 from .sharding import only_processes
@@ -377,6 +378,7 @@ def accumulate(
         counts = i < len(mine)
         last = i + 1 == rounds
         batch = mine[i] if counts else batches[0]  # With no batch left, join in with zeros
+        tick()  # Before a gradient is known, and so before a weight may have moved
         with nullcontext() if last or shards is not None else accelerator.no_sync(model):
             with precision(accelerator):
                 out = check_loss(objective(model, to_device(batch, accelerator.device)))
@@ -639,6 +641,7 @@ def eval_loss(
     with evaluating(model):
         # A process with no batch left computes along: the others may need its shares
         for group in accumulation_batches(batches, size):
+            tick()
             counts = accelerator.process_index < len(group)
             batch = group[accelerator.process_index if counts else 0]
             with precision(accelerator):

@@ -12,7 +12,7 @@ background, and leaves a static picture for readers without a kernel."""
 
 # %% auto #0
 __all__ = ['STILL', 'Page', 'config_fields', 'nested', 'flatten', 'read_value', 'show_text', 'widgets', 'notebook', 'close_all',
-           'claim_cell', 'Advice', 'Guide', 'short_path', 'Field', 'PartsField', 'Form']
+           'replaced_by', 'claim_cell', 'Advice', 'Guide', 'short_path', 'Field', 'PartsField', 'Form']
 
 # %% ../../nbs/12_widgets/05_form.ipynb #imports-form
 import dataclasses
@@ -330,6 +330,21 @@ def _this_cell() -> tuple[str, int]:  # Its id, or ''; the number of this run of
         return "", 0
 
 
+_Claimed = TypeVar("_Claimed", bound="TrainerPanel | Page")
+
+
+def replaced_by(
+    claimed: Mapping[str, _Claimed],  # Key -> widget
+    key: str,  # As for `claim_cell`
+    name: str,
+) -> list[_Claimed]:
+    "The widgets that a new one of this cell replaces."
+    cell, run = ("", 0) if key else _this_cell()
+    if cell:
+        return [old for old in claimed.values() if old.cell[0] == cell and old.cell[1] != run]
+    return [claimed[key or name]] if (key or name) in claimed else []
+
+
 def claim_cell(
     widget: "TrainerPanel | Page",  # Gets `key` and `cell`; has `close()`
     claimed: MutableMapping,  # Key -> widget; those that `widget` replaces are closed
@@ -338,13 +353,8 @@ def claim_cell(
 ) -> None:
     "Register a widget of this cell and close those that it replaces; a run may make several."
     cell, run = ("", 0) if key else _this_cell()
-    if cell:
-        replaced = [old for old in claimed.values() if old.cell[0] == cell and old.cell[1] != run]
-        new_key = f"{cell} {run} {id(widget)}"
-    else:
-        new_key = key or name
-        replaced = [claimed[new_key]] if new_key in claimed else []
-    for old in replaced:
+    new_key = f"{cell} {run} {id(widget)}" if cell else key or name
+    for old in replaced_by(claimed, key, name):
         old.close()
     widget.cell, widget.key = (cell, run), new_key
     claimed[new_key] = widget

