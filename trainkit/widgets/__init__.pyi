@@ -11,6 +11,7 @@ from . import (
     settings as settings,
     text_explorers as text_explorers,
     training_explorers as training_explorers,
+    waiting as waiting,
     weight_explorers as weight_explorers,
 )
 from .chat_compare import ChatCompare as ChatCompare

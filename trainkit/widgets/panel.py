@@ -2,8 +2,9 @@
 
 `TrainerPanel(config)` displays a run of any method in a notebook: what it will do, whether it
 fits in memory, buttons, live curves, samples, and the Python code that does the same. `show()`
-displays the panel and returns at once, `result()` in the next cell waits for the model, and
-`TrainerPanel.attach(folder)` opens a run that another kernel has started as a process.
+displays the panel and returns at once, `await panel.arun()` in the next cell waits for the model
+while the buttons work, `result()` does so in a script, and `TrainerPanel.attach(folder)` opens a
+run that another kernel has started as a process.
 
 The parts work without widgets. `headline`, `buttons` and `pictures` turn a snapshot of a run into
 text, states and charts, and `static_html` into a page that needs no kernel. Before a run,
@@ -16,7 +17,6 @@ and `as_code` writes the config as Python."""
 __all__ = ['HERE', 'PROCESS', 'TrainerPanel', 'BUTTONS', 'CHARTS', 'FROM_ZERO', 'MONO', 'SILENCE', 'headline', 'buttons', 'pictures', 'latest_samples_html', 'log_html', 'resume_check_text', 'static_html', 'config_changes', 'as_code', 'MemoryForecast', 'expect_memory', 'expect_time', 'preview_data']
 
 # %% ../../nbs/12_widgets/01_panel.ipynb #imports-panel
-import asyncio
 import dataclasses
 import json
 import math
@@ -37,6 +37,7 @@ from .drawing import live_curves
 from .form import Form, close_all, notebook, claim_cell, widgets
 from .session import ACTIVE, RunSnapshot, TrainSession, capture_output
 from .settings import run_guide
+from .waiting import await_until, why_blocked
 
 if TYPE_CHECKING:
     from ipywidgets import Button, Widget
@@ -64,6 +65,7 @@ _STATE_LINE = (  # For screen readers only
     'clip-path:inset(50%)">Training {}</div>'
 )
 _OBSTACLE = '<div role="status" style="font-size:13px;line-height:1.4">Start is off. {}</div>'
+_BLOCKED = '<div role="status" style="font-size:13px;line-height:1.4">{}</div>'
 _REHEARSING = "The first three steps are being tried."
 _MEMORY_TOO_LATE = "The run began before it was known how much memory a step will take."
 _MEMORY_LATER = "How much memory a step will take is predicted when nothing is missing above."
@@ -97,6 +99,7 @@ class TrainerPanel:
         claim_cell(self, self.panels, key, f"{config.method} {config.name}")
         self.job, self.session = job, TrainSession(config, job)
         self.closed, self.finished, self.rehearsing = False, True, False
+        self.blocked = ""  # Why no click arrives while a cell waits for the run
         self.lock, self.handle = threading.RLock(), None
         self.drawn_version = -1  # Of the snapshot that was drawn last
         self.others_drawn = 0.0  # When all charts were drawn
@@ -458,7 +461,10 @@ class TrainerPanel:
             reason = _REHEARSING
         for widget in (self.start_button, self.rehearse_button):
             self._put(widget, bool(reason) or not ended, "disabled")
-        self._put(self.obstacle, _OBSTACLE.format(escape(reason)) if reason else "")
+        text = _OBSTACLE.format(escape(reason)) if reason else ""
+        if self.blocked and not ended:
+            text = _BLOCKED.format(escape(self.blocked))
+        self._put(self.obstacle, text)
 
     def _draw(self, now: RunSnapshot, force: bool):
         "Draw the loss at each refresh, the other curves once a second."
@@ -494,26 +500,40 @@ class TrainerPanel:
         "Start the run if necessary, and wait; the notebook's stop button ends it, with a model."
         if self.session.state == "idle":
             self.start()
-        while True:
-            session = self.session
-            session.wait()
-            if session is self.session:
-                break
+        self.blocked = why_blocked(awaiting=False)
+        self.refresh(force=True)
+        try:
+            while True:
+                session = self.session
+                session.wait()
+                if session is self.session:
+                    break
+        finally:
+            self.blocked = ""
         self.finish()
         return session.result()
 
     async def arun(self) -> "RunResult":  # What `run` returns
-        "Show the panel, start it, and wait while buttons work: `result = await panel.arun()`."
+        """Show the panel, start it, and wait while buttons work: `result = await panel.arun()`.
+
+        Where something is missing that Start needs, it waits until somebody presses Start."""
         if self.handle is None:
             self.show()
-        if self.session.state == "idle":
+        if self.session.state == "idle" and not self.form.obstacle:
             self.start()
+        self.blocked = why_blocked(awaiting=True)
+        self.refresh(force=True)
         try:
-            while self.session.snapshot().state in ACTIVE:
-                await asyncio.sleep(self.every)
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            self.session.stop()
-        return self.result()
+            await await_until(lambda: self.closed or self.session.state != "idle")
+            while True:
+                session = self.session
+                await session.await_end()
+                if session is self.session:
+                    break
+        finally:
+            self.blocked = ""
+        self.finish()
+        return session.result()
 
     @classmethod
     def attach(
