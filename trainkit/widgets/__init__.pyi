@@ -5,6 +5,7 @@ from . import (
     form as form,
     labeler as labeler,
     model_explorers as model_explorers,
+    next_steps as next_steps,
     panel as panel,
     run_browser as run_browser,
     session as session,
@@ -22,6 +23,7 @@ from .model_explorers import (
     AttentionExplorer as AttentionExplorer,
     SamplingExplorer as SamplingExplorer,
 )
+from .next_steps import NextSteps as NextSteps
 from .panel import TrainerPanel as TrainerPanel
 from .run_browser import RunBrowser as RunBrowser
 from .session import TrainSession as TrainSession

@@ -35,6 +35,7 @@ from ..display import PLAIN, Picture, clean, grid, notice, number, table
 from ..progress import duration
 from .drawing import live_curves
 from .form import Form, close_all, notebook, claim_cell, widgets
+from .next_steps import NextSteps, TrainedRun
 from .session import ACTIVE, RunSnapshot, TrainSession, capture_output
 from .settings import run_guide
 from .waiting import await_until, why_blocked
@@ -105,6 +106,7 @@ class TrainerPanel:
         self.others_drawn = 0.0  # When all charts were drawn
         self.memory_known = False  # Whether the memory of the current config was predicted
         self.timer: threading.Timer | None = None
+        self.next: NextSteps | None = None  # The tab for a run that has ended
         self.own_presets, self.given = presets, config
         self.form = Form(
             config, presets=self._presets(config), changed=self._changed, guide=run_guide()
@@ -481,8 +483,34 @@ class TrainerPanel:
                 return
             self.finished = True
             self.refresh(force=True)
+            try:
+                self.offer_next()
+            except Exception:
+                self.session.run_state.add_log(traceback.format_exc())
         if self.handle is not None:
             self.handle.update(self)
+
+    def offer_next(self) -> bool:  # False where no model was saved
+        "Show the tab with what can be done with the run that has ended."
+        folder = self.session.folder
+        busy = self.next and self.next.panel and self.next.panel.session.state in ACTIVE
+        if folder is None or self.session.state in ACTIVE or busy:
+            return False
+        run = TrainedRun(folder, self.session.config)
+        if not run.has_model:
+            return False
+        if self.next is not None:
+            self.next.close()
+        self.next = NextSteps(run, self._open_below, lambda: as_code(run.config), self.key)
+        self.tabs.children = [*self.tabs.children[:4], self.next.widget]
+        self.tabs.set_title(4, "Next")
+        return True
+
+    def _open_below(self, config: "RunConfig") -> "TrainerPanel":
+        "A panel for another run, inside this one."
+        panel = TrainerPanel(config, job=self.job, key=f"{self.key} below")
+        panel.predict_soon()
+        return panel
 
     # For the notebook
 
@@ -555,6 +583,8 @@ class TrainerPanel:
             self.timer.cancel()
         if self.session.mode != "process":
             self.session.stop()
+        if self.next is not None:
+            self.next.close()
         with self.lock:
             self.closed = True
             self.form.close()

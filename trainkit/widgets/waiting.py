@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -30,9 +31,8 @@ def _kernel_version() -> tuple[int, int] | None:  # None: no kernel, or not its 
     main = threading.current_thread() is threading.main_thread()
     if not main or not hasattr(shell, "kernel"):
         return None
-    import ipykernel
-
-    return ipykernel.version_info[0], ipykernel.version_info[1]
+    major, minor = metadata.version("ipykernel").split(".")[:2]
+    return int(major), int(minor)
 
 
 def clicks_arrive(
