@@ -192,7 +192,8 @@ def labels_text(count: int) -> str:
     if count >= LABELS_NEEDED:
         return f"There are {plural(count, 'preference')}."
     missing = LABELS_NEEDED - count
-    return f"{count} of {LABELS_NEEDED} preferences: {missing} are missing before it makes sense."
+    are = "is" if missing == 1 else "are"
+    return f"{count} of {LABELS_NEEDED} preferences: {missing} {are} missing before it makes sense."
 
 # %% ../../nbs/12_widgets/18_next_steps.ipynb #next-4
 def preference_config(
@@ -337,7 +338,10 @@ class NextAction(Page):
         self.word, self.do, self.when_closed = word, do, closed
         self.close_opened: Callable[[], object] | None = None
         self.start_button = self.button(word, icon, clean(what), self.press, width="200px")
-        self.what = W.HTML(_WHAT.format(what), layout=W.Layout(flex="1 1 240px", min_width="0"))
+        self.what = W.HTML(
+            _WHAT.format(what),
+            layout=W.Layout(flex="1 1 240px", min_width="0", margin="2px 2px 2px 8px"),
+        )
         self.says, self.opened = W.HTML(), W.VBox([]).add_class("trainkit-opened")
         self.fields = self.row(*fields)
         head = self.row(self.start_button, self.what)
@@ -442,7 +446,7 @@ class NextSteps:
         self.typed = field(
             W.Textarea, "", "min(100% - 4px, 560px)", rows=3, placeholder="A question on each line"
         )
-        self.pairs = field(W.BoundedIntText, "Pairs", "130px", value=26, min=1, max=2000)
+        self.pairs = field(W.BoundedIntText, "Pairs", "130px", value=30, min=1, max=2000)
         self.temperature = field(
             W.BoundedFloatText, "Temperature", "160px", value=1.0, min=0.1, max=10, step=0.1
         )

@@ -55,6 +55,8 @@ _STYLE = """<style>
 .trainkit-charts > * { min-width: 0; margin: 0 }
 .trainkit-others, .trainkit-others .widget-html-content, .trainkit-others [role=group] {
   display: contents !important } /* All in one grid */
+.trainkit-tabs .lm-TabBar-tab, .trainkit-tabs .p-TabBar-tab { /* As wide as their words */
+  flex: 0 1 auto !important; min-width: 0 !important; padding: 0 8px !important }
 .trainkit-panel.trainkit-panel.trainkit-panel :focus-visible {
   outline: 2px solid #1f77c9 !important; outline-offset: 1px }
 </style>"""
@@ -107,6 +109,7 @@ class TrainerPanel:
         self.memory_known = False  # Whether the memory of the current config was predicted
         self.timer: threading.Timer | None = None
         self.next: NextSteps | None = None  # The tab for a run that has ended
+        self.inside = False  # Whether it is shown inside another panel
         self.own_presets, self.given = presets, config
         self.form = Form(
             config, presets=self._presets(config), changed=self._changed, guide=run_guide()
@@ -226,6 +229,7 @@ class TrainerPanel:
         )
         for i, name in enumerate(("Samples", "Log", "Data", "Code")):
             self.tabs.set_title(i, name)
+        self.tabs.add_class("trainkit-tabs")
         style = W.HTML(_STYLE, layout=W.Layout(display="none"))
         charts = W.Box([self.chart, self.others.add_class("trainkit-others")]).add_class(
             "trainkit-charts"
@@ -346,7 +350,7 @@ class TrainerPanel:
         with self.lock:
             if not self.rehearsing:
                 self._put(self.time, "")  # That of other settings
-        if self.handle is not None:
+        if self.handle is not None or self.inside:
             self.predict_soon()
 
     def rehearse_soon(self) -> bool:  # False while a run or another rehearsal goes on
@@ -504,11 +508,14 @@ class TrainerPanel:
         self.next = NextSteps(run, self._open_below, lambda: as_code(run.config), self.key)
         self.tabs.children = [*self.tabs.children[:4], self.next.widget]
         self.tabs.set_title(4, "Next")
+        if self.session.state == "done" and not self.tabs.selected_index:
+            self.tabs.selected_index = 4
         return True
 
     def _open_below(self, config: "RunConfig") -> "TrainerPanel":
         "A panel for another run, inside this one."
         panel = TrainerPanel(config, job=self.job, key=f"{self.key} below")
+        panel.inside = True
         panel.predict_soon()
         return panel
 
