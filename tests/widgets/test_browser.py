@@ -978,7 +978,7 @@ def test_after_a_run_everything_else_is_a_click_away(browser, lab, scheme):
     page.get_by_role("textbox", name="Question").fill("What is 1 and 1?")
     button("Ask").click()
     visible_fields(page, "All tokens")
-    button("Close: chat").click()
+    button("Close").click()
 
     page.get_by_label("Pairs", exact=True).fill("30")
     page.get_by_label("Tokens", exact=True).first.fill("8")
@@ -1003,15 +1003,15 @@ def test_after_a_run_everything_else_is_a_click_away(browser, lab, scheme):
     page.locator("text=/^done · step/").nth(1).wait_for()
     button("Compare with the base", 1).wait_for()
 
-    button("Export", 1).click()
+    button("Export").click()  # That of the inner panel, which stands above the outer one's
     link = page.locator(f"a:has-text('Download {name}-dpo-q8_0.gguf')")
     link.wait_for()
     with page.expect_download() as download:
         link.click()
     assert download.value.path().read_bytes()[:4] == b"GGUF"
-    button("Open the report", 1).click()
+    button("Open the report").click()
     page.frame_locator("iframe").locator("text=Loss").first.wait_for()
-    button("Copy as code", 1).click()
+    button("Copy as code").click()
     page.wait_for_function(
         "() => [...document.querySelectorAll('input')].some(e => "
         "e.value.startsWith('trainkit train '))"

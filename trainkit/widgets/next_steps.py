@@ -208,7 +208,9 @@ def preference_config(
         runs_dir=run.path(run.folder.parent),
         init_from=run.path(run.model),
         use_lora=config.adapts,
-        data=dict(path=run.path(labels), max_length=length),
+        # Rows are held out by a hash of their question, which chose these very questions before:
+        # with a fraction, all labels would be held out again
+        data=dict(path=run.path(labels), max_length=length, eval_fraction=0.0),
         dpo=dict(max_length=length),
         train=dict(
             num_train_epochs=5,
@@ -337,7 +339,7 @@ class NextAction(Page):
         W = widgets()
         self.word, self.do, self.when_closed = word, do, closed
         self.close_opened: Callable[[], object] | None = None
-        self.start_button = self.button(word, icon, clean(what), self.press, width="200px")
+        self.start_button = self.button(word, icon, word, self.press, width="200px")
         self.what = W.HTML(
             _WHAT.format(what),
             layout=W.Layout(flex="1 1 240px", min_width="0", margin="2px 2px 2px 8px"),
@@ -367,8 +369,9 @@ class NextAction(Page):
         "Do it in the background, or close what it has opened."
         if self.close_opened is not None:
             self.shut()
-        elif self.background(self.work):
-            self.put(self.start_button, True, "disabled")
+        elif self.worker is None or not self.worker.is_alive():
+            self.put(self.start_button, True, "disabled")  # Before the thread enables it again
+            self.background(self.work)
 
     def work(self):
         try:
@@ -377,7 +380,7 @@ class NextAction(Page):
                 return
             widget, self.close_opened = opened
             self.put(self.opened, [widget], "children")
-            self.put(self.start_button, f"Close: {self.word.lower()}", "description")
+            self.put(self.start_button, "Close", "description")
         finally:
             self.put(self.start_button, False, "disabled")
 
@@ -465,6 +468,8 @@ class NextSteps:
         self.prompt = field(
             W.Text, "Text", "min(100% - 4px, 480px)", value=(self.run.config.prompts or [""])[0]
         )
+        sampling = (self.questions, self.typed, self.pairs, self.temperature, self.length)
+        self.all_fields = (*sampling, self.kind, self.place, self.prompt)
 
     def _room(self) -> int:
         return max(1, self.run.config.data.max_length // 2)
@@ -506,7 +511,7 @@ class NextSteps:
         if run.answers:
             what = "Lets the model answer each question twice, and you say which answer is better. "
             what += f"The labels are kept in <code>{escape(run.path(run.folder))}/labels</code>."
-            fields = [self.questions, self.pairs, self.temperature, self.length, self.typed]
+            fields = (self.questions, self.pairs, self.temperature, self.length, self.typed)
             yield action(
                 "label", "Label answers", "thumbs-o-up", what, self._label, fields=fields, **freed
             )
@@ -699,6 +704,8 @@ class NextSteps:
             action.close()
         self.models.clear()
         close_all(self.widget)
+        for field in self.all_fields:  # Some may belong to no action of this run
+            close_all(field)
 
 
 def _fetch(path: Path):
