@@ -1001,3 +1001,143 @@ def test_a_run_is_found_after_a_restart(browser, tmp_path, lab, scheme):
     starts = [r["start_step"] for r in records if r["event"] == "start"]
     assert starts and starts[-1] > 0, "it resumed from a checkpoint"
     page.close()
+
+
+NEXT = """
+from trainkit.config import load_config
+from trainkit.recipes.config import RunConfig
+from trainkit.widgets.panel import TrainerPanel
+panel = TrainerPanel(load_config(RunConfig, 'next-%s.yaml'), presets={})
+panel.show()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_after_a_run_everything_else_is_a_click_away(browser, lab, scheme):
+    """A run by clicks, then the tab Next: chat, labels, DPO on them, its own chat, GGUF, report.
+
+    The file is fetched by the link that the page shows.
+    """
+    from test_studio import small_start
+    from trainkit.config import save_config
+
+    small, name = lab[1] / f"next-{scheme}", f"after-{scheme}"
+    of_method = small_start(small)
+    words = ["name=" + name, "train.max_steps=20", "data.max_length=64", "init_from="]
+    words[-1] += str(small / "base" / "model")
+    save_config(of_method("lora", *words), lab[1] / f"next-{scheme}.yaml")
+    page = open_notebook(
+        browser,
+        lab,
+        f"next-{scheme}.ipynb",
+        [NEXT % scheme],
+        viewport=dict(width=1280, height=2400),
+        color_scheme=scheme,
+    )
+    errors = []
+    page.on("pageerror", lambda e: errors.append(str(e)))
+
+    def button(word, number=0):
+        return page.locator(f"button:text-is('{word}'):visible").nth(number)
+
+    def picture(what):
+        for width, height in ((1280, 3600), (420, 9000)):
+            page.set_viewport_size(dict(width=width, height=height))
+            page.wait_for_timeout(700)
+            output = page.locator(".jp-OutputArea-output").first
+            wide, room = output.evaluate("e => [e.scrollWidth, e.clientWidth]")
+            assert wide <= room + 2, f"{what} at {width}: {wide} of {room} pixels"
+            if shots := os.environ.get("TRAINKIT_SHOTS"):
+                output.screenshot(path=f"{shots}/next-{what}-{scheme}-{width}.png")
+        page.set_viewport_size(dict(width=1280, height=2400))
+
+    button("Start").click()
+    page.locator("text=/^done · step 20 of 20/").wait_for()
+    button("Label answers").wait_for()  # The tab opens by itself
+    assert button("Train on the labels").is_disabled()
+    visible_fields(page, "0 of 24 preferences: 24 are missing")
+    picture("tab")
+
+    button("Chat").click()
+    page.get_by_role("textbox", name="Question").fill("What is 1 and 1?")
+    button("Ask").click()
+    visible_fields(page, "All tokens")
+    button("Close").click()
+
+    page.get_by_label("Pairs", exact=True).fill("30")
+    page.get_by_label("Tokens", exact=True).first.fill("8")
+    button("Label answers").click()
+    keys = page.get_by_role("textbox", name="Keys")
+    keys.click()
+    for done in range(1, 25):
+        page.keyboard.type("a")
+        page.locator(f"text=/^{done} of \\d+ judged/").first.wait_for()
+    picture("labels")
+    keys.click()
+    for _ in range(9):  # Those that were shown twice, with sides exchanged, do not count
+        page.keyboard.type("a")
+        page.wait_for_timeout(300)
+    visible_fields(page, "All pairs are judged")
+    button("Train on the labels").click()
+    button("Start", 1).wait_for()
+    method = page.get_by_label("Method").nth(1)
+    assert "DPO" in method.locator("option:checked").inner_text()
+    picture("preferences")
+    button("Start", 1).click()
+    page.locator("text=/^done · step/").nth(1).wait_for()
+    button("Compare with the base", 1).wait_for()
+
+    button("Export").click()  # That of the inner panel, which stands above the outer one's
+    link = page.locator(f"a:has-text('Download {name}-dpo-q8_0.gguf')")
+    link.wait_for()
+    with page.expect_download() as download:
+        link.click()
+    assert download.value.path().read_bytes()[:4] == b"GGUF"
+    button("Open the report").click()
+    page.frame_locator("iframe").locator("text=Loss").first.wait_for()
+    button("Copy as code").click()
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('input')].some(e => "
+        "e.value.startsWith('trainkit train '))"
+    )
+    picture("all")
+    assert not errors, errors
+    page.close()
+
+
+AWAITS = "result = await panel.arun()\nprint('the cell ended', result.stop_reason)"
+
+
+def press_stop_under_run_all(page):
+    "Pause, Resume and Stop, while the cell that waits is running."
+    page.locator("text=/step [1-9][\\d,]* of/").first.wait_for()
+    press(page, "Pause")
+    page.locator("button:text-is('Resume')").first.wait_for()
+    press(page, "Resume")
+    page.locator("button:text-is('Pause')").first.wait_for()
+    press(page, "Stop")
+    visible_fields(page, "the cell ended stopped")
+
+
+@pytest.mark.slow
+def test_buttons_work_under_run_all(browser, lab):
+    page = open_notebook(browser, lab, "awaits.ipynb", [PANEL, AWAITS])
+    press_stop_under_run_all(page)
+    page.close()
+
+
+@pytest.mark.slow
+def test_buttons_work_under_run_all_with_the_libraries_of_colab(browser, classic):
+    address, folder = classic
+    write_notebook(folder / "awaits.ipynb", [PANEL, AWAITS])
+    page = browser.new_page(viewport=dict(width=1200, height=2400))
+    page.set_default_timeout(240_000)
+    page.goto(f"{address}/notebooks/awaits.ipynb", wait_until="domcontentloaded")
+    page.wait_for_function(
+        "() => window.Jupyter?.notebook?.kernel?.is_connected() && "
+        'document.querySelector("#run_all_cells")'
+    )
+    page.evaluate("Jupyter.notebook.execute_all_cells()")
+    press_stop_under_run_all(page)
+    page.close()

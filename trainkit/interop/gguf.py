@@ -325,6 +325,8 @@ def export_gguf(
     name: str | None = None,  # Displayed to users; None: the name of the folder
     pre: str | None = None,  # llama.cpp's name of the splitting pattern; detected if not given
     progress: bool = True,
+    # Called after each tensor with how many are written, and with all of them
+    told: Callable[[int, int], object] | None = None,
 ) -> dict[str, Any]:  # path, bytes, tensors, and `wide`: matrices written in float16 instead
     "Write a model folder as one GGUF file; it gets its name after it was read back and compared."
     gguf = _gguf()
@@ -381,6 +383,8 @@ def export_gguf(
                     sums[title] = _checksum(data)
                     writer.write_tensor_data(data)
                     bar.update(len(sums))
+                    if told is not None:
+                        told(len(sums), len(tensors))
         finally:
             writer.close()
         again = {t.name: _checksum(t.data) for t in gguf.GGUFReader(rough).tensors}

@@ -5,12 +5,14 @@ from . import (
     form as form,
     labeler as labeler,
     model_explorers as model_explorers,
+    next_steps as next_steps,
     panel as panel,
     run_browser as run_browser,
     session as session,
     settings as settings,
     text_explorers as text_explorers,
     training_explorers as training_explorers,
+    waiting as waiting,
     weight_explorers as weight_explorers,
 )
 from .chat_compare import ChatCompare as ChatCompare
@@ -21,6 +23,7 @@ from .model_explorers import (
     AttentionExplorer as AttentionExplorer,
     SamplingExplorer as SamplingExplorer,
 )
+from .next_steps import NextSteps as NextSteps
 from .panel import TrainerPanel as TrainerPanel
 from .run_browser import RunBrowser as RunBrowser
 from .session import TrainSession as TrainSession

@@ -2,8 +2,9 @@
 
 `TrainerPanel(config)` displays a run of any method in a notebook: what it will do, whether it
 fits in memory, buttons, live curves, samples, and the Python code that does the same. `show()`
-displays the panel and returns at once, `result()` in the next cell waits for the model, and
-`TrainerPanel.attach(folder)` opens a run that another kernel has started as a process.
+displays the panel and returns at once, `await panel.arun()` in the next cell waits for the model
+while the buttons work, `result()` does so in a script, and `TrainerPanel.attach(folder)` opens a
+run that another kernel has started as a process.
 
 The parts work without widgets. `headline`, `buttons` and `pictures` turn a snapshot of a run into
 text, states and charts, and `static_html` into a page that needs no kernel. Before a run,
@@ -16,7 +17,6 @@ and `as_code` writes the config as Python."""
 __all__ = ['HERE', 'PROCESS', 'TrainerPanel', 'BUTTONS', 'CHARTS', 'FROM_ZERO', 'MONO', 'SILENCE', 'stages_html', 'headline', 'buttons', 'pictures', 'latest_samples_html', 'log_html', 'resume_check_text', 'static_html', 'config_changes', 'as_code', 'MemoryForecast', 'expect_memory', 'expect_time', 'preview_data']
 
 # %% ../../nbs/12_widgets/01_panel.ipynb #imports-panel
-import asyncio
 import dataclasses
 import json
 import math
@@ -36,9 +36,11 @@ from ..display import PLAIN, Picture, clean, grid, notice, number, table
 from ..progress import duration
 from .drawing import live_curves
 from .form import Form, close_all, notebook, claim_cell, replaced_by, widgets
+from .next_steps import NextSteps, TrainedRun
 from .session import ACTIVE, FoundRun, RunSnapshot, TrainSession, capture_output
 from .session import find_run
 from .settings import run_guide
+from .waiting import await_until, why_blocked
 
 if TYPE_CHECKING:
     from ipywidgets import Button, Widget
@@ -55,6 +57,8 @@ _STYLE = """<style>
 .trainkit-charts > * { min-width: 0; margin: 0 }
 .trainkit-others, .trainkit-others .widget-html-content, .trainkit-others [role=group] {
   display: contents !important } /* All in one grid */
+.trainkit-tabs .lm-TabBar-tab, .trainkit-tabs .p-TabBar-tab { /* As wide as their words */
+  flex: 0 1 auto !important; min-width: 0 !important; padding: 0 8px !important }
 .trainkit-panel.trainkit-panel.trainkit-panel :focus-visible {
   outline: 2px solid #1f77c9 !important; outline-offset: 1px }
 </style>"""
@@ -71,6 +75,7 @@ _FIRST_ROWS = (
     "them</summary>{}</details>"
 )
 _MANY_BYTES = 20e6  # Of data, which are read only when somebody asks for them
+_BLOCKED = '<div role="status" style="font-size:13px;line-height:1.4">{}</div>'
 _REHEARSING = "The first three steps are being tried."
 _MEMORY_TOO_LATE = "The run began before it was known how much memory a step will take."
 _MEMORY_LATER = "How much memory a step will take is predicted when nothing is missing above."
@@ -110,12 +115,15 @@ class TrainerPanel:
         claim_cell(self, self.panels, key, f"{config.method} {config.name}")
         self.job, self.session = job, session or TrainSession(config, job)
         self.closed, self.finished, self.rehearsing = False, True, False
+        self.blocked = ""  # Why no click arrives while a cell waits for the run
         self.lock, self.handle = threading.RLock(), None
         self.drawn_version = -1  # Of the snapshot that was drawn last
         self.click_error = ""  # Of the last button, as HTML
         self.others_drawn = 0.0  # When all charts were drawn
         self.memory_known = False  # Whether the memory of the current config was predicted
         self.timer: threading.Timer | None = None
+        self.next: NextSteps | None = None  # The tab for a run that has ended
+        self.inside = False  # Whether it is shown inside another panel
         self.own_presets, self.given = presets, config
         self.form = Form(
             config, presets=self._presets(config), changed=self._changed, guide=run_guide()
@@ -328,6 +336,7 @@ class TrainerPanel:
         )
         for i, name in enumerate(("Samples", "Log", "Data", "Code")):
             self.tabs.set_title(i, name)
+        self.tabs.add_class("trainkit-tabs")
         style = W.HTML(_STYLE, layout=W.Layout(display="none"))
         charts = W.Box([self.chart, self.others.add_class("trainkit-others")]).add_class(
             "trainkit-charts"
@@ -482,7 +491,7 @@ class TrainerPanel:
         with self.lock:
             if not self.rehearsing:
                 self._put(self.time, "")  # That of other settings
-        if self.handle is not None:
+        if self.handle is not None or self.inside:
             self.predict_soon()
 
     def rehearse_soon(self) -> bool:  # False while a run or another rehearsal goes on
@@ -619,7 +628,10 @@ class TrainerPanel:
             reason = _REHEARSING
         for widget in (self.start_button, self.rehearse_button):
             self._put(widget, bool(reason) or not ended, "disabled")
-        self._put(self.obstacle, _OBSTACLE.format(escape(reason)) if reason else "")
+        text = _OBSTACLE.format(escape(reason)) if reason else ""
+        if self.blocked and not ended:
+            text = _BLOCKED.format(escape(self.blocked))
+        self._put(self.obstacle, text)
 
     def _draw(self, now: RunSnapshot, force: bool):
         "Draw the loss at each refresh, the other curves once a second."
@@ -636,8 +648,37 @@ class TrainerPanel:
                 return
             self.finished = True
             self.refresh(force=True)
+            try:
+                self.offer_next()
+            except Exception:
+                self.session.run_state.add_log(traceback.format_exc())
         if self.handle is not None:
             self.handle.update(self)
+
+    def offer_next(self) -> bool:  # False where no model was saved
+        "Show the tab with what can be done with the run that has ended."
+        folder = self.session.folder
+        busy = self.next and self.next.panel and self.next.panel.session.state in ACTIVE
+        if folder is None or self.session.state in ACTIVE or busy:
+            return False
+        run = TrainedRun(folder, self.session.config)
+        if not run.has_model:
+            return False
+        if self.next is not None:
+            self.next.close()
+        self.next = NextSteps(run, self._open_below, lambda: as_code(run.config), self.key)
+        self.tabs.children = [*self.tabs.children[:4], self.next.widget]
+        self.tabs.set_title(4, "Next")
+        if self.session.state == "done" and not self.tabs.selected_index:
+            self.tabs.selected_index = 4
+        return True
+
+    def _open_below(self, config: "RunConfig") -> "TrainerPanel":
+        "A panel for another run, inside this one."
+        panel = TrainerPanel(config, job=self.job, key=f"{self.key} below")
+        panel.inside = True
+        panel.predict_soon()
+        return panel
 
     # For the notebook
 
@@ -655,26 +696,40 @@ class TrainerPanel:
         "Start the run if necessary, and wait; the notebook's stop button ends it, with a model."
         if self.session.state == "idle":
             self.start()
-        while True:
-            session = self.session
-            session.wait()
-            if session is self.session:
-                break
+        self.blocked = why_blocked(awaiting=False)
+        self.refresh(force=True)
+        try:
+            while True:
+                session = self.session
+                session.wait()
+                if session is self.session:
+                    break
+        finally:
+            self.blocked = ""
         self.finish()
         return session.result()
 
     async def arun(self) -> "RunResult":  # What `run` returns
-        "Show the panel, start it, and wait while buttons work: `result = await panel.arun()`."
+        """Show the panel, start it, and wait while buttons work: `result = await panel.arun()`.
+
+        Where something is missing that Start needs, it waits until somebody presses Start."""
         if self.handle is None:
             self.show()
-        if self.session.state == "idle":
+        if self.session.state == "idle" and not self.form.obstacle:
             self.start()
+        self.blocked = why_blocked(awaiting=True)
+        self.refresh(force=True)
         try:
-            while self.session.snapshot().state in ACTIVE:
-                await asyncio.sleep(self.every)
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            self.session.stop()
-        return self.result()
+            await await_until(lambda: self.closed or self.session.state != "idle")
+            while True:
+                session = self.session
+                await session.await_end()
+                if session is self.session:
+                    break
+        finally:
+            self.blocked = ""
+        self.finish()
+        return session.result()
 
     @classmethod
     def attach(
@@ -696,6 +751,8 @@ class TrainerPanel:
             self.timer.cancel()
         if self.session.mode != "process":
             self.session.stop()
+        if self.next is not None:
+            self.next.close()
         with self.lock:
             self.closed = True
             self.form.close()

@@ -17,6 +17,7 @@ __all__ = ['HIDDEN', 'STATES', 'ACTIVE', 'extremes', 'Curve', 'RunSnapshot', 'Ru
            'FoundRun', 'look_at_run', 'find_run']
 
 # %% ../../nbs/12_widgets/02_session.ipynb #imports-session
+import asyncio
 import math
 import os
 import re
@@ -44,6 +45,7 @@ from ..progress import Clock, Progress, Stage, Stages, StopNow, listen
 from ..recipes.control import LogTail, write_state, send, read_state
 from ..train.config import EXIT_CODES, Control
 from ..train.runs import new_folder, parse_line, read_metrics
+from .waiting import await_until, polling
 
 if TYPE_CHECKING:
     from trainkit.recipes.config import RunConfig
@@ -791,10 +793,13 @@ class TrainSession:
         end = time.monotonic() + (float("inf") if seconds is None else seconds)
         while True:
             try:
-                snapshot = self.snapshot()
-                if snapshot.state not in ACTIVE or time.monotonic() >= end:
-                    return snapshot
-                time.sleep(0.05)
+                with polling() as let_clicks_in:
+                    while True:
+                        snapshot = self.snapshot()
+                        if snapshot.state not in ACTIVE or time.monotonic() >= end:
+                            return snapshot
+                        let_clicks_in()
+                        time.sleep(0.05)
             except KeyboardInterrupt:  # Wherever it comes
                 if not self.stop():
                     raise  # The third one
@@ -813,6 +818,23 @@ class TrainSession:
         if self._result is None and self.run_state.phase == "preparing":
             raise RuntimeError("The run was stopped before its first step, so there is no model")
         return cast("RunResult", self._result)
+
+    async def await_end(self) -> RunSnapshot:  # Of the end
+        "Wait until the run is over while buttons work; an interrupt ends it with a model."
+        while True:
+            try:
+                await await_until(lambda: self.snapshot().state not in ACTIVE)
+                return self.snapshot()
+            except (KeyboardInterrupt, asyncio.CancelledError):
+                if not self.stop():
+                    raise  # The second one
+
+    async def arun(self) -> "RunResult":
+        "As `result`, while buttons work: `result = await session.arun()`."
+        if self.state == "idle":
+            self.start()
+        await self.await_end()
+        return self.result()
 
     def _read_result(self) -> "RunResult":
         "The result of a process, read from its folder."

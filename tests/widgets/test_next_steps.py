@@ -1,0 +1,159 @@
+"The tab Next of a run that has ended: it appears, labels lead to DPO, errors are one sentence."
+
+import json
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+from test_studio import count, instances, small_start, until
+
+from trainkit.config import load_config
+from trainkit.recipes.config import RunConfig
+from trainkit.widgets.labeler import PreferenceLabels
+from trainkit.widgets.next_steps import (
+    LABELS_NEEDED,
+    NextSteps,
+    TrainedRun,
+    export_run,
+    gather_labels,
+    open_round,
+    run_prompts,
+)
+from trainkit.widgets.panel import TrainerPanel
+
+pytest.importorskip("ipywidgets")
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    "The config of a small run by LoRA, and the panel in which it has ended."
+    folder = tmp_path_factory.mktemp("runs")
+    config = small_start(folder)("lora", "data.max_length=64", "train.max_steps=4")
+    panel = TrainerPanel(config, key="tuned", presets={})
+    assert len(panel.tabs.children) == 4, "nothing comes next before the first run"
+    panel.result()
+    yield config, panel
+    panel.close()
+
+
+def press(steps, name):
+    action = steps.actions[name]
+    action.start_button.click()
+    action.wait()
+    return action
+
+
+def test_the_tab_comes_with_the_end_of_the_run(tuned):
+    _, panel = tuned
+    assert panel.next is not None and panel.tabs.children[4] is panel.next.widget
+    assert panel.tabs.selected_index == 4 and panel.next.run.has_model
+    assert [*panel.next.actions][:4] == ["chat", "compare", "label", "train"]
+
+
+def test_a_run_that_is_looked_at_has_the_tab(tuned):
+    _, panel = tuned
+    before = len(instances())
+    shutil.rmtree(panel.session.folder / ".control")  # The kernel of the run is gone
+    other = TrainerPanel.attach(panel.session.folder)
+    until(lambda: other.next is not None)
+    press(other.next, "runs"), press(other.next, "code")
+    assert other.next.run.name == panel.next.run.name
+    until(lambda: other.finished)
+    other.close()
+    assert len(instances()) == before, "closing frees what the tab has opened"
+
+
+def test_no_model_no_tab(tmp_path):
+    "Neither for a run without a folder, nor for one that failed before it saved a model."
+    panel = TrainerPanel(
+        load_config(RunConfig, dict(train=dict(max_steps=5, seed=0))), job=count, key="none"
+    )
+    panel.result()
+    assert panel.next is None and not panel.offer_next() and len(panel.tabs.children) == 4
+    panel.session.folder = tmp_path
+    assert not panel.offer_next()
+    panel.close()
+
+
+def test_labels_lead_to_a_panel_for_dpo(tuned):
+    "It says how many are missing, is filled in, and its run has the tab in its turn."
+    _, panel = tuned
+    steps, run = panel.next, panel.next.run
+    assert steps.actions["train"].start_button.disabled
+    held_out, _ = run_prompts(run.config)  # All of them may be held out by DPO as well
+    pairs = [
+        dict(prompt=held_out[i % len(held_out)], answers=[f"It is {i}.", "No."]) for i in range(30)
+    ]
+    labels = PreferenceLabels(open_round(run)[0], pairs, repeat=0)
+    for i in range(LABELS_NEEDED):
+        labels.judge("tie" if i == 3 else "left")
+    steps.show_labels()
+    assert "23 of 24 preferences: 1 are" not in steps.actions["train"].what.value
+    assert "23 of 24 preferences: 1 is missing" in steps.actions["train"].what.value
+    labels.judge("right")
+    steps.show_labels()
+    assert not steps.actions["train"].start_button.disabled
+    action = press(steps, "train")
+    below = steps.panel
+    assert action.opened.children == (below.widget,) and not below.form.obstacle
+    assert below.form.config.method == "dpo" and gather_labels(run)[1] == 24
+    below.form.field("train.max_steps").widget.value = "2"
+    below.start_button.click()
+    until(lambda: below.finished and below.next is not None)
+    assert below.session.state == "done" and below.next.run.name == f"{run.name}-dpo"
+    press(steps, "train")
+    assert below.closed and action.opened.children == ()
+
+
+def test_an_error_is_one_sentence_below_its_button(tuned):
+    _, panel = tuned
+    steps = panel.next
+    steps.questions.value, steps.typed.value = "typed", " \n"
+    steps.run.config.init_from, init_from = "runs/gone/model", steps.run.config.init_from
+    compare = press(steps, "compare")
+    steps.run.config.init_from = init_from
+    assert 'role="alert"' in compare.alert.value and "runs/gone/model" in compare.alert.value
+    assert not compare.start_button.disabled
+    assert compare.close_opened is None
+
+
+def test_what_is_offered_depends_on_the_run(tmp_path, tuned):
+    "A judge cannot talk, and a run without a base is not compared with one."
+    _, panel = tuned
+    run = panel.next.run
+
+    def offered(**changes):
+        config = load_config(RunConfig, dict(method="lora", init_from="x") | changes)
+        steps = NextSteps(TrainedRun(run.folder, config), TrainerPanel, key="offered")
+        names = [*steps.actions]
+        steps.close()
+        return names
+
+    assert offered(method="reward", init_from="x") == ["report", "runs", "code"]
+    assert "compare" not in offered(method="sft", init_from="")
+
+
+def test_an_export_tells_its_progress_and_fails_whole(tuned, tmp_path, monkeypatch):
+    _, panel = tuned
+    run, told = panel.next.run, []
+    exported = export_run(run, "ollama", tmp_path / "out", lambda *at: told.append(at))
+    assert told[-1][0] == told[-1][1] > 3 and "ollama create" in exported.text
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "Modelfile",
+        f"{run.name}-q8_0.gguf",
+    ]
+    (tmp_path / "file").write_text("")
+    panel.next.place.value = str(tmp_path / "file")
+    action = press(panel.next, "export")
+    assert action.alert.value and not action.says.value
+    panel.next.place.value = str(tmp_path / "out")
+    monkeypatch.setitem(
+        sys.modules,
+        "google.colab",
+        SimpleNamespace(files=SimpleNamespace(download=told.append)),
+    )
+    action = press(panel.next, "export")
+    assert "Written: " in action.says.value
+    action.opened.children[0].click()
+    assert told[-1].endswith(".gguf") and json.dumps(told[-1])

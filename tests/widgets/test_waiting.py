@@ -1,0 +1,133 @@
+"Waiting in a cell: clicks arrive, an interrupt keeps the work, and a kernel that hears nothing."
+
+import queue
+import time
+
+import nbformat
+import pytest
+from support.processes import await_here
+from test_studio import count, until
+
+from trainkit.config import load_config
+from trainkit.recipes.config import RunConfig
+from trainkit.widgets import waiting
+from trainkit.widgets.panel import TrainerPanel
+
+pytest.importorskip("ipywidgets")
+
+PANEL = """
+import sys
+sys.path[:0] = {path!r}
+from test_studio import count
+from trainkit.config import load_config
+from trainkit.recipes.config import RunConfig
+from trainkit.widgets.panel import TrainerPanel
+config = load_config(RunConfig, dict(train=dict(max_steps={steps}, seed=0)))
+panel = TrainerPanel(config, job=count, key='kernel', presets={{}})
+"""
+AWAIT = "result = await panel.arun()\nprint('ENDED', result.model, result.stop_reason)"
+
+
+def panel_cell(steps):
+    import sys
+
+    return PANEL.format(path=sys.path, steps=steps)
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    "A kernel of its own, and what talks to it."
+    from jupyter_client.manager import start_new_kernel
+
+    manager, client = start_new_kernel()
+    yield manager, client
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+
+
+def printed(client, request, seconds=120):
+    "What a cell has printed until it is over, or its error."
+    text, end = "", time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            message = client.get_iopub_msg(timeout=1)
+        except queue.Empty:
+            continue
+        kind, content = message["msg_type"], message["content"]
+        if message["parent_header"].get("msg_id") != request:
+            continue
+        text += content["text"] if kind == "stream" else ""
+        text += content["ename"] + content["evalue"] if kind == "error" else ""
+        if kind == "status" and content["execution_state"] == "idle":
+            return text
+    raise AssertionError(f"the cell does not end: {text}")
+
+
+def test_run_all_ends_by_itself(tmp_path):
+    "The panel's cell and `await panel.arun()`, as Run All, nbclient and jupyter execute run them."
+    from nbclient import NotebookClient
+
+    cells = [panel_cell(30), "panel.show()", AWAIT]
+    notebook = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, cells)])
+    resources = dict(metadata=dict(path=str(tmp_path)))
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+    texts = [o.get("text", "") for o in notebook.cells[-1].outputs]
+    assert "ENDED 30 finished\n" in texts
+
+
+@pytest.mark.parametrize("waits", ["await panel.arun()", "panel.result()"])
+def test_an_interrupt_keeps_the_work(kernel, waits):
+    manager, client = kernel
+    printed(client, client.execute(panel_cell(100_000)))
+    request = client.execute(AWAIT.replace("await panel.arun()", waits))
+    time.sleep(3)
+    manager.interrupt_kernel()
+    text = printed(client, request)
+    assert "stopped" in text and "ENDED 100000" not in text and "Error" not in text
+
+
+def test_a_click_is_heard_while_a_cell_awaits(kernel):
+    "Also with the next cell in the queue, as Run All puts it there."
+    _, client = kernel
+    printed(client, client.execute(panel_cell(100_000)))
+    button = printed(client, client.execute("print(panel.stop_button.model_id)")).strip()
+    request = client.execute(AWAIT)
+    after = client.execute("print('AFTER', result.stop_reason)")
+    time.sleep(3)
+    click = dict(comm_id=button, data=dict(method="custom", content=dict(event="click")))
+    client.shell_channel.send(client.session.msg("comm_msg", click))
+    assert "stopped" in printed(client, request)
+    assert "AFTER stopped" in printed(client, after)
+
+
+def test_the_panel_says_that_a_cell_blocks(monkeypatch):
+    monkeypatch.setattr(waiting, "_kernel_version", lambda: (7, 4))
+    settings = dict(train=dict(max_steps=300, seed=0))
+    panel = TrainerPanel(load_config(RunConfig, settings), job=count, key="blocked", presets={})
+    seen = []
+    panel.obstacle.observe(lambda change: seen.append(change["new"]), names="value")
+    panel.result()
+    assert any("blocks the kernel" in text and "await panel.arun()" in text for text in seen)
+    assert panel.obstacle.value == "" and not panel.blocked
+    panel.close()
+
+
+def test_arun_waits_for_start_where_something_is_missing():
+    "Instead of a run that fails at once."
+    import asyncio
+
+    config = load_config(RunConfig, dict(method="lora", train=dict(max_steps=20, seed=0)))
+    panel = TrainerPanel(config, job=count, key="missing", presets={})
+    panel.handle = type("Page", (), dict(update=lambda self, panel: None))()
+
+    async def main():
+        task = asyncio.ensure_future(panel.arun())
+        await asyncio.sleep(0.5)
+        assert panel.session.state == "idle" and not task.done()
+        panel.form.field("init_from").widget.value = "somebody/model"
+        panel.start_button.click()
+        return await task
+
+    assert await_here(main()).model == 20
+    until(lambda: panel.finished)
+    panel.close()
