@@ -9,6 +9,7 @@ from . import (
     run_browser as run_browser,
     session as session,
     settings as settings,
+    studio as studio,
     text_explorers as text_explorers,
     training_explorers as training_explorers,
     weight_explorers as weight_explorers,
@@ -24,6 +25,7 @@ from .model_explorers import (
 from .panel import TrainerPanel as TrainerPanel
 from .run_browser import RunBrowser as RunBrowser
 from .session import TrainSession as TrainSession
+from .studio import Studio as Studio, serve_studio as serve_studio
 from .text_explorers import (
     CurriculumExplorer as CurriculumExplorer,
     MaskViewer as MaskViewer,
