@@ -436,8 +436,11 @@ class Studio:
 # %% ../../nbs/12_widgets/18_studio.ipynb #studio-serve
 _NO_VOILA = "trainkit studio needs Voilà: pip install 'trainkit-llm[studio]'"
 _TEMPLATE = "trainkit"
-# Of ipywidgets 7 and 8; what else is installed for JupyterLab is not needed
-_EXTENSIONS = ["@voila-dashboards/widgets-manager7", "@voila-dashboards/widgets-manager8"]
+_EXTENSIONS = [  # Those of ipywidgets; what else is installed for JupyterLab is not needed
+    "@jupyter-widgets/jupyterlab-manager",
+    "@voila-dashboards/widgets-manager7",
+    "@voila-dashboards/widgets-manager8",
+]
 
 
 def write_page(
@@ -464,7 +467,8 @@ def _application(folder: Path, home: Path, ready: Callable[[str], object]) -> ty
 
     class Specs(KernelSpecManager):  # This Python, whatever else is called python3 here
         def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
-            return KernelSpec(resource_dir=str(home), **get_kernel_dict())
+            quiet = get_kernel_dict(extra_arguments=["--IPKernelApp.log_level=ERROR"])
+            return KernelSpec(resource_dir=str(home), **quiet)
 
     class Kernels(AsyncMappingKernelManager):
         def cwd_for_path(self, path: str, **options: Any) -> str:
@@ -518,6 +522,7 @@ def serve_studio(
             port=port,
             token=token or secrets.token_hex(24),
             open_browser=True,  # `launch_browser` is where the address is known
+            tornado_settings={"ws_ping_interval": 30_000, "ws_ping_timeout": 30_000},
             config_file_paths=[],  # A file of the working folder configures nothing
             root_dir=home,  # No file of yours is served
             notebook_path=str(notebook),
