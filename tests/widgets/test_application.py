@@ -155,7 +155,7 @@ def test_the_application_in_a_browser(browser, tmp_path, scheme):
 
         look = dict(viewport=dict(width=1280, height=1100), color_scheme=scheme)
         page = browser.new_context(**look).new_page()
-        page.set_default_timeout(240_000)  # A busy machine is no failure
+        page.set_default_timeout(150_000)  # A busy machine is no failure
         errors, addresses = [], []
         page.on("pageerror", lambda e: errors.append(str(e)))
         page.on("request", lambda r: addresses.append(r.url))
@@ -166,7 +166,7 @@ def test_the_application_in_a_browser(browser, tmp_path, scheme):
         data.select_option(data.locator("option", has_text="story.txt").inner_text())
         for label, value in (
             ("Name of the run", "mine"),
-            ("Width of the model", "32"),
+            ("Width of the model", "36"),
             ("Layers of the model", "1"),
             ("Steps at most", "100000"),
             ("Longest row, in tokens", "32"),
@@ -182,7 +182,7 @@ def test_the_application_in_a_browser(browser, tmp_path, scheme):
             time.sleep(0.2)
 
         page = page.context.new_page()
-        page.set_default_timeout(240_000)
+        page.set_default_timeout(150_000)
         page.on("pageerror", lambda e: errors.append(str(e)))
         page.on("request", lambda r: addresses.append(r.url))
         page.goto(plain)  # The token is in a cookie now
