@@ -172,6 +172,10 @@ def test_the_application_in_a_browser(browser, tmp_path, scheme):
             ("Longest row, in tokens", "32"),
         ):
             fill(page, label, value)
+        press(page, "More settings")
+        page.get_by_label("Group").select_option("tokenizer")
+        fill(page, "tokenizer.vocab_size", "270")
+        press(page, "More settings")
         shoot(page, f"train-{scheme}")
         press(page, "Start")
         wait_for_step(page, 20)

@@ -244,6 +244,7 @@ class PreferenceLabels:
         self.verdicts: list[_Record] = []
         self.judged: dict[int, list[_Record]] = {}  # Pair -> its verdicts, without skips
         self.places: dict[int, tuple[int, int]] = {}  # Pair -> where its row is in the file
+        self.blank: dict[int, tuple[int, int]] = {}  # Pair -> where its row was
         self.end = 0  # Bytes of the file of preferences
         for record in records:
             self._apply(record)
@@ -354,16 +355,21 @@ class PreferenceLabels:
             del self.judged[pair]
         if _agreed(judged) and pair not in self.places:
             place = record.get("at") or self._place(pair, judged)
+            self.blank.pop(pair, None)
             self.places[pair] = start, length = place[0], place[1]
             self.end = max(self.end, start + length)
         elif not _agreed(judged) and pair in self.places:
             start, length = self.places.pop(pair)
             if start + length == self.end:
                 self.end = start
+            else:
+                self.blank[pair] = start, length
 
     def _place(self, pair: int, judged: list[_Record]) -> tuple[int, int]:  # Start, bytes
-        "Where the row of a pair goes: to the end of the file."
-        return self.end, len(_line(self._row(pair, judged)))
+        "Where the row of a pair goes: where it was, or to the end of the file."
+        length = len(_line(self._row(pair, judged)))
+        start, room = self.blank.get(pair, (self.end, length))
+        return (start if room == length else self.end), length
 
     # What is to be judged
 

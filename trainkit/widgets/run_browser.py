@@ -68,11 +68,12 @@ def find_runs(
     words: str,  # Such as `optim.learning_rate>1e-3 finished`; empty: all of them
 ) -> list[Run]:  # In the same order
     "The runs that match a filter."
-    facts = {id(run): _facts(run) for run in runs} if words.strip() else {}
+    single = re.sub(r"\s*(<=|>=|!=|<|>|=)\s*", r"\1", words).split()
+    comparisons = {word: re.fullmatch(r"([\w./-]+?)(<=|>=|!=|<|>|=)(.*)", word) for word in single}
+    facts = {id(run): _facts(run) for run in runs} if any(comparisons.values()) else {}
     names = list(dict.fromkeys(name for values in facts.values() for name in values))
     matching = list(runs)
-    for word in re.sub(r"\s*(<=|>=|!=|<|>|=)\s*", r"\1", words).split():
-        comparison = re.fullmatch(r"([\w./-]+?)(<=|>=|!=|<|>|=)(.*)", word)
+    for word, comparison in comparisons.items():
         if comparison is None:
             matching = [run for run in matching if _contains(run, word.lower())]
             continue
