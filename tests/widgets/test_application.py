@@ -179,7 +179,7 @@ def test_the_application_in_a_browser(browser, tmp_path, scheme):
         shoot(page, f"train-{scheme}")
         press(page, "Start")
         wait_for_step(page, 20)
-        page.close()  # Its kernel ends, the run does not
+        page.close(run_before_unload=True)  # Its kernel ends, the run does not
         end = time.monotonic() + 120
         while kernels(process):
             assert time.monotonic() < end, "the kernel ends with its page"

@@ -453,8 +453,9 @@ class PreferenceLabels:
         data = bytearray(b" " * self.end)
         for pair, (start, length) in self.places.items():
             data[start : start + length] = _line(self._row(pair, self.judged[pair]))
-        if data and not data.endswith(b"\n"):
-            data[-1:] = b"\n"
+        for start, length in self.blank.values():
+            if start + length <= self.end:
+                data[start + length - 1] = ord("\n")
         write_atomic(self.path, bytes(data))
 
     # Results
