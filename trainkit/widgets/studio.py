@@ -490,6 +490,11 @@ def _application(folder: Path, home: Path, ready: Callable[[str], object]) -> ty
     return Application
 
 
+def _allow_shutdown(page: Any, **options: object) -> None:
+    "Give a page the cookie without which it may not end its kernel when it is closed."
+    _ = page.xsrf_token
+
+
 def serve_studio(
     folder: str | Path = ".",  # Where the models, data and runs are
     port: int = 8866,  # The next free one where it is taken
@@ -531,6 +536,7 @@ def serve_studio(
         settings = server.config.VoilaConfiguration
         settings.template, settings.show_tracebacks = _TEMPLATE, True
         settings.extension_allowlist = _EXTENSIONS
+        settings.prelaunch_hook = _allow_shutdown
         settings.allow_template_override = settings.allow_theme_override = "NO"
         server.initialize([])
         server.start()
