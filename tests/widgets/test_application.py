@@ -51,6 +51,14 @@ def test_the_page_takes_nothing_from_another_server(tmp_path):
     assert len(texts) == 3 and not any("http" in text for text in texts)
 
 
+def test_the_lesson_of_the_panel_begins_with_a_live_panel():
+    "The first code that a reader sees is a panel."
+    cells = json.loads((ROOT / "nbs/12_widgets/01_panel.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    first = next(text for text in code if not text.startswith("#|"))
+    assert "TrainerPanel(" in first and first.splitlines()[-1].endswith(".show()")
+
+
 @contextmanager
 def running_studio(folder, log):
     "The process of `trainkit studio` and the address that it prints."

@@ -475,7 +475,7 @@ def _application(folder: Path, home: Path, ready: Callable[[str], object]) -> ty
             return str(folder)
 
     class Application(Voila):
-        def initialize(self, argv: Sequence[str] | None = None) -> None:
+        def initialize(self, argv: Any = None) -> None:
             self.config.VoilaConfiguration.kernel_spec_manager_class = Specs
             self.config.VoilaConfiguration.multi_kernel_manager_class = Kernels
             super().initialize(argv)
