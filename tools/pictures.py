@@ -452,8 +452,13 @@ DIAGRAMS = {
         [("memory", "12"), ("processes", "13, 14"), ("shell", "15–18")],
     ],
     "12_widgets": [
-        [("form", "5, 17"), ("run", "2, 3"), ("panel", "1, 4"), ("run browser", "15")],
-        [("explorers", "6–12"), ("chats compared", "13"), ("labels", "14"), ("drawings", "16")],
+        [("form", "5, 17"), ("run", "2, 3"), ("panel", "1, 4"), ("application", "18")],
+        [
+            ("explorers", "6–12"),
+            ("chats compared", "13"),
+            ("labels", "14"),
+            ("runs, drawings", "15, 16"),
+        ],
     ],
     "13_projects": [
         [("your data", "1"), ("one free GPU", "2"), ("on your own", "5")],

@@ -1,10 +1,10 @@
 """Train, generate and diagnose with the trainkit command, and inspect past runs.
 
-`main` is the program; `demo`, `train`, `launch`, `generate` and `doctor` are its own commands.
-The other groups come from `trainkit.recipes`: `data` prepares data, `config` shows and converts
-configs, `tokenizer` trains and shows tokenizers, `merge` and `export` write models, and `memory`
-predicts the memory of a run. Each command is a thin layer over a function of the kit, and nothing
-heavy is imported before a command needs it.
+`main` is the program; `demo`, `train`, `launch`, `generate`, `studio` and `doctor` are its own
+commands. The other groups come from `trainkit.recipes`: `data` prepares data, `config` shows and
+converts configs, `tokenizer` trains and shows tokenizers, `merge` and `export` write models, and
+`memory` predicts the memory of a run. Each command is a thin layer over a function of the kit, and
+nothing heavy is imported before a command needs it.
 
 `trainkit runs` lists past runs (`list_command`), compares two or more (`compare_command`), shows
 the numbers of one (`show_command`), and reports what was wrong with it (`health_command`). These
@@ -15,7 +15,7 @@ commands do not import torch."""
 # %% auto #0
 __all__ = ['runs', 'Root', 'app', 'Overrides', 'find_run', 'list_command', 'compare_command', 'show_command', 'health_command',
            'Commands', 'Profile', 'options', 'FlagCommand', 'Group', 'with_flags', 'read_run_config',
-           'ignore_print_errors', 'demo', 'train', 'launch', 'generate', 'doctor', 'main']
+           'ignore_print_errors', 'demo', 'train', 'launch', 'generate', 'doctor', 'studio', 'main']
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #imports-command_line
 import json
@@ -213,7 +213,8 @@ _COMMANDS = {  # The names in other programs -> what to type here
         "the folder of a model is also what `vllm serve FOLDER` takes",
     ),
     **dict.fromkeys(("webchat", "talk", "ask", "interact"), "trainkit chat --model FOLDER"),
-    **dict.fromkeys(("webui", "studio", "ui", "gui", "notebook", "jupyter"), "trainkit lab"),
+    **dict.fromkeys(("webui", "ui", "gui", "app", "board"), "trainkit studio"),
+    **dict.fromkeys(("notebook", "jupyter"), "trainkit lab"),
     **dict.fromkeys(
         ("evaluate", "test", "benchmark", "bench", "lm-eval", "score"), "trainkit eval MODEL DATA"
     ),
@@ -954,6 +955,26 @@ def doctor(
     say(to_json([vars(check) for check in report.checks], indent=1) if as_json else str(report))
     if not report.ok:
         raise typer.Exit(1)
+
+# %% ../nbs/11_recipes/18_command_line.ipynb #studio-command
+@app.command()
+def studio(
+    folder: Annotated[Path, typer.Argument(help="Where your data, models and runs are.")] = Path(
+        "."
+    ),
+    port: Annotated[
+        int, typer.Option(help="The next free one where it is taken.", min=1, max=65535)
+    ] = 8866,
+    no_browser: Annotated[
+        bool, typer.Option("--no-browser", help="Only print the address.")
+    ] = False,
+) -> None:
+    """Train, compare, label and chat in the browser, without code.
+
+    The page is for you alone: the address has a token. Ctrl-C ends it and saves active runs."""
+    from trainkit.widgets.studio import serve_studio
+
+    serve_studio(folder, port, not no_browser)
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #8c490316
 with_flags(app)

@@ -798,7 +798,7 @@ ANSWERS = {  # a name that is not a knob -> the answer
     "serve": "trainkit export gguf",
     "api": "trainkit export gguf",
     "export x": "trainkit export hf",
-    "webui": "trainkit lab",
+    "webui": "trainkit studio",
     "evaluate": "trainkit eval",
     "merge-lora": "trainkit merge",
     "merge_and_unload": "trainkit merge",

@@ -98,7 +98,7 @@ def compare_runs(
     names = [run.name for run in opened]
     if len({*names}) < len(names):
         names = [f"{run.path.parent.name}/{run.name} ({i})" for i, run in enumerate(opened, 1)]
-    facts = [run_facts(run) for run in opened]
+    facts = [_used(run_facts(run)) for run in opened]
     rows = [
         {"part": key[0], "name": key[1], **dict(zip(names, values, strict=True))}
         for key in dict.fromkeys(key for of_run in facts for key in of_run)
@@ -125,6 +125,34 @@ def compare_runs(
         if key in logged
     ]
     return RunComparison(tuple(names), rows, grid(*drawn))
+
+
+_Config = Mapping[str, object]  # Dotted name -> value
+_FROM_SCORES = ("grpo", "rloo", "ppo", "reinforce")
+# Group -> whether a run with this config reads its knobs
+_READS: dict[str, Callable[[_Config], bool]] = {
+    "model": lambda config: not config.get("init_from"),  # Else the shape is that of the base
+    "tokenizer": lambda config: not (config.get("init_from") or config.get("tokenizer.path")),
+    "lora": lambda config: (
+        config.get("method") in ("lora", "qlora") or bool(config.get("use_lora"))
+    ),
+    "dpo": lambda config: config.get("method") in ("dpo", "reward"),
+    "rl": lambda config: config.get("method") in _FROM_SCORES,
+}
+_ALWAYS_READ = ("model.gradient_checkpointing", "tokenizer.path")
+
+
+def _used(facts: Mapping[tuple[str, str], object]) -> dict[tuple[str, str], object]:
+    "The facts of a run without knobs that it does not read."
+    config = {name: value for (part, name), value in facts.items() if part == "config"}
+    if "method" not in config:
+        return dict(facts)  # The config of another program
+    unread = {group for group, reads in _READS.items() if not reads(config)}
+    return {
+        (part, name): value
+        for (part, name), value in facts.items()
+        if part != "config" or name.partition(".")[0] not in unread or name in _ALWAYS_READ
+    }
 
 
 def _all_equal(values: Sequence[object]) -> bool:

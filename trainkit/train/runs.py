@@ -490,7 +490,8 @@ class Run:
         config: str | None = None,  # Text of config.yaml
         environment: Record | None = None,  # Content of environment.json
         records: list[Record] | None = None,  # Lines of metrics.jsonl, see `read_metrics`
-        summary: Record | None = None,  # 'started', 'status' and 'final', if they are known already
+        # 'started', 'status', 'final' and 'keys', if they are known already
+        summary: Record | None = None,
     ):
         self.path = path
         given = dict(config=config, environment=environment, records=records, summary=summary)
@@ -519,6 +520,7 @@ class Run:
             started=next((r["time"] for r in self.records if "time" in r), ""),
             status=str(ends[-1].get("reason") or "finished") if ends else "unfinished",
             final=self._final(),
+            keys=self._keys(),
         )
 
     @property
@@ -565,6 +567,9 @@ class Run:
 
     def keys(self) -> list[str]:
         "Every number that was logged, in the order of first appearance."
+        return list(self.summary["keys"])
+
+    def _keys(self) -> list[str]:
         keys = (
             key
             for record in self.records
@@ -647,8 +652,9 @@ def _cell_text(value: Any, widest: int) -> str:
 
 # %% ../../nbs/04_train/24_run_index.ipynb #14cd30c6
 INDEX = "index.jsonl"
+_SUMMARY = ("started", "status", "final", "keys")
 # A line without them is read from its run again
-INDEX_FIELDS = dict(run=str, log=list, started=str, status=str, final=dict)
+INDEX_FIELDS = dict(run=str, log=list, started=str, status=str, final=dict, keys=list)
 
 
 def read_run_index(
@@ -752,7 +758,7 @@ def list_runs(
                 fresh.append(entry)
         except OSError:
             continue  # no run, or one that cannot be read, or is just being deleted
-        runs.append(Run(path, summary={k: entry[k] for k in ("started", "status", "final")}))
+        runs.append(Run(path, summary={k: entry[k] for k in _SUMMARY}))
     if fresh:
         there = {run.name for run in runs}
         crowded = _lines(root / INDEX) > 2 * len(runs) + 100

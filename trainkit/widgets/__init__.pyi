@@ -10,6 +10,7 @@ from . import (
     run_browser as run_browser,
     session as session,
     settings as settings,
+    studio as studio,
     text_explorers as text_explorers,
     training_explorers as training_explorers,
     waiting as waiting,
@@ -27,6 +28,7 @@ from .next_steps import NextSteps as NextSteps
 from .panel import TrainerPanel as TrainerPanel
 from .run_browser import RunBrowser as RunBrowser
 from .session import TrainSession as TrainSession
+from .studio import Studio as Studio, serve_studio as serve_studio
 from .text_explorers import (
     CurriculumExplorer as CurriculumExplorer,
     MaskViewer as MaskViewer,

@@ -19,7 +19,15 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ..charts import as_points, as_rows, describe, finite_float, running_mean, thin
+from trainkit.charts import (
+    FAINTEST,
+    as_points,
+    as_rows,
+    describe,
+    finite_float,
+    running_mean,
+    thin,
+)
 from ..display import PALETTE, Picture, clean, number, svg, text, visible
 
 # %% ../../nbs/12_widgets/16_drawing.ipynb #live-b961ff79
@@ -304,7 +312,14 @@ _KEY = (
 
 
 def _shade(value: float, limit: float) -> int:  # From -16 to 16
-    return max(-16, min(16, round(16 * value / limit))) if math.isfinite(value) else 0
+    if not math.isfinite(value) or not value:
+        return 0
+    level = max(-16, min(16, round(16 * value / limit)))
+    return level or (1 if value > 0 else -1)  # Only zero has no colour
+
+
+def _opacity(strength: float) -> float:  # From 0 to 1, as `heatmap` of trainkit.charts has it
+    return FAINTEST + (1 - FAINTEST) * strength
 
 
 def _colour_cells(matrix: list[list[float]], limit: float) -> str:
@@ -322,7 +337,7 @@ def _colour_cells(matrix: list[list[float]], limit: float) -> str:
     cells = ""
     for level, path in sorted(paths.items()):
         colour = PALETTE[0 if level > 0 else 1]
-        opacity = abs(level) / 16
+        opacity = _opacity(abs(level) / 16)
         cells += f'<path d="{path}" fill="{colour}" fill-opacity="{opacity:.3g}"/>'
     return cells
 
@@ -332,7 +347,7 @@ def _colour_key(left: float, y: float, limit: float, negative: bool) -> str:
     key = ""
     for k in range(8):
         colour = PALETTE[1 if negative and k < 4 else 0]
-        opacity = abs(k / 3.5 - 1) if negative else k / 7
+        opacity = _opacity(abs(k / 3.5 - 1) if negative else k / 7)
         key += _KEY.format(x=left + 14 * k, y=y - 10, colour=colour, opacity=opacity)
     span = f"{number(-limit if negative else 0)} to {number(limit)}"
     return f'<g opacity=".85">{key}{text(left + 118, y, span)}</g>'

@@ -12,13 +12,14 @@ __all__ = ['ORDERS', 'find_runs', 'overlay', 'metrics_of', 'runs_html', 'RunBrow
 # %% ../../nbs/12_widgets/15_run_browser.ipynb #imports-run_browser
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..config import nearest
+from ..config import nearest, parse_yaml
 from ..display import PLAIN, Picture, clean, plural, table
-from ..train.reports import compare_runs, run_facts
+from ..train.reports import compare_runs, flatten_dict
 from ..train.runs import Run, list_runs
 from .drawing import live_curves
 from .form import Page, widgets
@@ -41,12 +42,14 @@ ORDERS: dict[str, Callable[[Any, Any], bool]] = {
 }
 
 
+@lru_cache(maxsize=4096)  # A folder of runs is filtered again and again
+def _knobs(config: str) -> dict[str, object]:  # Dotted name -> value
+    return flatten_dict(parse_yaml(config))
+
+
 def _facts(run: Run) -> dict[str, object]:  # Dotted name -> value: knobs, and final numbers
-    return {
-        name: value
-        for (part, name), value in run_facts(run).items()
-        if part in ("config", "result")
-    }
+    numbers = {k: v for k, v in run.final().items() if not isinstance(v, (Mapping, list))}
+    return _knobs(run.config) | numbers
 
 
 def _compare(order: str, have: object, want: str) -> bool:
@@ -65,11 +68,12 @@ def find_runs(
     words: str,  # Such as `optim.learning_rate>1e-3 finished`; empty: all of them
 ) -> list[Run]:  # In the same order
     "The runs that match a filter."
-    facts = {id(run): _facts(run) for run in runs} if words.strip() else {}
+    single = re.sub(r"\s*(<=|>=|!=|<|>|=)\s*", r"\1", words).split()
+    comparisons = {word: re.fullmatch(r"([\w./-]+?)(<=|>=|!=|<|>|=)(.*)", word) for word in single}
+    facts = {id(run): _facts(run) for run in runs} if any(comparisons.values()) else {}
     names = list(dict.fromkeys(name for values in facts.values() for name in values))
     matching = list(runs)
-    for word in re.sub(r"\s*(<=|>=|!=|<|>|=)\s*", r"\1", words).split():
-        comparison = re.fullmatch(r"([\w./-]+?)(<=|>=|!=|<|>|=)(.*)", word)
+    for word, comparison in comparisons.items():
         if comparison is None:
             matching = [run for run in matching if _contains(run, word.lower())]
             continue

@@ -1,0 +1,231 @@
+"`trainkit studio`: its command, who may see it, and the application in a real browser."
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from support.processes import ROOT, call
+
+from trainkit.train.runs import read_run
+from trainkit.widgets import studio
+
+
+def test_the_command_hands_its_options_on(tmp_path):
+    "Folder, port and browser reach the server; a wrong port is refused."
+    calls = []
+    with patch.object(studio, "serve_studio", lambda *options: calls.append(options)):
+        assert call("studio", cwd=tmp_path).returncode == 0
+        words = ("studio", "somewhere", "--port", 9000, "--no-browser")
+        assert call(*words, cwd=tmp_path).returncode == 0
+        assert call("studio", "--port", 99999, cwd=tmp_path).returncode == 2
+    assert calls == [(Path("."), 8866, True), (Path("somewhere"), 9000, False)]
+    assert "Type: trainkit studio" in call("webui", cwd=tmp_path).stderr
+
+
+def test_without_voila_one_sentence_says_what_to_install(tmp_path):
+    with patch.dict(sys.modules, {"voila": None, "voila.app": None}):
+        end = call("studio", tmp_path, "--no-browser", cwd=tmp_path)
+    assert end.returncode == 1 and end.stdout == ""
+    line = end.stderr.splitlines()[0]
+    assert line == "Error: trainkit studio needs Voilà: pip install 'trainkit-llm[studio]'"
+    end = call("studio", tmp_path / "missing", cwd=tmp_path)
+    assert end.returncode == 1 and "missing is not a folder" in end.stderr
+
+
+def test_the_page_takes_nothing_from_another_server(tmp_path):
+    "The notebook and its page are files of the package, and name no other server."
+    notebook = studio.write_page(tmp_path)
+    assert [c["cell_type"] for c in json.loads(notebook.read_text())["cells"]] == ["code"]
+    texts = [p.read_text() for p in tmp_path.rglob("*") if p.is_file()]
+    assert len(texts) == 3 and not any("http" in text for text in texts)
+
+
+def test_the_lesson_of_the_panel_begins_with_a_live_panel():
+    "The first code that a reader sees is a panel."
+    cells = json.loads((ROOT / "nbs/12_widgets/01_panel.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    first = next(text for text in code if not text.startswith("#|"))
+    assert "TrainerPanel(" in first and first.splitlines()[-1].endswith(".show()")
+
+
+@contextmanager
+def running_studio(folder, log):
+    "The process of `trainkit studio` and the address that it prints."
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JUPYTER_CONFIG_DIR": str(log.parent / "none")}
+    env.pop("IN_TEST", None)
+    words = ["studio", str(folder), "--port", str(port), "--no-browser"]
+    with open(log, "w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trainkit", *words],
+            env=env,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    end = time.monotonic() + 240
+    try:
+        while not (found := re.search(r"http://\S+", log.read_text())):
+            assert time.monotonic() < end and process.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.2)
+        yield process, found[0]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(120)
+
+
+def kernels(process):
+    "The kernels that a server has started."
+    psutil = pytest.importorskip("psutil")
+    try:
+        children = psutil.Process(process.pid).children()
+    except psutil.NoSuchProcess:
+        return []
+    return [c for c in children if "ipykernel_launcher" in " ".join(c.cmdline())]
+
+
+def status_of(address):
+    "The status of an answer, and where it came from."
+    try:
+        answer = urllib.request.urlopen(address, timeout=60)
+        return answer.status, answer.url
+    except urllib.error.HTTPError as error:
+        return error.code, address
+
+
+def tab(page, name):
+    page.locator(f".lm-TabBar-tabLabel:text-is('{name}')").first.click()
+
+
+def press(page, word):
+    page.locator(f"button:text-is('{word}'):visible").first.click()
+
+
+def fill(page, label, value):
+    field = page.get_by_label(label).first
+    field.fill(value)
+    field.press("Tab")
+
+
+def shoot(page, name):
+    "At both widths nothing sticks out to the side; a picture is saved if asked."
+    for width in (1280, 420):
+        page.set_viewport_size(dict(width=width, height=1100))
+        page.wait_for_timeout(500)
+        if shots := os.environ.get("TRAINKIT_SHOTS"):
+            page.screenshot(path=f"{shots}/studio-{name}-{width}.png")
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1"), name
+    page.set_viewport_size(dict(width=1280, height=1100))
+
+
+def wait_for_step(page, least):
+    "Wait until the headline names this step or a later one."
+    page.wait_for_function(
+        'least => [...document.querySelectorAll("div")].some(d => Number(d.innerText?.match('
+        '/^(running|stopped|paused) · step ([0-9,]+)/)?.[2].replace(",", "")) >= least)',
+        arg=least,
+    )
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_application_in_a_browser(browser, tmp_path, scheme):
+    """Train, close the page, find the run again, look at it, chat with it, and end by Ctrl-C.
+
+    Without the token nothing is shown and no kernel starts. Everything comes from this machine.
+    """
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "story.txt").write_text("The sky is blue. The grass is green. " * 800)
+    with running_studio(work, tmp_path / "log") as (process, address):
+        plain = address.partition("?")[0]
+        for wrong in (plain, f"{plain}?token=wrong"):
+            status, where = status_of(wrong)
+            assert status in (401, 403) or "/login" in where, (status, where)
+        assert status_of(f"{plain}api/kernels/0-0-0-0-0")[0] == 403
+        assert status_of(f"{plain}voila/files/story.txt")[0] in (403, 404)
+        assert not kernels(process)
+
+        look = dict(viewport=dict(width=1280, height=1100), color_scheme=scheme)
+        page = browser.new_context(**look).new_page()
+        page.set_default_timeout(150_000)  # A busy machine is no failure
+        errors, addresses = [], []
+        page.on("pageerror", lambda e: errors.append(str(e)))
+        page.on("request", lambda r: addresses.append(r.url))
+        page.on("websocket", lambda s: addresses.append(s.url))
+        page.goto(address)
+        page.locator("button:text-is('Start')").wait_for()
+        data = page.get_by_label("data.path")
+        data.select_option(data.locator("option", has_text="story.txt").inner_text())
+        for label, value in (
+            ("Name of the run", "mine"),
+            ("Width of the model", "36"),
+            ("Layers of the model", "1"),
+            ("Steps at most", "100000"),
+            ("Longest row, in tokens", "32"),
+        ):
+            fill(page, label, value)
+        press(page, "More settings")
+        page.get_by_label("Group").select_option("tokenizer")
+        fill(page, "tokenizer.vocab_size", "270")
+        press(page, "More settings")
+        shoot(page, f"train-{scheme}")
+        press(page, "Start")
+        wait_for_step(page, 20)
+        page.close(run_before_unload=True)  # Its kernel ends, the run does not
+        end = time.monotonic() + 120
+        while kernels(process):
+            assert time.monotonic() < end, "the kernel ends with its page"
+            time.sleep(0.2)
+
+        page = page.context.new_page()
+        page.set_default_timeout(150_000)
+        page.on("pageerror", lambda e: errors.append(str(e)))
+        page.on("request", lambda r: addresses.append(r.url))
+        page.goto(plain)  # The token is in a cookie now
+        page.locator("text=/^running · step/").first.wait_for()
+        press(page, "Pause")
+        page.locator("text=/^paused · step/").first.wait_for()
+        press(page, "Resume")
+        page.locator("text=/^running · step/").first.wait_for()
+        shoot(page, f"running-{scheme}")
+        tab(page, "Runs")
+        page.locator("text=1 run").first.wait_for()
+        shoot(page, f"runs-{scheme}")
+        tab(page, "Label")
+        press(page, "Begin")
+        page.locator("text=Choose a model and questions first").or_(
+            page.locator("text=/answers? .* questions|Opening/")
+        ).first.wait_for()
+        shoot(page, f"label-{scheme}")
+        tab(page, "Chat")
+        press(page, "Open")
+        page.get_by_role("alert").filter(has_text="Choose a model first").first.wait_for()
+        shoot(page, f"chat-{scheme}")
+
+        process.send_signal(signal.SIGINT)
+        process.wait(240)
+        text = (tmp_path / "log").read_text()
+        assert "mine finishes its step and saves its model" in text, text
+        assert process.returncode in (0, 130) and "Traceback" not in text, text
+        run = read_run(work / "runs" / "mine")
+        assert run.status == "stopped", run.status
+        assert (work / "runs" / "mine" / "model" / "model.safetensors").exists()
+        page.context.close()
+    own = re.compile(r"(http|ws)://127\.0\.0\.1:|data:|blob:")
+    assert not [a for a in addresses if not own.match(a)] and not errors, errors
