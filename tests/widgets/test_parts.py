@@ -1,5 +1,6 @@
 "Parts of widgets that need no screen: curves of bounded length, claimed cells, changed knobs."
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,17 @@ def test_a_curve_keeps_half_of_its_points_when_it_is_full():
     assert strides[2] == 14
     curve.cut(100)
     assert max(curve.read()[0]) <= 100
+
+
+@pytest.mark.parametrize("limit", [64, 512])
+def test_no_part_of_a_long_curve_is_denser_than_another(limit):
+    "The first steps are drawn as finely as the last ones, wherever a run ends."
+    curve, length = Curve(limit), 40 * limit
+    for x in range(length):
+        curve.add(x, (x * 7) % 13)
+        if x > 2 * limit and x % (3 * limit) == 0:
+            parts = Counter(int(4 * step / (x + 1)) for step in curve.read()[0])
+            assert max(parts.values()) <= 1.5 * min(parts.values()) + 3, (x, parts)
 
 
 @pytest.mark.parametrize(
