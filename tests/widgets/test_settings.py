@@ -10,7 +10,6 @@ from support.snapshots import answer_all
 
 from trainkit.config import ConfigError
 from trainkit.recipes.config import method_config
-from trainkit.recipes.methods import METHODS
 from trainkit.widgets import settings
 from trainkit.widgets.form import flatten
 
@@ -111,15 +110,14 @@ def test_what_is_certainly_a_missing_file(name, missing, folder):
 
 def test_the_models_data_and_scores_that_are_offered(folder):
     "The newest first; no hidden files, no reading matter, and only what the method can use."
-    for at, path in enumerate(
-        """runs/old/model/config.json runs/old/model/model.safetensors runs/old/config.yaml
+    for path in """runs/old/model/config.json runs/old/model/model.safetensors runs/old/config.yaml
         runs/judge/model/config.json runs/judge/model/model.safetensors runs/judge/config.yaml
         runs/empty/config.yaml mine/config.json mine/weights.safetensors half/config.json
         chat.gguf models/other.gguf .hidden.gguf uploads/up.csv rows.jsonl.gz rows.txt README.md
         notes.md data/more.parquet package.json .secret.csv
-        hub/models--org--name/snapshots/x hub/models--org--none/refs/x hub/datasets--a--b/snapshots/x
-        """.split()
-    ):
+        hub/models--org--name/snapshots/x hub/models--org--none/refs/x
+        hub/datasets--a--b/snapshots/x
+    """.split():
         file = folder / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("seed: 1\nmethod: reward\n" if "judge/config" in path else "method: sft\n")
