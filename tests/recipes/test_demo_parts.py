@@ -95,7 +95,9 @@ def test_a_weight_that_two_layers_share_is_counted_once():
 @pytest.mark.parametrize("length", [8, 64])
 def test_the_bits_of_a_text_are_those_of_each_token_after_the_one_before(length):
     "However long the rows are; and a token of a chat format, which no text contains, costs none."
-    tokenizer = BPETokenizer.train(["some words, some more"], vocab_size=266, special_tokens=["<|end|>"])
+    tokenizer = BPETokenizer.train(
+        ["some words, some more"], vocab_size=266, special_tokens=["<|end|>"]
+    )
     size, texts = tokenizer.vocab_size, [{"text": "some é words"}, {"text": "more, some more"}]
     table = torch.randn(size + 3, size + 3, generator=torch.Generator().manual_seed(0))
     table[:, size:] = 20.0
