@@ -158,3 +158,11 @@ def test_an_error_is_shown_up_to_a_length():
     assert outcome.error == f"ValueError: {'x' * 488}"
     outcome = sandbox.run_code("def f(): raise ValueError(len('ab'), 'x' * 600)", "f()", timeout=60)
     assert outcome.error == f"ValueError: (2, '{'x' * 483}"
+
+
+def test_what_a_program_writes_is_shown_and_what_tests_write_is_not():
+    "Not even where the tests write what looks like the end of a verdict."
+    program = "import sys\nprint('out', flush=True)\nprint('err', file=sys.stderr, flush=True)"
+    tests = "import os\nprint('tests', flush=True)\nos.write(2, b'tests\\0tests')"
+    outcome = sandbox.run_code(program, tests, timeout=60)
+    assert outcome.passed and outcome.output.split() == ["out", "err"]
