@@ -1,13 +1,23 @@
 "Our settings of each method in TRL's words, and those that TRL does not have."
 
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
+import pytest
 from support.snapshots import compare
+from torch import nn
 
 from trainkit.align.dpo import DPOConfig
 from trainkit.align.rl import RLConfig
 from trainkit.config import ConfigError
+from trainkit.interop import hf_bridge
+from trainkit.interop.hf_bridge import _check_twin
 from trainkit.interop.trl import DPO_LOSSES, SETTINGS, check_trl_config
+from trainkit.lora.inject import add_lora
+from trainkit.lora.targets import LoRAConfig
+from trainkit.model.config import ModelConfig
+from trainkit.model.transformer import Transformer
 from trainkit.train.config import TrainConfig
 
 
@@ -59,3 +69,50 @@ def test_each_setting_is_told_to_trl():
         lines.append(f"train {knobs}: {told(lambda k=knobs: check_trl_config(TrainConfig(**k)))}\n")
     lines.append(f"losses: {', '.join(DPO_LOSSES)}\n")
     compare("".join(lines), "trl_settings.txt")
+
+
+SHAPE = dict(vocab_size=40, d_model=32, n_heads=2, n_layers=1, d_ff=32, max_seq_len=16)
+
+
+def adapted(*names, shape=SHAPE, **changes):
+    model = Transformer(ModelConfig(**shape))
+    layer = next(name for name, _ in model.named_modules() if name.endswith("q_proj"))
+    for name in names:
+        add_lora(model, LoRAConfig(**{"r": 2, "target_modules": [layer]} | changes), name)
+    return model
+
+
+def test_models_that_other_libraries_cannot_train_are_refused(monkeypatch):
+    "Two adapters, a matrix that is three here, an adapter taken out of its base."
+    monkeypatch.setattr(hf_bridge, "check_peft", lambda: None)
+    _check_twin(adapted())
+    _check_twin(adapted("one"))
+    with pytest.raises(ValueError, match="the model has the adapters one, two: the engine trl"):
+        _check_twin(adapted("one", "two"))
+    with pytest.raises(ValueError, match="init_lora_weights = 'pissa' starts from the base's own"):
+        _check_twin(adapted("one", init_lora_weights="pissa"))
+    gpt2 = SHAPE | dict(activation="gelu_tanh", norm="layernorm", position="learned", bias="all")
+    _check_twin(adapted(shape=gpt2))
+    with pytest.raises(ValueError, match="one matrix where our GPT-2 has three"):
+        _check_twin(adapted("one", shape=gpt2))
+
+
+@pytest.mark.parametrize("found, refused", [("0.15.9", True), ("0.16.0", False), ("1.0", False)])
+def test_a_library_that_peft_refuses_is_named(found, refused, monkeypatch):
+    monkeypatch.setattr(hf_bridge, "version", lambda name: found)
+    with pytest.raises(ImportError, match=f"torchao {found}") if refused else nullcontext():
+        hf_bridge.check_peft()
+
+
+@pytest.mark.parametrize(
+    "rows, columns, packs, refused",
+    [(32, 64, True, ""), (64, 96, True, "64 x 96"), (48, 64, True, "48 x 64"), (48, 96, False, "")],
+)
+def test_a_quantized_layer_that_this_processor_cannot_pack(
+    rows, columns, packs, refused, monkeypatch
+):
+    monkeypatch.setattr(hf_bridge, "packs_weights", lambda device: packs)
+    layer = SimpleNamespace(out_features=rows, in_features=columns)
+    monkeypatch.setattr(hf_bridge, "quantized_layers", lambda model: {"up": layer})
+    with pytest.raises(ValueError, match=f"up has {refused}") if refused else nullcontext():
+        hf_bridge.check_few_bits(nn.Linear(2, 2), "cpu")
