@@ -1,8 +1,9 @@
 "Our settings of each method in TRL's words, and those that TRL does not have."
 
 import json
+import sys
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from support.snapshots import compare
@@ -99,6 +100,7 @@ def test_models_that_other_libraries_cannot_train_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("found, refused", [("0.15.9", True), ("0.16.0", False), ("1.0", False)])
 def test_a_library_that_peft_refuses_is_named(found, refused, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", ModuleType("peft"))
     monkeypatch.setattr(hf_bridge, "version", lambda name: found)
     with pytest.raises(ImportError, match=f"torchao {found}") if refused else nullcontext():
         hf_bridge.check_peft()
