@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.config import pick_device, pick_dtype
-from trainkit.system import declared_requirements, look_at_device
+from trainkit.system import declared_requirements, heap_peak, look_at_device
 from trainkit.system import COURSE, Report, doctor, environment, explain_dtype
 
 ROOT = Path(__file__).parent.parent
@@ -181,3 +181,27 @@ def test_rocm_is_named_where_torch_says_cuda(monkeypatch):
         next(check_device(facts)).seen == "cuda (NVIDIA H200)"
         and "nvidia-smi" in next(check_room(facts)).fix
     )
+
+
+M = 2**20
+TWICE = [(0, M), (0, 0), (1, 2 * M), (1, 0), (2, M)]  # The second block does not fit into the first
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks glibc")
+@pytest.mark.parametrize(
+    "events, knobs, peak",
+    [
+        ([(0, 100)], {}, 0),
+        ([(0, M), (0, 0), (1, M // 2)], {}, M),
+        ([(0, M), (1, M), (0, 0), (2, M // 2), (3, M // 2)], {}, 2.5 * M),
+        (TWICE, {}, 3 * M),
+        (TWICE, dict(thread=True), 3 * M),
+        (TWICE, dict(kept=False), 2 * M),
+    ],
+)
+def test_the_memory_that_blocks_will_take(events, knobs, peak):
+    "What is freed stays with the process, or goes back at once; on whole pages."
+    took = heap_peak(events, beside=[()], **knobs)
+    if took is None:
+        pytest.skip("there is no glibc")
+    assert peak <= took <= peak + 6 * 4096 and took % 4096 == 0

@@ -113,6 +113,7 @@ def test_a_library_that_peft_refuses_is_named(found, refused, monkeypatch):
 def test_a_quantized_layer_that_this_processor_cannot_pack(
     rows, columns, packs, refused, monkeypatch
 ):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
     monkeypatch.setattr(hf_bridge, "packs_weights", lambda device: packs)
     layer = SimpleNamespace(out_features=rows, in_features=columns)
     monkeypatch.setattr(hf_bridge, "quantized_layers", lambda model: {"up": layer})
