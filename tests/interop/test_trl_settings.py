@@ -14,11 +14,12 @@ from trainkit.align.rl import RLConfig
 from trainkit.config import ConfigError
 from trainkit.interop import hf_bridge
 from trainkit.interop.hf_bridge import _check_twin
-from trainkit.interop.trl import DPO_LOSSES, SETTINGS, check_trl_config
+from trainkit.interop.trl import DPO_LOSSES, SETTINGS, TRL_KINDS, check_trl_config, trl_kind
 from trainkit.lora.inject import add_lora
 from trainkit.lora.targets import LoRAConfig
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
+from trainkit.recipes.config import method_config
 from trainkit.train.config import TrainConfig
 
 
@@ -119,3 +120,17 @@ def test_a_quantized_layer_that_this_processor_cannot_pack(
     monkeypatch.setattr(hf_bridge, "quantized_layers", lambda model: {"up": layer})
     with pytest.raises(ValueError, match=f"up has {refused}") if refused else nullcontext():
         hf_bridge.check_few_bits(nn.Linear(2, 2), "cpu")
+
+
+def test_the_trainer_of_a_method_gets_the_settings_of_the_method():
+    for method in TRL_KINDS:
+        config = method_config({"method": method})
+        own = {"dpo": config.dpo, "grpo": config.rl, "rloo": config.rl}.get(method)
+        kind, settings = trl_kind(config)
+        assert kind == TRL_KINDS[method] and settings is own
+    kto = method_config({"method": "dpo", "dpo": {"loss_type": ["kto"]}})
+    assert trl_kind(kto) == ("kto", kto.dpo)
+    both = method_config({"method": "dpo", "dpo": {"loss_type": ["sigmoid", "sft"]}})
+    assert trl_kind(both) == ("dpo", both.dpo)
+    with pytest.raises(ValueError, match="method = 'ppo': TRL has no trainer for it"):
+        trl_kind(method_config({"method": "ppo"}))

@@ -181,3 +181,18 @@ def expression(text):
 
 def test_each_expression_of_a_script_keeps_its_value():
     answer_all(expression, "expressions.txt")
+
+
+def test_what_a_script_sets_outside_a_call(tmp_path):
+    "Attributes of a config and tables with such a name; nothing of other objects."
+    script = """
+args.learning_rate = 1e-3
+config.lora.r = 8
+other.max_steps = 3
+cfg.seed = training_args.max_steps = 9
+peft_config = {"lora_alpha": 7}
+words = {"r": 5}
+QUANT_CONFIG, more = {"bits": 4}, 1
+"""
+    settings = {".".join(s.path): s.value for s in read_python(script)}
+    assert settings == {"learning_rate": 1e-3, "lora.r": 8, "peft_config.lora_alpha": 7}

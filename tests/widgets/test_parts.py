@@ -7,7 +7,7 @@ import pytest
 
 from trainkit.config import load_config
 from trainkit.recipes.config import RunConfig, method_config
-from trainkit.widgets import form
+from trainkit.widgets import form, labeler
 from trainkit.widgets.panel import config_changes
 from trainkit.widgets.run_browser import _runs_table
 from trainkit.widgets.session import Curve
@@ -93,3 +93,18 @@ def test_columns_of_runs_are_those_that_a_run_has():
     assert "best_eval_loss" not in page and "tokens_per_second" not in page
     assert "●\xa0b" in page and "●\xa0a" not in page and "01\u201102\xa010:11<" in page
     assert "2 runs" in page
+
+
+@pytest.mark.parametrize("repeat", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("n", range(1, 14))
+def test_each_pair_is_judged_and_some_of_them_twice(n, repeat):
+    "With the answers on the other sides, and not before half of the others were seen."
+    plan = labeler._plan(n, 3, repeat)
+    counts = Counter(pair for pair, _ in plan)
+    assert sorted(counts) == list(range(n)) and max(counts.values()) <= 2
+    assert len(plan) == n + (round(repeat * n) or int(repeat > 0 and n > 4))
+    places = {pair: [at for at, (p, _) in enumerate(plan) if p == pair] for pair in counts}
+    for pair, (first, *again) in places.items():
+        for at in again:
+            assert at >= (n + 1) // 2 and plan[at][1] != plan[first][1], pair
+    assert {pair for pair, _ in plan[: (n + 1) // 2]} >= {p for p, c in counts.items() if c > 1}
