@@ -14,13 +14,14 @@ from trainkit.align.rl import RLConfig
 from trainkit.config import ConfigError
 from trainkit.interop import hf_bridge
 from trainkit.interop.hf_bridge import _check_twin
-from trainkit.interop.trl import DPO_LOSSES, SETTINGS, TRL_KINDS, check_trl_config, trl_kind
+from trainkit.interop.trl import DPO_LOSSES, SETTINGS, TRL_KINDS, TRLTrainer, check_trl_config
+from trainkit.interop.trl import trl_kind
 from trainkit.lora.inject import add_lora
 from trainkit.lora.targets import LoRAConfig
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.recipes.config import method_config
-from trainkit.train.config import TrainConfig
+from trainkit.train.config import TrainConfig, TrainingError
 
 
 def told(function, *args, **knobs):
@@ -134,3 +135,80 @@ def test_the_trainer_of_a_method_gets_the_settings_of_the_method():
     assert trl_kind(both) == ("dpo", both.dpo)
     with pytest.raises(ValueError, match="method = 'ppo': TRL has no trainer for it"):
         trl_kind(method_config({"method": "ppo"}))
+
+
+def taken(kind, step, length, **changes):
+    "A trainer after a step of TRL: what was sent, and whether it stops."
+    sent, done = [], []
+    knobs = dict(gradient_accumulation_steps=4, logging_steps=3, logging_first_step=True)
+    knobs |= dict(eval_strategy="epoch", eval_steps=1, sample_steps=2, save_strategy="steps")
+    state = SimpleNamespace(step=0, epoch=0, batch=0, tokens=7, losses=[], metrics={})
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(**knobs, save_steps=2),
+        state=state,
+        theirs=SimpleNamespace(state=SimpleNamespace(global_step=step)),
+        kind=kind,
+        epoch_length=length,
+        total_steps=9,
+        checkpoint=None,
+        epoch=0.5,
+        shapes=[(2, 3)],
+        bar=SimpleNamespace(update=lambda step: None),
+        folder=changes.get("folder"),
+        notify=lambda event, **facts: sent.append(facts),
+        pause_clock=nullcontext,
+        stop_reason=lambda: changes.get("reason"),
+        update_best=lambda value: None,
+        **{
+            name: lambda name=name: done.append(name)
+            for name in ("log", "evaluate", "log_samples", "save")
+        },
+    )
+    control = SimpleNamespace(should_training_stop=False)
+    logs = dict(loss=0.5, learning_rate=1e-3, epoch=changes.get("epoch", 0.0), num_tokens=99)
+    TRLTrainer.after_step(trainer, logs | changes.get("logs", {}), control)
+    return trainer, done, control.should_training_stop
+
+
+@pytest.mark.parametrize(
+    "kind, step, length, epoch, place",
+    [
+        ("sft", 1, 10, 1.5, (1, 5, 7)),
+        ("sft", 1, 10, 2 - 1e-9, (2, 0, 7)),
+        ("sft", 1, None, 0.5, (0, 0, 7)),
+        ("grpo", 3, 10, 0.1, (1, 2, 99)),
+        ("rloo", 5, 10, 0.1, (2, 0, 99)),
+        ("grpo", 3, None, 0.1, (12, 0, 99)),
+    ],
+)
+def test_the_position_after_a_step_of_another_trainer(kind, step, length, epoch, place):
+    trainer, _, _ = taken(kind, step, length, epoch=epoch)
+    state = trainer.state
+    assert (state.epoch, state.batch, state.tokens) == place
+    assert (state.step, state.losses) == (step, [0.5])
+
+
+@pytest.mark.parametrize(
+    "step, folder, due",
+    [
+        (1, "runs", ["log"]),
+        (2, "runs", ["log_samples", "save"]),
+        (2, None, ["log_samples"]),
+        (3, "runs", ["log"]),
+        (5, "runs", ["evaluate"]),
+        (9, "runs", ["log", "log_samples"]),
+    ],
+)
+def test_what_is_due_after_a_step_of_another_trainer(step, folder, due):
+    logs = dict(grad_norm=2.0, reward=3.0, frac=1, text="none")
+    trainer, done, stops = taken("sft", step, 10, epoch=step / 5, folder=folder, logs=logs)
+    assert done == due and not stops
+    assert trainer.state.metrics == {"reward": [3.0, 1], "frac": [1.0, 1]}
+    assert (trainer.grad_norm, trainer.learning_rate, trainer.shapes) == (2.0, 1e-3, [])
+
+
+def test_a_step_of_another_trainer_can_be_the_last():
+    trainer, _, stops = taken("sft", 4, 10, epoch=0.4, reason="asked")
+    assert stops and trainer.reason == "asked"
+    with pytest.raises(TrainingError, match="the loss is nan, at step 4 of 9"):
+        taken("sft", 4, 10, logs=dict(loss=float("nan")))

@@ -135,6 +135,25 @@ def test_the_report_shows_the_share_of_right_answers_in_percent(tmp_path, monkey
     assert drawn[2] == ({"this model": 2.5, "gzip": 3.5}, "Bits per byte", "bits")
 
 
+@pytest.mark.parametrize("before, count", [(10, 10), (10, 3), (0, 10), (3, 10)])
+def test_a_report_shows_eight_answers(before, count, monkeypatch):
+    "Those of the model before stand next to them, where it was asked."
+    monkeypatch.setattr(evaluation, "table", lambda rows: rows)
+    questions = [dict(prompt=f"q{i}", expected=f"e{i}") for i in range(10)]
+    judge = SimpleNamespace(
+        inputs=SimpleNamespace(questions=questions),
+        before=[f"b{i}" for i in range(before)],
+        after=[f"a{i}" for i in range(count)],
+    )
+    ((heading, rows),) = evaluation.PromptEvaluator.sections(judge)
+    shown = min(8, count, before or 8)
+    words = [
+        dict(asked=f"q{i}", expected=f"e{i}", before=f"b{i}" if before else "", after=f"a{i}")
+        for i in range(shown)
+    ]
+    assert heading == "Answers" and rows == str(words)
+
+
 @pytest.mark.parametrize(
     "highest, copied, count, wanted",
     [

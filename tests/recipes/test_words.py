@@ -130,6 +130,24 @@ RUNS = {
         "mixed_precision": "fp16",
         "deepspeed_config": {"zero_stage": 3, "offload_param_device": "cpu"},
     },
+    "switches that are off": {
+        "method": "lora",
+        "model_name_or_path": "x",
+        "use_deepspeed": False,
+        "distributed": False,
+        "offload_optimizer": False,
+    },
+    "a switch that is on elsewhere": {
+        "method": "lora",
+        "model_name_or_path": "x",
+        "use_deepspeed": False,
+        "launch": {"use_deepspeed": True, "num_processes": 2},
+    },
+    "two numbers of processes": {
+        "method": "lora",
+        "num_processes": 2,
+        "launch": {"num_processes": 3},
+    },
     "nothing": {},
 }
 
