@@ -1,0 +1,145 @@
+"What a run says of its model: answers, pairs, thumbs, and what a rehearsal would cost."
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trainkit.recipes import evaluation
+from trainkit.recipes.evaluation import AnswerEvaluator, ModelAnswer, PairEvaluator, ask
+from trainkit.recipes.runner import Rehearsal
+
+
+class Echo:
+    "Speaks numbers; 0 ends an answer."
+
+    eos_token_id = 0
+
+    def decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens
+        return " " + " ".join(str(i) for i in ids if i) + " "
+
+
+def test_an_answer_has_half_as_many_tokens_again_as_the_expected_one(monkeypatch):
+    "But fits into the context; it has ended where it says so itself."
+    calls = []
+
+    def generate(model, rows, room, temperature, tokenizer):
+        calls.append((len(rows), room, temperature))
+        return [[*row, 7, *([0] if len(row) % 2 else [8])] for row in rows]
+
+    monkeypatch.setattr(evaluation, "generate", generate)
+    monkeypatch.setattr(evaluation, "context_length", lambda model: 20)
+    questions = [dict(ids=[1] * n, tokens=t) for n, t in ((3, 2), (2, 5), (5, 3), (19, 9), (20, 9))]
+    answers = ask(None, Echo(), questions, batch_size=2)
+    assert answers == ["7", "7 8", "7", "7", "7 8"]
+    assert [a.ended for a in answers] == [True, False, True, True, False]
+    assert calls == [(2, 7, 0), (2, 1, 0), (1, 1, 0)]
+
+
+def judged(ended, count=4):
+    questions = [dict(prompt=f"q{i}", expected=f" a{i}") for i in range(count)]
+    judge = SimpleNamespace(
+        inputs=SimpleNamespace(model=None, tokenizer=None, questions=questions),
+        before=["a0", *["no"] * (count - 1)],
+    )
+    answers = [ModelAnswer(f"a{i} " if i < 3 else "no") for i in range(count)]
+    for i, answer in enumerate(answers):
+        answer.ended = i < ended
+    return judge, answers
+
+
+@pytest.mark.parametrize("ended, cut", [(0, True), (1, True), (2, False), (4, False)])
+def test_what_is_said_of_held_out_answers(ended, cut, monkeypatch):
+    "Where most of them never ended, it is said what to do."
+    judge, answers = judged(ended)
+    monkeypatch.setattr(evaluation, "ask", lambda *_: answers)
+    monkeypatch.setattr(
+        evaluation.TextEvaluator, "end", lambda self, record: ({"eval_loss": 2.0}, ["Loss: 2.000"])
+    )
+    judge = type("Judge", (AnswerEvaluator,), dict(__init__=lambda self, **kw: None))()
+    made, _ = judged(ended)
+    judge.inputs, judge.before = made.inputs, made.before
+    metrics, words = judge.end({"eval_loss": 2.0})
+    assert metrics == dict(eval_loss=2.0, base_exact_match=0.25, exact_match=0.75, ended=ended / 4)
+    assert words[0] == (
+        "Loss: 2.000. Of 4 held-out questions the base model answers 25.0% right to the letter, "
+        f"the tuned one 75.0%; it ended {ended} of its answers by itself"
+    )
+    assert (len(words) == 2) is cut and ("cut off at the limit" in words[-1]) is cut
+
+
+def test_the_accuracy_on_pairs_is_drawn_in_percent(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(evaluation, "draw_svg", lambda chart, *a, **k: drawn.append(a) or "svg")
+    run = SimpleNamespace(keys=lambda: ["rewards/chosen", "loss"], series=lambda key: key)
+    judge = SimpleNamespace(inputs=SimpleNamespace(pairs=[]), before=(0.25, 0), after=(0.75, 0))
+    headings = [heading for heading, _ in PairEvaluator.sections(judge, run)]
+    assert headings == ["Held-out pairs", "Rewards"]
+    assert drawn[0] == ({"before": 25.0, "after": 75.0}, "Accuracy", "%")
+    assert drawn[1][0] == {"chosen": "rewards/chosen"}
+    judge.before, judge.inputs.pairs = None, SimpleNamespace(report=None)
+    assert len(PairEvaluator.sections(judge)) == 1
+    assert drawn[2] == ({"before": 0, "after": 75.0}, "Accuracy", "%")
+    judge.after = None
+    assert PairEvaluator.sections(judge) == []
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_how_often_a_liked_answer_is_likelier(batch_size, monkeypatch):
+    "By the token, over all twos; a tie counts half."
+    rows = [
+        dict(label=label, sum=total, count=count)
+        for label, total, count in (
+            (True, -2.0, 2),
+            (False, -3.0, 1),
+            (True, -6.0, 2),
+            (False, -1.0, 1),
+            (True, -0.5, 0),
+        )
+    ]
+
+    def collate(part):
+        pad = [*part, part[-1]]
+        return dict(
+            liked=torch.tensor([r["label"] for r in pad]),
+            totals=torch.tensor([r["sum"] for r in pad]),
+            counts=torch.tensor([r["count"] for r in pad]),
+        )
+
+    def log_probs(model, batch):
+        assert {*batch} == {"totals", "counts"}
+        return batch["totals"], batch["counts"]
+
+    monkeypatch.setattr(evaluation, "collate_unpaired", collate)
+    monkeypatch.setattr(evaluation, "sequence_log_probs", log_probs)
+    model = torch.nn.Linear(1, 1)
+    auc = evaluation.pairwise_auc(model, rows, batch_size)
+    assert auc == (1 + 0.5 + 0.5 + 0 + 1 + 1) / 6
+    assert math.isnan(evaluation.pairwise_auc(model, rows[::2], batch_size))
+
+
+@pytest.mark.parametrize(
+    "seconds, shown",
+    [
+        (119.4, "119 s"),
+        (120.0, "2 min"),
+        (7199.0, "120 min"),
+        (7200.0, "2.0 h"),
+        (9000.0, "2.5 h"),
+    ],
+)
+def test_what_a_rehearsal_says(seconds, shown):
+    plan = Rehearsal(["Method  lora"], 1, 12345, 2, 0.12345, seconds, 3.0, 3_000_000, ["a note"])
+    assert str(plan).splitlines() == [
+        "Method  lora",
+        "Batch      2 rows in a step; 12,345 tokens at most in 1 step",
+        "Memory     3.00 MB at the peak of a step, predicted",
+        f"Time       {shown}: 0.123 s a step, measured here; evaluations and samples come on top",
+        "Note       a note",
+    ]
+    plan.memory = None
+    assert "Memory     could not be predicted" in str(plan)
+    plan.step_seconds = None
+    assert str(plan).splitlines() == ["Method  lora", "Note       a note"]
