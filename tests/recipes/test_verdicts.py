@@ -135,7 +135,7 @@ def test_what_a_rehearsal_says(seconds, shown):
     assert str(plan).splitlines() == [
         "Method  lora",
         "Batch      2 rows in a step; 12,345 tokens at most in 1 step",
-        "Memory     3.00 MB at the peak of a step, predicted",
+        "Memory     3 MB at the peak of a step, predicted",
         f"Time       {shown}: 0.123 s a step, measured here; evaluations and samples come on top",
         "Note       a note",
     ]
