@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from trainkit import system
 from trainkit.config import pick_device, pick_dtype
 from trainkit.system import _glibc, declared_requirements, heap_peak, look_at_device
 from trainkit.system import COURSE, Report, doctor, environment, explain_dtype
@@ -203,3 +204,10 @@ def test_the_memory_that_blocks_will_take(events, knobs, peak):
     "What is freed stays with the process, or goes back at once; on whole pages."
     took = heap_peak(events, beside=[()], seconds=20, **knobs)
     assert took is not None and peak <= took <= peak + 6 * 4096 and took % 4096 == 0
+
+
+def test_the_record_of_a_machine_counts_in_gib(monkeypatch):
+    facts = dict(ram=(24 * 2**30, 9 * 2**30), device=dict(kind="cuda", vram=(16 * 2**30, 2**30)))
+    monkeypatch.setattr(system, "collect_facts", lambda: facts)
+    record = environment()
+    assert (record["ram_gib"], record["device"]) == (24.0, dict(kind="cuda", vram_gib=16.0))

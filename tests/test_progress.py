@@ -3,7 +3,9 @@
 import io
 import sys
 
-from trainkit.progress import Terminal
+import pytest
+
+from trainkit.progress import Terminal, detect_display
 
 
 class Screen(io.StringIO):
@@ -29,3 +31,23 @@ def test_errors_are_printed_above_a_bar_of_the_same_screen(monkeypatch):
         assert sys.stderr is errors
     assert "the bar" in errors.getvalue() and "the bar" in other.getvalue()
     assert errors.getvalue().count("a warning") == 2 and not output.getvalue()
+
+
+@pytest.mark.parametrize(
+    "test, terminal, kind, display",
+    [
+        (True, True, "xterm", "silent"),
+        (False, True, "xterm", "terminal"),
+        (False, True, "dumb", "lines"),
+        (False, True, None, "terminal"),
+        (False, False, "xterm", "lines"),
+    ],
+)
+def test_where_a_bar_is_shown(test, terminal, kind, display, monkeypatch):
+    for name, value in (("IN_TEST", "1" if test else None), ("TERM", kind)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stderr", Screen() if terminal else io.StringIO())
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    assert detect_display() == display
