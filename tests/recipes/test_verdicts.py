@@ -3,10 +3,11 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from trainkit.recipes import evaluation
+from trainkit.recipes import evaluation, saving
 from trainkit.recipes.evaluation import AnswerEvaluator, ModelAnswer, PairEvaluator, ask
 from trainkit.recipes.runner import Rehearsal
 
@@ -143,3 +144,47 @@ def test_what_a_rehearsal_says(seconds, shown):
     assert "Memory     could not be predicted" in str(plan)
     plan.step_seconds = None
     assert str(plan).splitlines() == ["Method  lora", "Note       a note"]
+
+
+@pytest.mark.parametrize("pad, batches", [(0, [2, 2, 1]), (None, [1] * 5)])
+def test_a_reward_model_reads_the_end_of_a_long_prompt(pad, batches, monkeypatch):
+    "The first token of a text stays; an answer loses its end only where it is too long alone."
+    rows = [
+        ([1, 2, 3], [4, 5]),
+        ([1, 2, 3, 4, 5, 6], [7, 8]),
+        ([9, 2, 3, 4, 5, 6], [7, 8]),
+        ([1, 2, 3], [4, 5, 6, 7, 8, 9]),
+        ([1, 2, 3], [4, 5, 6, 7]),
+    ]
+    tokenized = [
+        dict(
+            input_ids=np.array([*prompt, *answer, 0]),
+            labels=np.array([*[-100] * len(prompt), *answer, -100]),
+        )
+        for prompt, answer in rows
+    ]
+    read, sizes = [], []
+
+    class Judge(torch.nn.Linear):
+        config = SimpleNamespace(pad_token_id=pad)
+
+        def forward(self, ids, attention_mask):
+            sizes.append(len(ids))
+            for row, mask in zip(ids.tolist(), attention_mask.sum(1).tolist(), strict=True):
+                read.append(row[:mask])
+                assert not any(row[mask:])
+            return SimpleNamespace(logits=ids.sum(1, keepdim=True))
+
+    monkeypatch.setattr(saving, "tokenize_examples", lambda rows, tokenizer: tokenized)
+    monkeypatch.setattr(saving, "context_length", lambda model: 5)
+    tokenizer = SimpleNamespace(bos_token_id=1)
+    with pytest.warns(UserWarning, match="4 of 5 texts are longer than the 5 tokens"):
+        scores = saving.score_answers(Judge(1, 1), tokenizer, ["p"] * 5, ["c"] * 5, batch_size=2)
+    assert read == [
+        [1, 2, 3, 4, 5],
+        [1, 5, 6, 7, 8],
+        [4, 5, 6, 7, 8],
+        [3, 4, 5, 6, 7],
+        [3, 4, 5, 6, 7],
+    ]
+    assert scores == [sum(row) for row in read] and sizes == batches
