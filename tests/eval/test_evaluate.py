@@ -595,3 +595,18 @@ def test_an_answer_is_greedy_where_each_of_its_tokens_is_the_first_choice(models
     assert [ids[first:] for ids, first in seen] == [
         tok.encode(a) for _, a_ in questions for a in a_
     ]
+
+
+@pytest.mark.parametrize("size, first, ids", [(9, 3, 9), (8, 2, 8), (6, 1, 6), (7, 1, 7)])
+def test_a_long_question_loses_its_beginning(size, first, ids, models, tok, monkeypatch):
+    "One token of it has to stay before the answer; an answer that leaves no room is refused."
+    whole, begins = list(range(100, 109)), {9: 3, 8: 3, 7: 3, 6: 4}[size]
+    seen = []
+    monkeypatch.setattr(scoring, "_encode_answer", lambda *_: (whole, begins))
+    monkeypatch.setattr(
+        scoring, "score_pieces", lambda model, pieces: seen.extend(pieces) or [(0.0, 1)]
+    )
+    scoring.score_choices(models[0], tok, [("q", ["a"])], max_length=size)
+    assert seen == [(whole[-ids:], first)]
+    with pytest.raises(ValueError, match=f"has {9 - begins} tokens, and {9 - begins} can be read"):
+        scoring.score_choices(models[0], tok, [("q", ["a"])], max_length=9 - begins)

@@ -1,13 +1,16 @@
 "What a run says of its model: answers, pairs, thumbs, and what a rehearsal would cost."
 
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from trainkit.recipes import evaluation, saving
+from trainkit import system
+from trainkit.recipes import evaluation, memory_commands, runner, saving
+from trainkit.recipes.config import method_config
 from trainkit.recipes.evaluation import AnswerEvaluator, ModelAnswer, PairEvaluator, ask
 from trainkit.recipes.runner import Rehearsal
 
@@ -188,3 +191,59 @@ def test_a_reward_model_reads_the_end_of_a_long_prompt(pad, batches, monkeypatch
         [3, 4, 5, 6, 7],
     ]
     assert scores == [sum(row) for row in read] and sizes == batches
+
+
+@pytest.mark.parametrize(
+    "train, saves",
+    [
+        ("async_save=false max_steps=9 save_steps=1", False),
+        ("save_strategy=no max_steps=9", False),
+        ("save_strategy=epoch max_steps=9", True),
+        ("save_strategy=steps save_steps=8 max_steps=9", True),
+        ("save_strategy=steps save_steps=9 max_steps=9", False),
+        ("save_strategy=steps save_steps=9 max_steps=-1", True),
+        ("save_strategy=steps save_steps=5 max_steps=1", False),
+    ],
+)
+def test_whether_steps_are_taken_while_a_checkpoint_is_written(train, saves):
+    words = [f"train.{word}" for word in train.split()]
+    assert memory_commands._saves(method_config({"method": "sft"}, words)) is saves
+
+
+@pytest.mark.parametrize(
+    "method, steps, rows, kept",
+    [
+        ("pretrain", 3, 2, 10),
+        ("sft", 3, 2, 60),
+        ("sft", 1, 1, 10),
+        ("sft", 50, 2, 640),
+        ("sft", -1, 2, 640),
+    ],
+)
+def test_how_many_products_keep_their_code(method, steps, rows, kept, monkeypatch):
+    "Texts of other lengths ask for others, up to a bound."
+    monkeypatch.setattr(system, "bound_kernels", lambda: 640)
+    words = [f"train.max_steps={steps}", f"train.gradient_accumulation_steps={rows}"]
+    config = method_config({"method": method}, words)
+    assert memory_commands._products_kept(config, 10) == kept
+
+
+@pytest.mark.parametrize(
+    "method, new, words",
+    [
+        ("sft", 2, ""),
+        ("lora", 0, ""),
+        (
+            "lora",
+            1,
+            "1 token that .* embedding and its head are trained too, and saved with the ad",
+        ),
+        ("reward", 2, "2 tokens that .* embedding is trained too, and saved with the adapter"),
+        ("freeze", 2, "embedding and its head are trained too$"),
+    ],
+)
+def test_new_tokens_are_trained_too(method, new, words):
+    adapter = ["use_lora=true"] * (method == "reward")
+    inputs = SimpleNamespace(new_tokens=new, config=method_config({"method": method}, adapter))
+    lines = runner._new_tokens_note(inputs)
+    assert len(lines) == bool(words) and (not words or re.search(words, lines[0]))

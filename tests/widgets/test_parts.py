@@ -1,13 +1,16 @@
 "Parts of widgets that need no screen: curves of bounded length, claimed cells, changed knobs."
 
+import math
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from trainkit.config import load_config
 from trainkit.recipes.config import RunConfig, method_config
 from trainkit.widgets import form, labeler, run_browser
+from trainkit.widgets.chat_compare import token_kl
 from trainkit.widgets.panel import config_changes
 from trainkit.widgets.run_browser import _runs_table
 from trainkit.widgets.session import Curve
@@ -213,3 +216,14 @@ def test_verdicts_are_kept_undone_and_counted(tmp_path):
         labels.undo()
     with pytest.raises(ValueError, match="verdict = 'leftt' must be one of left, right, tie, skip"):
         copy.judge("leftt")
+
+
+def test_the_divergence_of_two_vocabularies_is_that_of_their_common_tokens():
+    "Rows that only pad a table of embeddings count in neither."
+    p = torch.tensor([[0.5, 0.5, 0.0], [0.25, 0.75, 0.0]]).log()
+    q = torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()
+    want = [0.0, 0.25 * math.log(0.5) + 0.75 * math.log(1.5)]
+    assert token_kl(p, q).tolist() == pytest.approx(want, abs=1e-6)
+    other = torch.full((2, 7), 0.5).log()
+    assert token_kl(p[:, :2], other).tolist() == pytest.approx(want, abs=1e-6)
+    assert token_kl(p[:1], torch.full((1, 5), 0.5).log()).tolist() == [0.0]
