@@ -15,7 +15,7 @@ from trainkit.config import ConfigError
 from trainkit.interop import hf_bridge
 from trainkit.interop.hf_bridge import _check_twin
 from trainkit.interop.trl import DPO_LOSSES, SETTINGS, TRL_KINDS, TRLTrainer, check_trl_config
-from trainkit.interop.trl import trl_kind
+from trainkit.interop.trl import _pair, _reward_row, trl_kind
 from trainkit.lora.inject import add_lora
 from trainkit.lora.targets import LoRAConfig
 from trainkit.model.config import ModelConfig
@@ -212,3 +212,50 @@ def test_a_step_of_another_trainer_can_be_the_last():
     assert stops and trainer.reason == "asked"
     with pytest.raises(TrainingError, match="the loss is nan, at step 4 of 9"):
         taken("sft", 4, 10, logs=dict(loss=float("nan")))
+
+
+def test_a_pair_in_the_columns_of_trl():
+    row = dict(prompt=[1, 2], chosen=[3], rejected=[4, 5])
+    assert _pair(row) == row
+    assert _reward_row(row) == dict(
+        chosen="", rejected="", chosen_ids=[1, 2, 3], rejected_ids=[1, 2, 4, 5]
+    )
+    assert _reward_row(row | dict(margin=2))["margin"] == 2.0
+    assert _pair(row | dict(chosen_labels=[3], rejected_labels=[4, 5])) == row
+    with pytest.raises(ValueError, match="of which only some turns are learned"):
+        _pair(row | dict(rejected_labels=[-100, 5]))
+
+
+def test_the_checkpoint_that_a_run_is_resumed_from(tmp_path):
+    "The last complete one by its number; the one that is named; nothing where nothing has to be."
+    for number in (9, 10, 11):
+        (tmp_path / "trl" / f"checkpoint-{number}").mkdir(parents=True)
+    for number in (9, 10):
+        (tmp_path / "trl" / f"checkpoint-{number}" / "trainkit.json").write_text("{}")
+    trainer, other = SimpleNamespace(folder=tmp_path), SimpleNamespace(folder=tmp_path / "none")
+    last = tmp_path / "trl" / "checkpoint-10"
+    assert TRLTrainer.find(trainer, None) is TRLTrainer.find(trainer, False) is None
+    assert TRLTrainer.find(trainer, True) == TRLTrainer.find(trainer, "auto") == last
+    named = last.with_name("checkpoint-9")
+    assert TRLTrainer.find(trainer, str(named)) == named
+    assert TRLTrainer.find(other, "auto") is None
+    for run, resume in ((other, True), (trainer, last.with_name("checkpoint-11"))):
+        with pytest.raises(FileNotFoundError, match="has no checkpoint of engine: trl"):
+            TRLTrainer.find(run, resume)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    said = []
+    own = dict(data="d", model="m")
+    trainer = SimpleNamespace(identity=lambda: own, note=said.append)
+
+    def recall(force=False, **identity):
+        text = json.dumps(dict(identity=identity, state=dict(step=7)))
+        (tmp_path / "trainkit.json").write_text(text)
+        return TRLTrainer.recall(trainer, tmp_path, force).step
+
+    assert TRLTrainer.recall(trainer, None, False).step == 0
+    assert recall(data="d", model="m", more=1) == 7 and not said
+    with pytest.raises(ValueError, match="of another run: model was 'x' and is 'm'. Take the"):
+        recall(data="d", model="x")
+    assert recall(True, data="d") == 7 and "model was None and is 'm'" in said[0]
