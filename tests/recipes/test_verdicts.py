@@ -247,3 +247,16 @@ def test_new_tokens_are_trained_too(method, new, words):
     inputs = SimpleNamespace(new_tokens=new, config=method_config({"method": method}, adapter))
     lines = runner._new_tokens_note(inputs)
     assert len(lines) == bool(words) and (not words or re.search(words, lines[0]))
+
+
+def test_a_rehearsal_of_another_program_counts_its_tokens(monkeypatch):
+    monkeypatch.setattr(runner, "engine_line", lambda config: "llamafactory 1.0")
+    monkeypatch.setattr(runner, "llamafactory_plan", lambda *_: (["one", "two", "three"], 50))
+    words = ["train.per_device_train_batch_size=3", "train.gradient_accumulation_steps=2"]
+    plan = runner._elsewhere(method_config({"method": "sft"}, [*words, "data.max_length=1000"]))
+    assert (plan.steps, plan.tokens, plan.effective_batch) == (50, 300_000, 6)
+    assert str(plan).splitlines() == [
+        *("Engine     llamafactory 1.0", "one", "two"),
+        "Training   50 steps of 6 rows of 1,000 tokens at most",
+        *("three", "Note       memory and time cannot be predicted for a separate program"),
+    ]

@@ -214,3 +214,27 @@ QUANT_CONFIG, more = {"bits": 4}, 1
 """
     settings = {".".join(s.path): s.value for s in read_python(script)}
     assert settings == {"learning_rate": 1e-3, "lora.r": 8, "peft_config.lora_alpha": 7}
+
+
+def test_the_fields_of_a_config_class_in_a_script():
+    "With their defaults, except for those that a call sets again; other classes say nothing."
+    script = """
+class TrainingConfig:
+    learning_rate: float = 1e-3
+    seed = 7
+    r: int
+    max_steps: int = 5
+    lora: LoraConfig = LoraConfig(r=4)
+class Other:
+    seed = 9
+c = TrainingConfig(max_steps=9)
+"""
+    settings = {".".join(s.path): s.value for s in read_python(script)}
+    lora = settings.pop("TrainingConfig.lora", None)
+    assert lora is None or isinstance(lora, Computed)
+    assert settings == {
+        "TrainingConfig.learning_rate": 1e-3,
+        "TrainingConfig.seed": 7,
+        "TrainingConfig.max_steps": 9,
+        "LoraConfig.r": 4,
+    }
