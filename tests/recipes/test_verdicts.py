@@ -56,7 +56,7 @@ def judged(ended, count=4):
 
 @pytest.mark.parametrize("ended, cut", [(0, True), (1, True), (2, False), (4, False)])
 def test_what_is_said_of_held_out_answers(ended, cut, monkeypatch):
-    "Where most of them never ended, it is said what to do."
+    "Where most of them never ended, the message advises what to do."
     judge, answers = judged(ended)
     monkeypatch.setattr(evaluation, "ask", lambda *_: answers)
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"What is said of a step that does not fit or is not finite, and how pieces change a gradient."
+"Messages about a step that does not fit or is not finite, and how pieces change a gradient."
 
 import math
 from types import SimpleNamespace
@@ -69,7 +69,7 @@ def test_what_pieces_change(layer, trains, words):
 
 @pytest.mark.parametrize("needed, pieces", [(6, 1), (3, 2), (2, 4), (1, 8)])
 def test_a_batch_is_halved_until_it_fits(needed, pieces):
-    "Each time it is said how many rows a piece has; a single row that does not fit is an error."
+    "Each message names the rows of a piece; a single row that does not fit is an error."
     said, states, model = [], set(), nn.Linear(1, 1, bias=False)
 
     def objective(model, rows):
