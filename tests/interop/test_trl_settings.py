@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from support.snapshots import compare
 from torch import nn
 
@@ -259,3 +260,37 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="of another run: model was 'x' and is 'm'. Take the"):
         recall(data="d", model="x")
     assert recall(True, data="d") == 7 and "model was None and is 'm'" in said[0]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_layer_in_the_classes_of_bitsandbytes(bits, bias, monkeypatch):
+    class Layer(nn.Module):
+        def __init__(self, *shape, **knobs):
+            super().__init__()
+            self.shape, self.knobs, self.bias = shape, knobs, "none yet"
+
+    def weight(data, **knobs):
+        return data, knobs
+
+    layers = SimpleNamespace(Linear4bit=Layer, Linear8bitLt=Layer)
+    layers.Params4bit = layers.Int8Params = weight
+    library = ModuleType("bitsandbytes")
+    library.nn = layers
+    monkeypatch.setitem(sys.modules, "bitsandbytes", library)
+    theirs = nn.ModuleDict({"up": nn.Linear(4, 2, bias=bias)})
+    old = theirs["up"]
+    ours = SimpleNamespace(in_features=4, out_features=2, bias=old.bias, threshold=6.0)
+    if bits == 4:
+        facts = dict(quant_type="nf4", nested_absmax=None, compute_dtype="bf16", blocksize=64)
+        vars(ours).update(facts)
+    hf_bridge._quantize_theirs(theirs, {"down": ours}, lambda name: "up")
+    new = theirs["up"]
+    assert new.shape == (4, 2, bias) and torch.equal(new.weight[0], old.weight)
+    assert new.bias is old.bias if bias else new.bias == "none yet"
+    assert getattr(theirs, f"is_loaded_in_{bits}bit") and not new.weight[1]["requires_grad"]
+    if bits == 4:
+        assert new.knobs["compress_statistics"] is new.weight[1]["compress_statistics"] is False
+        assert (new.knobs["quant_type"], new.weight[1]["blocksize"]) == ("nf4", 64)
+    else:
+        assert new.knobs == dict(has_fp16_weights=False, threshold=6.0)
