@@ -401,3 +401,14 @@ def test_aliases_may_make_a_hundred_thousand_values():
             continue
         with pytest.raises(ConfigError, match="more than 100,000 values"):
             parse_config(text)
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [("a: [", 1), ("a: 1\nb: [1\n", 3), ("a: 1\nb: 2\nc: }", 3), ("a: b: c", 1), ("a: \x00", None)],
+)
+def test_the_line_where_a_file_is_broken(text, line):
+    with pytest.raises(ConfigError) as error:
+        parse_config(text)
+    (problem,) = error.value.problems
+    assert problem.line == line

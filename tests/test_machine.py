@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from trainkit import system
 from trainkit.config import pick_device, pick_dtype
-from trainkit.system import declared_requirements, look_at_device
+from trainkit.system import _glibc, declared_requirements, heap_peak, look_at_device
 from trainkit.system import COURSE, Report, doctor, environment, explain_dtype
 
 ROOT = Path(__file__).parent.parent
@@ -181,3 +182,32 @@ def test_rocm_is_named_where_torch_says_cuda(monkeypatch):
         next(check_device(facts)).seen == "cuda (NVIDIA H200)"
         and "nvidia-smi" in next(check_room(facts)).fix
     )
+
+
+M = 2**20
+TWICE = [(0, M), (0, 0), (1, 2 * M), (1, 0), (2, M)]  # The second block does not fit into the first
+
+
+@pytest.mark.skipif(_glibc() is None, reason="asks glibc")
+@pytest.mark.parametrize(
+    "events, knobs, peak",
+    [
+        ([(0, 100)], {}, 0),
+        ([(0, M), (0, 0), (1, M // 2)], {}, M),
+        ([(0, M), (1, M), (0, 0), (2, M // 2), (3, M // 2)], {}, 2.5 * M),
+        (TWICE, {}, 3 * M),
+        (TWICE, dict(thread=True), 3 * M),
+        (TWICE, dict(kept=False), 2 * M),
+    ],
+)
+def test_the_memory_that_blocks_will_take(events, knobs, peak):
+    "What is freed stays with the process, or goes back at once; on whole pages."
+    took = heap_peak(events, beside=[()], seconds=20, **knobs)
+    assert took is not None and peak <= took <= peak + 6 * 4096 and took % 4096 == 0
+
+
+def test_the_record_of_a_machine_counts_in_gib(monkeypatch):
+    facts = dict(ram=(24 * 2**30, 9 * 2**30), device=dict(kind="cuda", vram=(16 * 2**30, 2**30)))
+    monkeypatch.setattr(system, "collect_facts", lambda: facts)
+    record = environment()
+    assert (record["ram_gib"], record["device"]) == (24.0, dict(kind="cuda", vram_gib=16.0))

@@ -1,9 +1,11 @@
 "The English of messages, docstrings and lessons stays plain."
 
+import ast
 import re
 
 import pytest
 from support import idioms
+from support.processes import ROOT
 
 
 @pytest.mark.parametrize(
@@ -33,3 +35,18 @@ def test_no_idiom_comes_back():
             assert number <= limit, "\n".join(
                 [f"{number} × '{idiom}' in {group}, {limit} allowed; write '{advice}':", *lines]
             )
+
+
+def test_all_json_of_commands_is_indented_alike():
+    "By one blank, so that two outputs can be compared line by line."
+    calls = [
+        (path.name, keyword.value)
+        for path in sorted((ROOT / "trainkit").rglob("*.py"))
+        if "to_json(" in (text := path.read_text(encoding="utf-8"))
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "to_json"
+        for keyword in node.keywords
+        if keyword.arg == "indent"
+    ]
+    assert len(calls) > 8
+    assert {ast.literal_eval(value) for _, value in calls} == {1}

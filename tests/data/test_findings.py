@@ -5,7 +5,7 @@ from string import ascii_letters, digits
 from support.snapshots import compare
 
 from trainkit.data import quality
-from trainkit.data.quality_report import Case, RowView, excerpt
+from trainkit.data.quality_report import Case, Evidence, Finding, QualityReport, RowView, excerpt
 from trainkit.data.text_checks import loops
 
 SENTENCES = [f"This is the {n} answer, and it tells what there is to say." for n in range(60)]
@@ -173,3 +173,19 @@ def test_an_excerpt_shows_the_bad_part_and_what_stands_around_it():
     for start, end in [(0, 4), (5, 26), (10, 12), (27, 29), (50, 53)]:
         lines.append(f"{start}-{end}: {excerpt('here', key, (start, end), 60)}\n")
     compare("".join(lines), "excerpts.txt")
+
+
+def test_a_report_fits_into_80_columns_and_fills_them():
+    "Words of one letter break where the column is, whichever parity the line before them has."
+    words = "a " * 120
+    for shift in ("", "b"):
+        example = Evidence("row 1", f"{shift}{words}", "", "")
+        found = Finding(f"n{shift} {words}", "error", 1, 9, *[f"{shift} {words}"] * 3, [example])
+        lines = str(QualityReport([found], 9, "text")).splitlines()
+        assert max(map(len, lines)) <= 80
+        full = [len(line) for line in lines if len(line) > 68]
+        assert len(full) > 12 and {*full} <= {71, 72, 79, 80} and max(full) >= 79
+    for length in (69, 70):
+        example = Evidence("row 1", "x" * length, "", "")
+        last = str(QualityReport([Finding("n", "note", 1, 9, "s", examples=[example])], 9, "text"))
+        assert (last.splitlines()[-1] == f"    row 1: {'x' * length}") is (length == 69)

@@ -1,14 +1,20 @@
 "What a limit on lengths does to rows, and how much a file may become."
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from support.snapshots import compare
 
 from trainkit.data import readers, tokenization
+from trainkit.data.shards import TokenRows
 from trainkit.data.tokenization import LengthReport
+from trainkit.interop.hf import MAX_LAYERS, read_model_settings
+from trainkit.train.recovery import count_rows
 
 
 def reports():
@@ -143,3 +149,34 @@ def test_where_a_json_file_is_broken(tmp_path, monkeypatch):
         except ValueError as error:
             lines.append(f"{text!r}: {error}\n")
     compare("".join(lines), "broken_json.txt")
+
+
+@pytest.mark.parametrize(
+    "start, stop, fits",
+    [(0, 10, True), (8, 10, True), (9, 10, False), (0, 11, False), (-1, 5, False), (0, 2, True)],
+)
+def test_rows_of_a_line_need_two_tokens_of_it(start, stop, fits):
+    with nullcontext() if fits else pytest.raises(ValueError, match=f"to {stop} of 10 tokens"):
+        rows = TokenRows(np.arange(10), 4, start, stop)
+        assert sum(rows.lengths) - len(rows) + 1 == stop - start
+
+
+@pytest.mark.parametrize(
+    "sizes, named",
+    [
+        (dict(hidden_size=2**31, num_hidden_layers=MAX_LAYERS), ""),
+        (dict(hidden_size=2**31 + 1), "hidden_size = 2,147,483,649: no model has more than 2,147"),
+        (dict(n_layer=MAX_LAYERS + 1), f"n_layer = {MAX_LAYERS + 1:,}: no model has more than"),
+        (dict(hidden_size="many"), ""),
+    ],
+)
+def test_a_config_with_impossible_sizes_is_refused(sizes, named, tmp_path):
+    "They would take minutes to fail."
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    with pytest.raises(ValueError, match=named) if named else nullcontext():
+        assert read_model_settings(tmp_path) == sizes
+
+
+def test_the_rows_of_a_batch():
+    batch = dict(scale=torch.ones(3), input_ids=torch.ones(4, 7), more=torch.ones(5, 2))
+    assert count_rows(batch) == 4 and count_rows(dict(scale=torch.ones(3), name="x")) == 1

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trainkit.data import shards
 from trainkit.data.dataset import load_examples
 from trainkit.data.shards import (
     encode_texts,
@@ -231,3 +232,21 @@ def test_a_file_of_windows_in_two_bytes_a_character_is_named_as_such(tmp_path):
     with pytest.raises(ValueError, match="line 1: byte 0xff is not utf-8. Say encoding='utf-16'"):
         list(read_pieces(tmp_path))
     assert list(read_pieces(tmp_path, encoding="utf-16")) == [("héllo\nworld", True)]
+
+
+@pytest.mark.parametrize("size", [9, 10, 11, 30, 1000])
+def test_a_shard_ends_where_it_is_full(size, monkeypatch):
+    "With blocks of at most 12 characters: each text and its end count, and no text is cut."
+    monkeypatch.setattr(shards, "_BLOCK", 12)
+    pieces = [("x" * (i % 4), i % 3 == 0) for i in range(60)]
+    jobs = [*shards._shard_jobs(iter(pieces), size)]
+    assert [pair for _, *job in jobs for pair in zip(*job, strict=True)] == pieces
+    sizes: dict[int, list[int]] = {}
+    for number, texts, _ in jobs:
+        sizes.setdefault(number, []).append(sum(len(text) + 1 for text in texts))
+    assert [*sizes] == list(range(len(sizes)))
+    block = min(12, size)
+    for number, blocks in sizes.items():
+        assert all(block <= n < block + 4 for n in blocks[: None if number + 1 in sizes else -1])
+        assert number + 1 not in sizes or sum(blocks[:-1]) < size <= sum(blocks)
+    assert sum(sizes[len(sizes) - 1][:-1]) < size

@@ -15,6 +15,7 @@ from support.processes import call
 
 from trainkit.eval.metrics import bert_score
 from trainkit.data.dataloader import Batches
+from trainkit.eval import scoring
 from trainkit.eval.scoring import perplexity
 from trainkit.eval.lm_eval import HarnessBackend, run_harness
 from trainkit.interop.hf import save_pretrained
@@ -575,3 +576,37 @@ def test_numbers_of_metrics_may_be_numpys_or_torchs_and_none_is_lost():
     with pytest.raises(ValueError, match="gave None"):
         compute_metrics(["a"], ["a"], [lambda p, r: None])
     assert math.isnan(perplexity(math.nan)) and perplexity(800) == math.inf
+
+
+def test_an_answer_is_greedy_where_each_of_its_tokens_is_the_first_choice(models, tok, monkeypatch):
+    "Its length is counted in bytes, and its tokens after those of the question."
+    seen = []
+
+    def scores(model, pieces):
+        seen.extend(pieces)
+        return [(-float(at), len(ids) - first - at % 2) for at, (ids, first) in enumerate(pieces)]
+
+    monkeypatch.setattr(scoring, "score_pieces", scores)
+    questions = [("the cat", [" sat", " flew over"]), ("", ["é"])]
+    choices = scoring.score_choices(models[0], tok, questions)
+    assert [[c.greedy for c in row] for row in choices] == [[True, False], [True]]
+    assert [[c.log_prob for c in row] for row in choices] == [[0.0, -1.0], [-2.0]]
+    assert [[c.n_bytes for c in row] for row in choices] == [[4, 10], [2]]
+    assert [ids[first:] for ids, first in seen] == [
+        tok.encode(a) for _, a_ in questions for a in a_
+    ]
+
+
+@pytest.mark.parametrize("size, first, ids", [(9, 3, 9), (8, 2, 8), (6, 1, 6), (7, 1, 7)])
+def test_a_long_question_loses_its_beginning(size, first, ids, models, tok, monkeypatch):
+    "One token of it has to stay before the answer; an answer that leaves no room is refused."
+    whole, begins = list(range(100, 109)), {9: 3, 8: 3, 7: 3, 6: 4}[size]
+    seen = []
+    monkeypatch.setattr(scoring, "_encode_answer", lambda *_: (whole, begins))
+    monkeypatch.setattr(
+        scoring, "score_pieces", lambda model, pieces: seen.extend(pieces) or [(0.0, 1)]
+    )
+    scoring.score_choices(models[0], tok, [("q", ["a"])], max_length=size)
+    assert seen == [(whole[-ids:], first)]
+    with pytest.raises(ValueError, match=f"has {9 - begins} tokens, and {9 - begins} can be read"):
+        scoring.score_choices(models[0], tok, [("q", ["a"])], max_length=9 - begins)

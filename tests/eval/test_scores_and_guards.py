@@ -3,6 +3,7 @@
 import contextlib
 import struct
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from support.snapshots import compare
 
 from trainkit.eval.code_eval import _find_place, _seccomp_filter
 from trainkit.eval.scoring import windows
+from trainkit.eval.stats import sign_flip_p
 
 
 @given(st.integers(0, 60), st.integers(2, 12), st.integers(1, 11))
@@ -91,3 +93,34 @@ def test_what_a_program_may_open():
         assert {rights for _, rights in others} == {read | list_folder, read | write | control}
         devices = [path for path, rights in others if rights & write]
         assert devices and all(path.startswith("/dev/") for path in devices)
+
+
+@pytest.mark.parametrize(
+    "differences, p",
+    [
+        ([], 1.0),
+        ([0.0, 0.0], 1.0),
+        ([1.0], 1.0),
+        ([3.0, 1.0, 1.0], 2 / 8),
+        ([1.0, -1.0, 1.0], 1.0),
+        ([3.0, -1.0, 1.0], 6 / 8),
+        ([0.1, 0.2, 0.0, 0.3], 2 / 8),
+        ([-1.0] * 14, 2 / 2**14),
+        ([1.0] * 30, 1 / 501),
+    ],
+)
+def test_how_often_other_signs_make_as_large_a_sum(differences, p):
+    "Counted by hand; from 15 differences on, no draw of 500 is as large."
+    assert sign_flip_p(np.array(differences), 500) == p
+
+
+def test_many_signs_are_drawn_like_all_of_them():
+    differences = np.arange(-4.0, 11.0)
+    every = 1 - 2 * (np.arange(2**14)[:, None] >> np.arange(14) & 1)
+    exact = (abs(every @ differences[differences != 0]) >= 45 - 1e-9).mean()
+    assert sign_flip_p(differences, 1000) == exact
+    more = np.append(differences, 0.5)
+    sums = np.append(
+        every @ differences[differences != 0] + 0.5, every @ differences[differences != 0] - 0.5
+    )
+    assert abs(sign_flip_p(more, 20_000) - (abs(sums) >= 45.5 - 1e-9).mean()) < 0.01

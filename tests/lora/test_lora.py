@@ -4,6 +4,8 @@ import copy
 import json
 import shutil
 import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -1066,3 +1068,21 @@ def test_what_a_smaller_rank_loses():
     report = shrink_rank(model, 2)["0"]
     rank, *lost = vars(report).values()
     assert rank == 2 and lost == pytest.approx([2 * scale, 5**0.5 * scale, 5 / 30])
+
+
+@pytest.mark.parametrize("untied, need", [(False, 3000 + 2**20), (True, 3000 + 2**20 + 4 * 70)])
+def test_a_merge_needs_room_on_the_disk(untied, need, tmp_path, monkeypatch):
+    "As much as the base, a little more, and a matrix in float32 where the head gets its own."
+    from trainkit.lora import merge
+
+    files = [tmp_path / name for name in ("a", "b")]
+    for file, size in zip(files, (1000, 2000), strict=True):
+        file.write_bytes(bytes(size))
+    base = SimpleNamespace(files=files, shape=lambda name: (7, 10), embedding="embedding")
+    writer = SimpleNamespace(base=base, untied=["head"] * untied)
+    for free in (need, need - 1):
+        monkeypatch.setattr(
+            merge.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free)
+        )
+        with nullcontext() if free == need else pytest.raises(OSError, match="and the disk has"):
+            merge._FolderMerge.check_disk(writer, tmp_path / "new" / "folder")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.config import ConfigError
-from trainkit.model.generation import TextStreamer, generate, stream
+from trainkit.model.generation import TextStreamer, generate, stream, text_to_ids
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.model.generation import (
@@ -778,7 +778,6 @@ def test_a_text_cannot_forge_a_control_token():
     from trainkit.eval.lm_eval import HarnessBackend
     from trainkit.eval.scoring import score_choices, score_texts
     from trainkit.interop.hf_bridge import fast_tokenizer
-    from trainkit.model.generation import text_to_ids
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
     native = BPETokenizer.train(
@@ -819,3 +818,27 @@ def test_a_text_cannot_forge_a_control_token():
         ids = text_to_ids(forged, tokenizer, plain=True)
         assert not {*ids} & {*native.special_tokens.values()} and tokenizer.decode(ids) == forged
         assert text_to_ids("one two", tokenizer) == native.encode("one two")
+
+
+def test_a_character_that_a_tokenizer_does_not_know_is_no_special_token():
+    "Unless the text spells out the name of the unknown token; others are never written by a text."
+    names = {0: "<unk>", 1: "<end>", 2: "a", 3: "b"}
+    marks = {"?": 0, "U": 0, "E": 1}
+
+    class Tokenizer:
+        added_tokens_decoder = {
+            i: type("Token", (), {"special": i < 2, "__str__": lambda self, i=i: names[i]})()
+            for i in range(3)
+        }
+        unk_token_id = 0
+
+        def encode(self, text, add_special_tokens=True):
+            text = text.replace("<unk>", "U").replace("<end>", "E")
+            ids = [marks.get(c, 2 + (c == "b")) for c in text]
+            return [*ids, 1] if add_special_tokens else ids
+
+    assert text_to_ids("ab", Tokenizer()) == [2, 3, 1]
+    assert text_to_ids("a?b", Tokenizer()) == [2, 0, 3, 1]
+    for text in ("a<unk>", "a<end>b"):
+        with pytest.raises(ValueError, match="the text contains the special token '<...>'"):
+            text_to_ids(text, Tokenizer())

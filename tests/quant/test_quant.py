@@ -978,3 +978,19 @@ def test_the_errors_of_each_layer_follow_from_its_weights():
         assert row["largest / std"] == pytest.approx(
             float(weight.abs().max() / weight.std()), rel=1e-5
         )
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_codebook_is_learned_in_rounds(steps):
+    "The error before each round and after the last; the ends and 0 stay where they are."
+    from trainkit.quant.nf4 import CODEBOOKS, learn_codebook
+
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) ** 3
+    book, errors = learn_codebook(x, steps=steps)
+    assert len(errors) == steps + 1 and errors == sorted(errors, reverse=True)
+    nf4 = CODEBOOKS["nf4"]
+    assert torch.equal(book[[0, 7, 15]], nf4[[0, 7, 15]])
+    assert torch.equal(book, nf4) is (steps == 0)
+    if steps == 3:
+        again, _ = learn_codebook(x, steps=2)
+        assert not torch.equal(again, book), "each round moves it"

@@ -1,6 +1,8 @@
 "Where a demo resumes, what it expects to take, and how large its models are."
 
+import itertools
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +10,9 @@ import torch
 
 from trainkit.config import dump_config
 from trainkit.memory import estimate
-from trainkit.recipes import demo
+from trainkit.recipes import demo, evaluation
 from trainkit.recipes.config import method_config
+from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
 
 def finished(folder, status="complete", model=True, metrics=True):
@@ -87,6 +90,68 @@ def test_a_weight_that_two_layers_share_is_counted_once():
     assert demo.model_bytes(model) == 64 + 64 + 16
     model[1].weight = model[0].weight
     assert demo.model_bytes(model) == 64 + 16
+
+
+@pytest.mark.parametrize("length", [8, 64])
+def test_the_bits_of_a_text_are_those_of_each_token_after_the_one_before(length):
+    "However long the rows are; and a token of a chat format, which no text contains, costs none."
+    tokenizer = BPETokenizer.train(
+        ["some words, some more"], vocab_size=266, special_tokens=["<|end|>"]
+    )
+    size, texts = tokenizer.vocab_size, [{"text": "some é words"}, {"text": "more, some more"}]
+    table = torch.randn(size + 3, size + 3, generator=torch.Generator().manual_seed(0))
+    table[:, size:] = 20.0
+
+    class Bigrams(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Parameter(table)
+
+        def forward(self, ids):
+            return SimpleNamespace(logits=self.table[ids])
+
+    ids = [tokenizer.eos_token_id]
+    for row in texts:
+        ids += [*tokenizer.encode(row["text"]), tokenizer.eos_token_id]
+    chances = torch.log_softmax(table[:, :size], -1)
+    nats = -sum(float(chances[a, b]) for a, b in itertools.pairwise(ids))
+    bits = nats / math.log(2) / sum(len(row["text"].encode()) for row in texts)
+    assert demo.text_bits(Bigrams(), tokenizer, texts, length) == pytest.approx(bits, rel=1e-5)
+
+
+def test_the_report_shows_the_share_of_right_answers_in_percent(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(evaluation, "draw_svg", lambda chart, *given, **_: drawn.append(given))
+    for name, value in (("read_run", None), ("run_sections", [("Curves", "")])):
+        monkeypatch.setattr(evaluation, name, lambda _, value=value: value)
+    monkeypatch.setattr(evaluation, "write_report", lambda folder, name, sections: sections)
+    folder, shares = SimpleNamespace(path=tmp_path), {"base_exact_match": 0.25, "exact_match": 0.5}
+    page = evaluation.write_run_report(folder, "x", shares, {"training": 3.0}, [("More", "text")])
+    assert [heading for heading, _ in page] == ["Curves", "Held-out questions", "More"]
+    bits = {"bits_per_byte": 2.5, "gzip": 3.5, "eval_loss": 9.0, "perplexity": 8.0}
+    evaluation.write_run_report(folder, "x", bits, {})
+    times = ({"training": 3.0}, "Seconds for each part", "s")
+    assert drawn[:2] == [({"base": 25.0, "tuned": 50.0}, "Exact match", "%"), times]
+    assert drawn[2] == ({"this model": 2.5, "gzip": 3.5}, "Bits per byte", "bits")
+
+
+@pytest.mark.parametrize("before, count", [(10, 10), (10, 3), (0, 10), (3, 10)])
+def test_a_report_shows_eight_answers(before, count, monkeypatch):
+    "Those of the model before stand next to them, where it was asked."
+    monkeypatch.setattr(evaluation, "table", lambda rows: rows)
+    questions = [dict(prompt=f"q{i}", expected=f"e{i}") for i in range(10)]
+    judge = SimpleNamespace(
+        inputs=SimpleNamespace(questions=questions),
+        before=[f"b{i}" for i in range(before)],
+        after=[f"a{i}" for i in range(count)],
+    )
+    ((heading, rows),) = evaluation.PromptEvaluator.sections(judge)
+    shown = min(8, count, before or 8)
+    words = [
+        dict(asked=f"q{i}", expected=f"e{i}", before=f"b{i}" if before else "", after=f"a{i}")
+        for i in range(shown)
+    ]
+    assert heading == "Answers" and rows == str(words)
 
 
 @pytest.mark.parametrize(

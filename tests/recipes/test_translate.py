@@ -962,6 +962,7 @@ UNKNOWN = {  # only a run would tell
         "TrainConfig(x=cfg.lr)"
     ),
     "handed to somebody": "def go(lr=1): return TrainConfig(x=lr)\npool.submit(go, 2)",
+    "handed over with keywords": "def go(lr=1): return TrainConfig(x=lr)\nrun(go, lr=2)",
     "a name of itself": "a = b\nb = a\nTrainConfig(x=a)",
     "a condition": "TrainConfig(x=True if cuda() else False)",
     "too large": "TrainConfig(x=9**9**9)",

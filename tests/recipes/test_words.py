@@ -130,6 +130,24 @@ RUNS = {
         "mixed_precision": "fp16",
         "deepspeed_config": {"zero_stage": 3, "offload_param_device": "cpu"},
     },
+    "switches that are off": {
+        "method": "lora",
+        "model_name_or_path": "x",
+        "use_deepspeed": False,
+        "distributed": False,
+        "offload_optimizer": False,
+    },
+    "a switch that is on elsewhere": {
+        "method": "lora",
+        "model_name_or_path": "x",
+        "use_deepspeed": False,
+        "launch": {"use_deepspeed": True, "num_processes": 2},
+    },
+    "two numbers of processes": {
+        "method": "lora",
+        "num_processes": 2,
+        "launch": {"num_processes": 3},
+    },
     "nothing": {},
 }
 
@@ -181,3 +199,42 @@ def expression(text):
 
 def test_each_expression_of_a_script_keeps_its_value():
     answer_all(expression, "expressions.txt")
+
+
+def test_what_a_script_sets_outside_a_call(tmp_path):
+    "Attributes of a config and tables with such a name; nothing of other objects."
+    script = """
+args.learning_rate = 1e-3
+config.lora.r = 8
+other.max_steps = 3
+cfg.seed = training_args.max_steps = 9
+peft_config = {"lora_alpha": 7}
+words = {"r": 5}
+QUANT_CONFIG, more = {"bits": 4}, 1
+"""
+    settings = {".".join(s.path): s.value for s in read_python(script)}
+    assert settings == {"learning_rate": 1e-3, "lora.r": 8, "peft_config.lora_alpha": 7}
+
+
+def test_the_fields_of_a_config_class_in_a_script():
+    "With their defaults, except for those that a call sets again; other classes say nothing."
+    script = """
+class TrainingConfig:
+    learning_rate: float = 1e-3
+    seed = 7
+    r: int
+    max_steps: int = 5
+    lora: LoraConfig = LoraConfig(r=4)
+class Other:
+    seed = 9
+c = TrainingConfig(max_steps=9)
+"""
+    settings = {".".join(s.path): s.value for s in read_python(script)}
+    lora = settings.pop("TrainingConfig.lora", None)
+    assert lora is None or isinstance(lora, Computed)
+    assert settings == {
+        "TrainingConfig.learning_rate": 1e-3,
+        "TrainingConfig.seed": 7,
+        "TrainingConfig.max_steps": 9,
+        "LoraConfig.r": 4,
+    }

@@ -1247,3 +1247,22 @@ def test_processes_and_threads_do_not_share_an_answer():
         assert [
             *pool.map(lambda n: render_text([dict(role="user", content=n)], echo)[0], asked)
         ] == asked
+
+
+@pytest.mark.parametrize("length", range(1, 7))
+def test_a_text_that_begins_to_spell_a_special_token_is_marked(length):
+    "The template may write the rest of it after the text."
+    from trainkit.tokenizer.chat import _Marker
+
+    marker = _Marker(["<|end|>", "</s>"])
+    assert marker.places("a" + "<|end|>"[:length]) == [2]
+    assert marker.places("a" + "<|end|>"[:length] + ".") == []
+    assert marker.places("a<|end|>b") == [2] and marker.places("a<b</s") == [4]
+
+
+def test_the_letters_of_bytes_are_those_of_gpt2():
+    from trainkit.tokenizer.formats import byte_letters
+
+    letters = byte_letters()
+    assert [letters[b] for b in (0, 10, 32, 65, 173, 255)] == ["Ā", "Ċ", "Ġ", "A", "Ń", "ÿ"]
+    assert sorted(letters) == list(range(256)) and len({*letters.values()}) == 256

@@ -391,3 +391,14 @@ def test_what_a_killed_save_left_goes_with_the_next_run(tmp_path):
         "model",
     ]
     assert (tmp_path / "model" / "w").read_text() == "new"
+
+
+@pytest.mark.parametrize("length", range(1, 9))
+def test_the_data_of_a_file_are_aligned(length, tmp_path):
+    "Whatever the names are, the first number stands at a multiple of eight bytes."
+    from trainkit.train.checkpoint import write_tensors
+
+    write_tensors(tmp_path / "x", {"n" * length: torch.arange(3.0)})
+    data = (tmp_path / "x").read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    assert begin % 8 == 0 and len(data) == begin + 12

@@ -1,5 +1,6 @@
 "Widgets as a learner meets them: two in a cell, math-like words, typos, lost connections."
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -302,6 +303,28 @@ def test_a_question_that_fails_is_not_lost():
     assert (
         len(chat.state.turns) == 1 and not chat.send_button.disabled and seen == [(True, False)] * 2
     )
+    chat.state.ask = ask
+    seeds = [chat.state.turns[-1].seed]
+    for _ in range(2):
+        chat.again_button.click()
+        chat.page.wait(20)
+        seeds.append(chat.state.turns[-1].seed)
+    assert seeds == [seeds[0] + i for i in range(3)] and len(chat.state.turns) == 1
+    chat.question.value = "another"
+    chat.send_button.click()
+    chat.page.wait(20)
+    chat.xray_button.click()
+    assert "another" in re.sub("<[^>]*>", "", chat.inside.value)
+    for field, wrong, right in (
+        (chat.length, 0, 1),
+        (chat.length, 10**9, 100_000),
+        (chat.seed, -1, 0),
+        (chat.seed, 2**31, 2**31 - 1),
+        (chat.temperature, -0.1, 0.0),
+        (chat.temperature, 11.0, 10.0),
+    ):
+        field.value = wrong
+        assert field.value == right, "a number out of reach becomes the nearest that is possible"
     chat.close()
 
 

@@ -1,0 +1,140 @@
+"What the words about processes ask for, the command and files of a launch, and why one failed."
+
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.snapshots import answer_all
+
+from trainkit.config import ConfigError, to_dict
+from trainkit.recipes import launcher
+from trainkit.recipes.launcher import LaunchConfig, WorkerFailed, find_failure, translate_launch
+
+DEFAULTS = to_dict(LaunchConfig())
+
+
+def asked(question):
+    "For `WORDS [with WORDS OF THE COMMAND LINE]` in JSON, the launch and what is left."
+    words, _, more = question.partition(" with ")
+    notes: list = []
+    try:
+        launch, rest = translate_launch(json.loads(words), notes, **json.loads(more or "{}"))
+    except ConfigError as error:
+        return " | ".join(str(error).splitlines())
+    changed = {k: v for k, v in to_dict(launch).items() if v != DEFAULTS[k]}
+    noted = "".join(f" ! {p.path} = {p.value}: {p.remedy}" for p in notes)
+    return f"{json.dumps(changed)} {json.dumps(rest)}{noted}"
+
+
+def test_what_the_words_about_processes_ask_for():
+    answer_all(asked, "launch_words.txt")
+
+
+def command(question):
+    "For the fields of a launch in JSON, the variables, the words and the files."
+    fields = json.loads(question)
+    gpu, launch = fields.pop("gpu", False), LaunchConfig(**fields)
+    words, env = launcher.launch_command(["train.py"], launch, Path("here"), gpu)
+    assert words[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    files = launcher.launch_files(launch, gpu)
+    deepspeed = files.get("deepspeed.json", "").replace("\n", "")
+    accelerate = ", ".join(files["accelerate.yaml"].splitlines())
+    variables = [f"{name}={value}" for name, value in env.items()]
+    return " ".join([*variables, *words[3:], "|", accelerate, deepspeed]).strip()
+
+
+def test_the_command_and_files_of_a_launch(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    answer_all(command, "launch_commands.txt")
+
+
+def test_the_threads_that_were_asked_for_stay(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert "OMP_NUM_THREADS" not in command('{"num_processes": 2}')
+
+
+ROOT_CAUSE = """
+Failures:
+  rank      : 7 (local_rank: 7)
+  exitcode  : 1
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-01-02_10:00:00
+  rank      : 3 (local_rank: 1)
+  exitcode  : -9 (pid: 4321)
+"""
+
+
+def test_the_process_that_failed_first_and_its_last_words(tmp_path):
+    "The log is that of the last attempt; its last eight lines are shown."
+    for number in range(12):
+        for local in ("0", "1"):
+            log = tmp_path / "run" / f"attempt_{number}" / local / "stderr.log"
+            log.parent.mkdir(parents=True)
+            log.write_text("".join(f"line {i} of {local} in {number}\n\n" for i in range(20)))
+        os.utime(tmp_path / "run" / f"attempt_{number}", (9, 9))
+    rank, code, log, restarts = find_failure(ROOT_CAUSE, tmp_path)
+    assert (rank, code, restarts) == (3, -9, 11)
+    assert log == tmp_path / "run" / "attempt_11" / "1" / "stderr.log"
+    failed = WorkerFailed(rank, code, log, restarts)
+    first, *lines = str(failed).splitlines()
+    assert first.startswith(
+        "Process 3 died after 11 restarts (killed, perhaps because the memory was full). Its log is"
+    )
+    assert lines == [f"  line {i} of 1 in 11" for i in range(12, 20)]
+    log.unlink()
+    copy = pickle.loads(pickle.dumps(failed))
+    assert str(copy) == str(failed) and (copy.rank, copy.exit_code, copy.log) == (3, -9, log)
+    assert find_failure("nothing", tmp_path) == (
+        *(None, None),
+        tmp_path / "run" / "attempt_11" / "0" / "stderr.log",
+        11,
+    )
+    assert find_failure("nothing", tmp_path / "none") == (None, None, None, 0)
+
+
+@pytest.mark.parametrize(
+    "rank, code, restarts, words",
+    [
+        (None, None, 0, "Process ? died (exit code None). It left no log"),
+        (0, 0, 1, "Process 0 died after 1 restart (exit code 0). It left no log"),
+        (1, 1, 0, "Process 1 died (exit code 1). It left no log"),
+        (1, -2, 0, "Process 1 died (interrupted). It left no log"),
+        (1, -6, 0, "Process 1 died (aborted). It left no log"),
+        (1, -11, 0, "Process 1 died (a crash). It left no log"),
+        (2, -15, 2, "Process 2 died after 2 restarts (terminated). It left no log"),
+    ],
+)
+def test_why_a_process_ended(rank, code, restarts, words):
+    assert str(WorkerFailed(rank, code, None, restarts)) == words
+
+
+def test_a_gpu_for_each_process(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    launcher._check_start(LaunchConfig(2), gpu=True)
+    launcher._check_start(LaunchConfig(3), gpu=False)
+    with pytest.raises(ValueError, match="num_processes = 3, and this machine has 2 GPUs"):
+        launcher._check_start(LaunchConfig(3), gpu=True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    assert launcher._check_forks(1) == launcher._check_forks(2) == 2
+    with pytest.raises(ValueError, match="3"):
+        launcher._check_forks(3)
+    with pytest.raises(ValueError, match="num_processes = 0: must be at least 1"):
+        launcher._check_forks(0)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert launcher._check_forks(3) == 0
+
+
+def test_a_file_that_contains_the_word_that_ends_it():
+    text = launcher.as_script({"a/b.json": "END\n", "a/c d.txt": "x\nEND\nEND_OF_FILE\n"}, "go")
+    assert text.splitlines() == [
+        *("mkdir -p a", "cat > a/b.json <<'END_OF_FILE'", "END", "END_OF_FILE"),
+        *("cat > 'a/c d.txt' <<'END_OF_THIS_FILE'", "x", "END", "END_OF_FILE"),
+        *("END_OF_THIS_FILE", "go"),
+    ]
