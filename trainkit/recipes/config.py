@@ -24,22 +24,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
 
-from ..align.dpo import DPOConfig
-from ..align.rl import RLConfig
-from ..align.rl import METHODS as RL_METHODS
 from ..config import ConfigError, Problem, canonical_config, check_config
 from ..config import default_profile, find_settings, knob, load_config, merge, nearest
 from ..config import parse_config, split_list
-from ..data.dataloader import CurriculumConfig
 from ..data.dataset import DataConfig
 from ..interop.hub import HubConfig
-from ..lora.targets import LoRAConfig
 from ..model.config import ModelConfig
-from ..model.generation import SamplingConfig
-from ..quant.quantize import QuantConfig
 from .methods import ALIGNED, METHODS, Method, defaults_of
+from ..settings import RL_METHODS, CurriculumConfig, DPOConfig, LoRAConfig
+from ..settings import OptimConfig, QuantConfig, RLConfig, SamplingConfig
 from ..train.config import TrainConfig
-from ..train.optim import OptimConfig
 
 # %% ../../nbs/11_recipes/03_run_config.ipynb #c855dfbd
 METHOD_NAMES = {

@@ -30,18 +30,19 @@ from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from ..align.rl import METHODS as RL_METHODS
 from ..config import ConfigError, Place, Problem, declared, find_knobs, nearest
 from ..config import parse_config, split_list
 from ..display import table
 from .config import ALIGNED, METHODS, METHOD_NAMES, NAMING, RunConfig
 from .config import choose_method, method_config, read_method
-from .launcher import LaunchConfig
-from .launcher import translate_launch as translate_launch
+from ..settings import RL_METHODS
 from ..tokenizer.chat_template import TEMPLATES
 from ..train.runs import text_table
+
+if TYPE_CHECKING:
+    from trainkit.recipes.launcher import LaunchConfig
 
 # %% ../../nbs/11_recipes/05_convert_configs.ipynb #99940a67
 class Setting(NamedTuple):
@@ -1978,7 +1979,7 @@ class Translation:
     given: dict[str, object] = field(
         default_factory=dict, repr=False
     )  # The same config, for trainkit
-    launch: LaunchConfig | None = None  # Where the file asks for several processes
+    launch: "LaunchConfig | None" = None  # Where the file asks for several processes
 
     def add(self, s: Setting, verdict: str, becomes: str = "", why: str = "") -> None:
         self.rows.append(SettingVerdict(s.name, s.value, verdict, becomes, why, s.line))
@@ -2145,11 +2146,13 @@ def _number_of_processes(deepspeed: Mapping) -> int:  # 0: its batch sizes do no
 
 def _launch(
     words: Mapping[str, object], notes: list[Problem]
-) -> tuple[LaunchConfig, dict[str, Any]]:
+) -> "tuple[LaunchConfig, dict[str, Any]]":
     """The launch of a file.
 
     Where the file does not give the number of processes, its batch sizes decide; else it is one
     process for each GPU, two at least."""
+    from trainkit.recipes.launcher import translate_launch
+
     if _COUNTS & {*words}:
         return translate_launch(words, notes)
     keys = ("deepspeed_config", "deepspeed")
