@@ -14,7 +14,7 @@ commands do not import torch."""
 
 # %% auto #0
 __all__ = ['runs', 'Root', 'app', 'Overrides', 'find_run', 'list_command', 'compare_command', 'show_command', 'health_command',
-           'Commands', 'Profile', 'options', 'FlagCommand', 'Group', 'with_flags', 'read_run_config',
+           'Commands', 'Profile', 'options', 'FlagCommand', 'Group', 'with_flags', 'read_run_config', 'check_start',
            'ignore_print_errors', 'demo', 'train', 'launch', 'generate', 'doctor', 'main']
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #imports-command_line
@@ -377,6 +377,23 @@ _PROCESSES = ("deepspeed", "fsdp", "deepspeed_config", "accelerate_config")
 class FlagCommand(TyperCommand):
     "A command that also takes the flags of other libraries, or names the right one."
 
+    def invoke(self, ctx: typer.Context) -> object:
+        "Run the command; an error in a knob names the flag that set it, too."
+        from trainkit.config import ConfigError
+
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            flags = {**_options_of(self, ctx), **ctx.meta.get("trainkit.flags", {})}
+            error.problems = [
+                p._replace(path=f"{p.path} ({flags[p.path]})") if p.path in flags else p
+                for p in error.problems
+            ]
+            again = ConfigError(error.problems, error.source)
+            for text in getattr(error, "__notes__", ()):
+                again.add_note(text)
+            raise again from error.__cause__
+
     def _flags(self, ctx: typer.Context) -> dict[str, bool]:  # Option -> whether it takes a value
         flags = {}
         for option in self.get_params(ctx):
@@ -440,6 +457,23 @@ class FlagCommand(TyperCommand):
         return nearest(f"--{word}", flags).strip() or f"It has {options}"
 
 
+_KNOBS = {  # Option of `train` -> the knob that it sets
+    "model": "init_from",
+    "dataset": "data.path",
+    "strategy": "preset",
+    "method": "method",
+    "engine": "engine",
+    "epochs": "train.num_train_epochs",
+}
+
+
+def _options_of(command: FlagCommand, ctx: typer.Context) -> dict[str, str]:  # Knob -> --option
+    named = {option.name for option in command.get_params(ctx)}
+    if not named >= {*_KNOBS}:
+        return {}
+    return {knob: f"--{name}" for name, knob in _KNOBS.items()}
+
+
 def _same_option(word: str, flags: dict[str, bool], value: str) -> str | None:
     "The option of this command that a flag of another library stands for."
     options = (f"--{word.replace('_', '-')}", _SAME.get(word, ""))
@@ -481,6 +515,11 @@ def _changes(
     from trainkit.config import nearest
     from trainkit.recipes.converter import flag_changes
 
+    typed = ctx.meta.setdefault("trainkit.flags", {})
+    for word, text in foreign:
+        with suppress(ValueError):
+            keys = [change.partition("=")[0] for change in flag_changes([(word, text)])[0]]
+            typed |= dict.fromkeys(keys, f"--{word}") if len(keys) == 1 else {}
     try:
         changes, remarks = flag_changes(foreign)
     except ValueError as error:
@@ -540,6 +579,52 @@ def read_run_config(
         if file and any("unknown key" in p.remedy for p in error.problems):
             error.add_note(f"(A config of another library? trainkit config convert {file})")
         raise
+
+
+_SHAPE = {"d_model", "n_heads", "n_layers", "d_ff"}
+
+
+def _names_shape(source: Path | dict | None, overrides: list[str]) -> bool:
+    "Whether a file, a preset or a change describes a new model."
+    from trainkit.config import canonical_config, find_knobs, parse_config
+    from trainkit.recipes.config import RunConfig, preset_knobs
+
+    words = source or {}
+    if isinstance(words, Path):
+        words = parse_config(words.read_text(encoding="utf-8"), str(words))[0]
+    said = canonical_config(RunConfig, words)
+    pairs = (change.partition("=") for change in overrides)
+    typed = {key.strip(): text.strip() for key, _, text in pairs}
+    preset = preset_knobs(typed.get("preset", "").strip("'\"[]") or said.get("preset"))
+    keys = {*said.get("model", {}), *preset.get("model", {})}
+    keys |= {p.path[-1] for k in typed for p in find_knobs(RunConfig, k) if p.path[0] == "model"}
+    return bool(keys & _SHAPE)
+
+
+def check_start(
+    source: Path | dict | None,  # A config file or what it says
+    overrides: list[str],  # `group.knob=value`
+) -> None:  # Raises `ValueError`
+    "A method that tunes needs a trained model, or in some methods the shape of a new one."
+    from trainkit.config import ConfigError
+    from trainkit.recipes.config import method_config
+
+    try:  # No profile has a method or a model, so the smaller one will do, and asks for no GPU
+        with warnings.catch_warnings(action="ignore"):
+            config = method_config(source, overrides, None if source else "quick")
+    except ConfigError:
+        return  # `read_run_config` reports it
+    recipe = config.recipe
+    if config.init_from or recipe.learns_from == "text":
+        return
+    fresh = recipe.learns_from == "answers" and recipe.trains != "adapter"
+    if fresh and _names_shape(source, overrides):
+        return
+    other = ", or describe a new one, as in model.d_model=256 model.n_layers=4" * fresh
+    raise ValueError(
+        f"method = '{config.method}' tunes a trained model, and none is named: give its folder, "
+        f"its file or its name on the hub as --model FOLDER (init_from in a config){other}"
+    )
 
 
 @contextmanager
@@ -742,19 +827,18 @@ def train(
                 "--dry-run and --resume do not go together: a run that was started has its plan "
                 "in log.txt"
             )
+        check_start(file, changes)
+        whole = read_run_config(profile.value if profile else None, file, changes)
         from trainkit.recipes.runner import rehearse
 
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            plan = rehearse(read_run_config(profile.value if profile else None, file, changes))
+            plan = rehearse(whole)
         say(to_json(plan.to_dict(), indent=1) if as_json else str(plan))
         return
     if resume in (None, "auto"):
-        _run(
-            read_run_config(profile.value if profile else None, file, changes),
-            resume == "auto",
-            force_resume,
-            as_json,
-        )
+        check_start(file, changes)
+        whole = read_run_config(profile.value if profile else None, file, changes)
+        _run(whole, resume == "auto", force_resume, as_json)
         return
     if file:
         raise ValueError(f"{resume} has its own config.yaml: give either a config file or --resume")
@@ -858,6 +942,7 @@ def launch(
         max_restarts=max_restarts,
     )
     size = profile.value if profile else None
+    check_start(rest, changes)
     whole = read_run_config(size, rest or None, changes)  # type: ignore
     words = {change.partition("=")[0].strip() for change in changes}
     named = bool(words & {"optim", "optimizer", "optim.optim", "optim.optimizer"})

@@ -16,6 +16,9 @@ together, and refuses contradictions."""
 __all__ = ['METHOD_NAMES', 'NAMING', 'FAMILY', 'read_method', 'choose_method', 'TokenizerConfig', 'read_packing', 'SFTConfig', 'RunConfig', 'method_config', 'PRESETS', 'Preset', 'own_presets', 'preset_knobs', 'this_machine']
 
 # %% ../../nbs/11_recipes/03_run_config.ipynb #imports-run_config
+import os
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from configparser import ConfigParser
 from configparser import Error as IniError
@@ -481,9 +484,25 @@ def method_config(
     **defaults: Any,  # Knobs of the run itself, below file and overrides
 ) -> RunConfig:  # Raises `ConfigError` with every problem
     "A run's config out of its layers: profile, method, preset, file, overrides."
-    if source is None:
-        profile = profile or default_profile()
+    if source is None and not profile:
+        _refuse_early(overrides, defaults)
+        profile = default_profile()
     return load_config(RunConfig, source or {}, overrides, profile, **defaults)
+
+
+def _refuse_early(overrides: Sequence[str], defaults: Mapping[str, Any]) -> None:
+    "Raise what is wrong in every profile before torch is loaded to find out which one it is."
+    if "torch" in sys.modules or os.environ.get("TRAINKIT_PROFILE"):
+        return
+    errors = []
+    for profile in ("quick", "full"):
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                load_config(RunConfig, {}, overrides, profile, **defaults)
+        except ConfigError as error:
+            errors.append(error)
+    if len(errors) == 2 and str(errors[0]) == str(errors[1]):
+        raise errors[0]
 
 # %% ../../nbs/11_recipes/04_presets.ipynb #945272f7
 class Preset(NamedTuple):
