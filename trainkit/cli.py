@@ -357,17 +357,155 @@ _SAME = {
             "base_model",
             "pretrained_model_name_or_path",
             "checkpoint_path",
+            "initial_checkpoint_dir",
             "ckpt",
         ),
         "--model",
     ),
-    "dataset_name": "--dataset",
-    "data_path": "--dataset",
+    **dict.fromkeys(("dataset_name", "data_path", "data", "data_dir", "train"), "--dataset"),
     "adapter_name_or_path": "--adapter",
     "system_prompt": "--system",
     "output_file": "--output",
-    "num_train_epochs": "--epochs",
+    **dict.fromkeys(("num_train_epochs", "num_epochs", "n_epochs", "nepochs", "epoch"), "--epochs"),
     "resume_from_checkpoint": "--resume",
+}
+
+
+_KNOB_OF = {  # Knob -> its flags in litgpt, nanochat, nanoGPT, mlx-lm and older scripts
+    "train.per_device_train_batch_size": "bs bsz batch device_batch_size per_gpu_train_batch_size "
+    "train.micro_batch_size",
+    "train.gradient_accumulation_steps": "grad_accum gradient_accumulation grad_accumulation_steps "
+    "accumulate_grad_batches",
+    "train.max_steps": "num_steps total_steps iters max_iters num_iterations",
+    "train.num_train_epochs": "train.epochs",
+    "train.logging_steps": "log_every log_interval train.log_interval steps_per_report",
+    "train.eval_steps": "eval_every eval_interval eval_freq eval.interval steps_per_eval",
+    "train.save_steps": "save_every save_interval save_freq train.save_interval",
+    "train.sample_steps": "sample_every",
+    "train.output_dir": "out out_dir output result_dir adapter_path",
+    "train.max_grad_norm": "clip_grad clip_norm train.max_norm",
+    "train.early_stopping_patience": "patience",
+    "train.mixed_precision": "precision",
+    "train.seed": "random_seed",
+    "optim.learning_rate": "max_lr peak_lr base_lr",
+    "optim.weight_decay": "wd",
+    "optim.warmup_steps": "warmup warmup_iters lr_warmup_steps train.lr_warmup_steps",
+    "optim.warmup_ratio": "train.lr_warmup_fraction lr_warmup_fraction",
+    "optim.min_lr_ratio": "final_lr_frac",
+    "optim.decay_ratio": "warmdown_ratio",
+    "optim.muon_learning_rate": "matrix_lr",
+    "data.path": "data.json_path source",
+    "data.eval_file": "val_data eval_data valid val_file",
+    "data.eval_fraction": "val_split eval_ratio validation_split data.val_split_fraction",
+    "data.max_length": "seq_length sequence_length context_length ctx_len train.max_seq_length",
+    "data.num_workers": "workers",
+    "model.max_seq_len": "n_ctx",
+    "model.gradient_checkpointing": "grad_checkpoint checkpointing",
+    "quant.load_in_4bit": "load_4bit 4bit",
+    "quant.load_in_8bit": "load_8bit 8bit",
+    "sft.template": "prompt_template data.prompt_style",
+    "sampling.max_new_tokens": "max_tokens eval.max_new_tokens",
+    "rl.rewards": "reward",
+    "name": "experiment_name wandb_run_name model_tag run",
+    "finetuning_type": "fine_tune_type",
+    "use_wandb": "wandb wandb_log",
+    "use_tensorboard": "tensorboard",
+    "model.tie_embeddings": "train.tie_embeddings",
+    "tokenizer.path": "tokenizer_dir",
+    "report_to": "logger_name",
+    "wandb_project": "project_name",
+    "token": "hf_hub_token access_token ms_hub_token om_hub_token",
+}
+_SPELLINGS = {word: knob for knob, words in _KNOB_OF.items() for word in words.split()}
+_PARTS = {"lora": ("method", "lora"), "qlora": ("method", "qlora")}  # Switches of other programs
+_GENERATION = "belongs to a command that writes text: trainkit generate --help"
+_ALONE = "has a command of its own"
+_ANSWERS = {  # Flags that no knob replaces -> what to do instead
+    **dict.fromkeys(
+        ("global_batch_size", "total_batch_size", "train.global_batch_size"),
+        "say how many rows fit at once (--per_device_train_batch_size) and how many such batches "
+        "make a step (--gradient_accumulation_steps)",
+    ),
+    **dict.fromkeys(
+        ("min_lr", "train.min_lr"),
+        "is a share of the peak here: --min_lr_ratio 0.1",
+    ),
+    **dict.fromkeys(
+        ("decay_lr", "lr_decay_iters"),
+        "the schedule ends with the run: --lr_scheduler_type cosine, linear or constant",
+    ),
+    **dict.fromkeys(("amp", "pure_bf16"), "say --mixed_precision auto, bf16, fp16 or no"),
+    **dict.fromkeys(
+        ("gpu", "gpus", "devices"),
+        "one process uses one device, CUDA_VISIBLE_DEVICES=1 before the command chooses it; "
+        "for several: trainkit launch FILE --processes N",
+    ),
+    "cpu": "goes before the command: ACCELERATE_USE_CPU=true trainkit train …",
+    "device_type": "goes before the command: ACCELERATE_USE_CPU=true trainkit train …",
+    "depth": "is --n_layers, and the width is --d_model",
+    "aspect_ratio": "is --d_model, the width, next to --n_layers",
+    **dict.fromkeys(
+        ("target_flops", "target_param_data_ratio", "train.max_tokens"),
+        "say --max_steps or --epochs",
+    ),
+    **dict.fromkeys(
+        ("eval_iters", "eval_tokens", "eval.max_iters", "val_batches"),
+        "all held-out rows are read, and --eval_fraction says how many there are",
+    ),
+    "quantize": "say --method qlora, with --bits 4 or 8",
+    "model_config": "say the shape: --d_model, --n_layers, --n_heads and --d_ff",
+    "prompt_column": "a row has the columns prompt and completion: trainkit data convert, "
+    "or data.columns='{prompt: NAME}'",
+    **dict.fromkeys(
+        "use_fast_tokenizer split_special_tokens use_unsloth_gc use_reentrant_gc "
+        "upcast_lmhead_output infer_backend infer_dtype offload_folder use_kv_cache "
+        "print_param_status quantization_device_map export_legacy_format export_hub_model_id "
+        "vllm_maxlen vllm_gpu_util media_dir buffer_size mix_strategy interleave_probs "
+        "preprocessing_batch_size eval_num_beams ignore_pad_token_for_loss eval_on_each_dataset "
+        "tool_format enable_thinking data_shared_file_system freeze_trainable_modules "
+        "freeze_extra_modules pissa_iter pissa_convert ppo_buffer_size ppo_score_norm ppo_target "
+        "ref_model_adapters ref_model_quantization_bit reward_model_adapters reward_model_type "
+        "galore_target galore_rank include_effective_tokens_per_second use_swanlab "
+        "swanlab_project eval.initial_validation eval.final_validation core_metric_every "
+        "core_metric_max_per_task model_step window_pattern init_lr_frac eval_metrics_every "
+        "examples_per_step backend".split(),
+        "has no equivalent here: leave it out",
+    ),
+    **dict.fromkeys(
+        ("embedding_lr", "unembedding_lr", "scalar_lr", "loraplus_lr_embedding"),
+        "is a rule for names here: optim.lr_factors='{embed: 2.0}'",
+    ),
+    **dict.fromkeys(
+        ("mask_prompt", "data.mask_prompt"),
+        "prompts are not learned unless sft.train_on=all says so: leave it out",
+    ),
+    **dict.fromkeys(
+        ("lora_query", "lora_key", "lora_value", "lora_projection", "lora_mlp", "lora_head"),
+        "name the layers instead: --lora_target q_proj,v_proj or all-linear",
+    ),
+    **dict.fromkeys(
+        ("adapter_name_or_path", "adapter_folder", "create_new_adapter"),
+        "a run starts from a whole model: trainkit merge BASE ADAPTER OUTPUT, then --model OUTPUT",
+    ),
+    **dict.fromkeys(
+        ("export_dir", "export_size", "export_device", "export_quantization_bit"),
+        f"{_ALONE}: trainkit export hf FOLDER OUTPUT, or trainkit export gguf",
+    ),
+    **dict.fromkeys(
+        ("do_sample", "num_beams", "length_penalty", "skip_special_tokens", "num_samples"),
+        _GENERATION,
+    ),
+    "eval_only": f"{_ALONE}: trainkit eval MODEL DATA",
+    "resume_from_step": f"{_ALONE}: trainkit train --resume FOLDER takes the last checkpoint",
+    "always_save_checkpoint": "say --save_strategy steps, and --save_steps how often",
+    "train_from_scratch": "a run without --model makes a new one: leave it out",
+    "disable_shuffling": "rows are shuffled in every epoch; Batches in Python takes any order",
+    **dict.fromkeys(
+        ("add_tokens", "add_special_tokens"),
+        "a chat format adds the tokens that it needs: --template chatml",
+    ),
+    "system_prompt": "stands in the rows, as a message with the role system",
+    "default_system": "stands in the rows, as a message with the role system",
 }
 
 
@@ -425,12 +563,15 @@ class FlagCommand(TyperCommand):
                     words.append(rest.pop(0))
                 continue
             self._refuse(ctx, name, plain, flags)
+            if plain in _PARTS and (equals or not rest or rest[0].startswith("-")):
+                foreign.append(_PARTS[plain])
+                continue
             if plain in ("config", "config_file", "config_path"):
                 words.append(value)
                 if not equals and rest:
                     del rest[0]
             else:
-                key = name[2:] if "." in plain else plain
+                key = _SPELLINGS.get(plain, name[2:] if "." in plain else plain)
                 foreign.append((key, text if equals else _value_of(plain, rest)))
         changes = _changes(ctx, foreign, [*flags]) if foreign else []
         return super().parse_args(ctx, [*words, *changes])
@@ -439,6 +580,8 @@ class FlagCommand(TyperCommand):
         "Fail for a flag that cannot be a change to a config."
         if not any(option.name == "overrides" for option in self.get_params(ctx)):
             ctx.fail(f"No such option: {name}. {self._instead(plain, [*flags])}")
+        if plain in _ANSWERS:
+            ctx.fail(f"{name}: {_ANSWERS[plain]}")
         if plain in _LAUNCHER or plain in _PROCESSES:
             line = ", with a line `deepspeed: FILE` in the config"
             ctx.fail(
