@@ -335,6 +335,7 @@ class Progress:
         where: str | None = None,  # 'terminal', 'notebook', 'lines' or 'silent'; detected when None
         file: TextIO | None = None,  # For lines or the terminal's bars; standard error when None
         now: Callable[[], float] = time.monotonic,  # The clock, in seconds
+        after: float = 0.0,  # Seconds before anything is shown; a shorter job shows nothing
     ):
         if total is not None and total < 0:
             raise ValueError(f"total={total}: a job has 0 or more steps, or None")
@@ -352,7 +353,13 @@ class Progress:
             self.screen = self.screen.here()
         elif self.screen and file is not None:
             self.screen = type(self.screen)(file)
-        if self.screen:
+        self.after, self.is_open = after, False
+        self._open()
+
+    def _open(self):
+        "Show the bar, once the job has taken as long as `after` says."
+        if self.screen and not self.is_open and self.clock.elapsed() >= self.after:
+            self.is_open = True
             self.screen.open(self)
 
     def update(
@@ -367,6 +374,9 @@ class Progress:
                 self.facts = {**self.facts, **facts}
             self.clock.at(done)
             if not self.screen or self.closed or (now := self.clock.now()) < self.next:
+                return
+            self._open()
+            if not self.is_open:
                 return
             self.next = now + self.screen.every
             self.screen.refresh(self)
@@ -395,7 +405,7 @@ class Progress:
             if self.closed:
                 return
             self.closed = True
-            if self.screen:
+            if self.screen and self.is_open:
                 self.screen.close(self)
 
     def __enter__(self):

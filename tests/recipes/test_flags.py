@@ -162,3 +162,18 @@ def test_errors_of_a_model_name_its_folder(error, text):
     with pytest.raises(type(error)) as raised:
         commands.with_model_name(fail)(model="here")
     assert str(raised.value) == text
+
+
+def test_ctrl_c_in_a_command_ends_with_a_line_of_its_own(monkeypatch, capsys):
+    "The prompt of the shell comes on a new line, not behind ^C."
+    from trainkit import cli, system
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(system, "doctor", interrupted)
+    monkeypatch.setattr("sys.argv", ["trainkit", "doctor"])
+    monkeypatch.setattr(cli, "_open_streams", lambda: None)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert (end.value.code, capsys.readouterr().err) == (130, "\nInterrupted.\n")

@@ -104,6 +104,14 @@ def _position(batches: Any) -> Any:  # None if they have no `state_dict`
     "The current position of the batches in the data."
     return deepcopy(batches.state_dict()) if hasattr(batches, "state_dict") else None
 
+# %% ../../nbs/04_train/08_trainer.ipynb #counted
+def _counted(batches: Iterable[dict], bar: Progress) -> Iterator[dict]:
+    "The batches, each counted on the bar when the next one is asked for."
+    for done, batch in enumerate(batches):
+        bar.update(done)
+        yield batch
+        bar.update(done + 1)
+
 # %% ../../nbs/04_train/08_trainer.ipynb #d8e42caa
 class Trainer:
     "Trains a model on batches, with logging, evaluation and saving as its `TrainConfig` says."
@@ -421,6 +429,8 @@ class Trainer:
         save = due.save
         if due.log:
             self.log()
+        if self.state.step >= self.total_steps:
+            self.bar.close()  # What follows is no step
         if due.evaluate:
             with self.pause_clock():
                 save = self.update_best(self.evaluate()) or save
@@ -460,6 +470,7 @@ class Trainer:
         record = {name: value for name, value in vars(result).items() if name != "history"}
         self.notify("on_end", **record, step=s.step, reason=reason)
         if reason in EXIT_CODES:
+            self.bar.close()
             note(
                 f"Stopped after step {s.step} of {self.total_steps}.",
                 f"{self.checkpoint} contains everything: train(resume=True) resumes the run."
@@ -554,17 +565,27 @@ class Trainer:
         began = time.monotonic()
         if self.shards is None:
             self.model.to(self.accelerator.device)
-        metrics = eval_loss(
-            self.model if self.shards is None else self.wrapped_model,
-            self.objective,
-            self.eval_batches,
-            self.accelerator,
-        )
+        with self._eval_bar() as bar:
+            metrics = eval_loss(
+                self.model if self.shards is None else self.wrapped_model,
+                self.objective,
+                _counted(self.eval_batches, bar),
+                self.accelerator,
+            )
         return dict(
             step=self.state.step,
             **{f"eval_{name}": value for name, value in metrics.items()},
             eval_seconds=time.monotonic() - began,
         )
+
+    def _eval_bar(self) -> Progress:
+        "A bar for an evaluation that takes more than a second."
+        try:
+            total = len(self.eval_batches)  # type: ignore
+        except TypeError:
+            total = None
+        shown = self.config.progress and self.accelerator.is_main_process
+        return Progress(total, "Evaluating", "batch", enabled=shown, after=1.0)
 
     def update_best(
         self,
