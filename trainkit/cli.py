@@ -190,8 +190,9 @@ class Commands(TyperGroup):
                 if value not in error.message:
                     error.message = f"{value}: {error.message}"
             raise
-        except KeyboardInterrupt:  # Bars are closed by now
-            note("\nInterrupted.", file=sys.stderr)
+        except KeyboardInterrupt:
+            if is_terminal(sys.stderr):  # Its bars are closed by now, and ^C stands on the line
+                note("\nInterrupted.", file=sys.stderr)
             raise typer.Exit(130) from None
 
     def resolve_command(

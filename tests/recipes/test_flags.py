@@ -174,6 +174,7 @@ def test_ctrl_c_in_a_command_ends_with_a_line_of_its_own(monkeypatch, capsys):
     monkeypatch.setattr(system, "doctor", interrupted)
     monkeypatch.setattr("sys.argv", ["trainkit", "doctor"])
     monkeypatch.setattr(cli, "_open_streams", lambda: None)
+    monkeypatch.setattr(cli, "is_terminal", lambda stream: True)
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert (end.value.code, capsys.readouterr().err) == (130, "\nInterrupted.\n")
