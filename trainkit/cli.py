@@ -598,8 +598,11 @@ class FlagCommand(TyperCommand):
 
         arguments = [p for p in self.params if p.param_type_name == "argument"]
         places = " ".join(str(p.name).upper() for p in arguments)
-        if _SAME.get(word) == "--model" and places:
-            return f"The folder of the model stands without a flag: {self.name} {places}"
+        same = _SAME.get(word, f"--{word}")
+        if same in ("--model", "--dataset") and places:
+            thing = "folder of the model" if same == "--model" else "data"
+            verb = "stands" if same == "--model" else "stand"
+            return f"The {thing} {verb} without a flag: {self.name} {places}"
         options = ", ".join(f for f in flags if f.startswith("--"))
         return nearest(f"--{word}", flags).strip() or f"It has {options}"
 

@@ -796,6 +796,8 @@ ANSWERS = {  # a name that is not a knob -> the answer
     "generate --max_new_token 3": "--max-new-tokens",
     "merge --model_name_or_path x": "merge BASE ADAPTER OUTPUT",
     "eval --model_name_or_path x d.jsonl": "eval MODEL DATA",
+    "eval --model x d.jsonl": "The folder of the model stands without a flag: eval MODEL DATA",
+    "eval x --data d.jsonl": "The data stand without a flag: eval MODEL DATA",
     "finetune": "trainkit train --method sft --model FOLDER --dataset FILE",
     "fine-tune": "trainkit train --method sft",
     "sft --model_name_or_path x": "trainkit train --method sft --model_name_or_path x",

@@ -2265,6 +2265,12 @@ def _is_wrong_alone(values: Mapping[str, Any], path: str) -> bool:
 _TRL_CLASSES = re.compile("(SFT|DPO|KTO|ORPO|CPO|GRPO|RLOO|Reward)(?:Config|Trainer)")
 
 
+def _trl_kinds(settings: list[Setting]) -> set[str]:
+    "The methods whose config or trainer a script makes."
+    names = {name for s in settings for name in s.path[:-1]}
+    return {match[1].lower() for name in names if (match := _TRL_CLASSES.fullmatch(name))}
+
+
 def _find_method(
     words: Mapping[str, Any], settings: list[Setting], knobs: set[str], asked: str | None
 ) -> tuple[str, str]:  # The method, and the reason for it
@@ -2287,6 +2293,8 @@ def _find_method(
         return "lora", "follows from the adapter"
     if "init_from" in knobs:
         return "sft", "a trained model is fine-tuned"
+    if "sft" in _trl_kinds(settings):
+        return "sft", "follows from the classes of SFT in the script: give the model to start from"
     return "pretrain", "there is no model to start from"
 
 
@@ -2294,8 +2302,7 @@ def _method_of_classes(settings: list[Setting], words: Mapping[str, object]) -> 
     "The method whose config or trainer a script makes, if it is one and the file names none."
     if any(name in words for name in NAMING) or any(method_group(s.path) for s in settings):
         return ""
-    names = {name for s in settings for name in s.path[:-1]}
-    kinds = {match[1].lower() for name in names if (match := _TRL_CLASSES.fullmatch(name))}
+    kinds = _trl_kinds(settings)
     return kinds.pop() if len(kinds) == 1 and kinds != {"sft"} else ""
 
 
