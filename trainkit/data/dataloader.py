@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from ..display import plural
 from ..settings import CurriculumConfig as CurriculumConfig
 
 if TYPE_CHECKING:
@@ -295,7 +296,7 @@ def token_blocks(
             f"max_length = {max_length}: a row needs at least 2 tokens, one to predict the other"
         )
     if len(ids) < 2:
-        raise ValueError(f"{len(ids)} tokens are too few to train on: at least 2 are needed")
+        raise ValueError(f"{plural(len(ids), 'token')}: too few to train on, 2 are needed")
     return [ids[start : start + max_length] for start in range(0, len(ids) - 1, max_length - 1)]
 
 # %% ../../nbs/02_data/17_dataloader.ipynb #f756bb88
@@ -465,7 +466,7 @@ class Batches:
         self._plan: tuple[int, list[np.ndarray]] = (-1, [])
         if not len(self):
             raise ValueError(
-                f"{len(rows)} rows don't fill one batch of {batch_size}: "
+                f"{plural(len(rows), 'row')} cannot fill one batch of {batch_size}: "
                 "use a smaller batch, more data, or drop_last=False"
             )
 

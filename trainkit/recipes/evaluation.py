@@ -37,7 +37,7 @@ from ..align.rewards import score
 from ..charts import bars, curves, draw_svg
 from ..data.dataset import DataFacts
 from ..data.schema import to_messages
-from ..display import clean, table, token_boxes
+from ..display import clean, plural, table, token_boxes
 from ..eval.scoring import baselines, bits_per_byte, perplexity
 from ..model.generation import SamplingConfig, context_length, generate, text_to_ids
 from trainkit.recipes.preparation import (
@@ -135,7 +135,8 @@ class TextEvaluator:
         return [
             (
                 "Data",
-                f"<p>{p.data.train_rows:,} examples of kind {p.data.kind}; what is learned is dark:"
+                f"<p>{plural(p.data.train_rows, 'example')} of kind {p.data.kind}; "
+                "what is learned is dark:"
                 f"</p>{mask_picture(p.examples, p.tokenizer)}{p.examples.report._repr_html_()}",
             )
         ]

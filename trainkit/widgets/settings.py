@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from ..config import ConfigError, load_config
 from ..data.readers import plain_suffix, read_rows
 from ..data.schema import fitting_kinds
+from ..display import plural
 from ..files import show_bytes
 from .form import Advice, Guide, flatten, nested, short_path
 
@@ -495,7 +496,7 @@ def _training_advice(config: "RunConfig") -> Iterator[Advice]:
         times = f"{usual / rate:,.0f} times less than the usual {usual:g}"
         yield Advice("optim.learning_rate", f"{times}: hardly anything will be learned.")
     if train.max_steps > 0:
-        text = f"Not read: the run ends after {train.max_steps:,} steps."
+        text = f"Not read: the run ends after {plural(train.max_steps, 'step')}."
         yield Advice("train.num_train_epochs", text, "note")
     elif train.num_train_epochs > 20:
         text = f"Each row is seen {train.num_train_epochs:g} times: it will be memorized."
