@@ -366,6 +366,57 @@ def test_help_needs_no_torch():
     assert fresh(code).splitlines()[-1] == "False False"
 
 
+TYPOS = {  # what is typed -> what the answer names
+    "train trian.learning_rate=1": "trian.learning_rate",
+    "train train.learning_rte=1": "learning_rte",
+    "train --lerning-rate 3": "Did you mean 'learning_rate'",
+    "train optim.learning_rate=fast": "optim.learning_rate = 'fast'",
+    "train --lr fast": "optim.learning_rate (--lr) = 'fast'",
+    "train --epochs many": "--epochs",
+    "train --method stf": "method (--method) = 'stf': must be one of",
+    "train --preset minimal": "preset (--strategy) = 'minimal'",
+    "train dpo.loss_type=sigmod": "must be among sigmoid, hinge",
+    "train optim.optim=adamv": "optim.optim = 'adamv'",
+    "train train.max_steps=-7 sampling.top_p=3": "sampling.top_p = 3",
+    "train typo.yaml": "trian (line 2): unknown key",
+    "train value.yaml": "lora.r = 'many' (line 2)",
+    "train value.yaml --dry-run": "lora.r = 'many' (line 2)",
+    "train --method sft --dataset rows.jsonl": "--model FOLDER (init_from in a config)",
+    "train --method dpo": "--model FOLDER (init_from in a config)",
+    "config show optim.lr_rate=1": "optim.lr_rate: unknown key",
+    "train --help": "--strategy",
+    "--help": "doctor",
+}
+TYPE = """
+import contextlib, io, json, shlex, sys
+from trainkit.cli import main
+
+for line in json.loads(sys.argv[1]):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        sys.argv = ["trainkit", *shlex.split(line)]
+        try:
+            main()
+        except SystemExit:
+            pass
+    print(json.dumps([out.getvalue(), [m for m in ("torch", "transformers") if m in sys.modules]]))
+"""
+
+
+def test_a_typo_is_answered_before_torch_is_loaded(tmp_path):
+    "Loading torch takes seconds, and a wrong knob is known without it."
+    (tmp_path / "typo.yaml").write_text("method: pretrain\ntrian:\n  learning_rate: 1\n")
+    (tmp_path / "value.yaml").write_text("method: lora\nlora: {r: many}\ninit_from: x\n")
+    env = {k: v for k, v in os.environ.items() if k != "TRAINKIT_PROFILE"} | {"COLUMNS": "200"}
+    words = [sys.executable, "-c", TYPE, json.dumps([*TYPOS])]
+    done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    for (line, part), (text, loaded) in zip(TYPOS.items(), answers, strict=True):
+        assert part in " ".join(text.split()), (line, text)
+        assert not loaded, (line, loaded)
+
+
 def test_profiles_are_the_same_in_the_package():
     assert (ROOT / "settings.ini").read_text() == (PACKAGE / "settings.ini").read_text(), (
         "run `make export`"

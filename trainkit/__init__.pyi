@@ -17,10 +17,19 @@ from . import (
     progress as progress,
     quant as quant,
     recipes as recipes,
+    settings as settings,
     system as system,
     tokenizer as tokenizer,
     train as train,
     widgets as widgets,
+)
+from .settings import (
+    DPOConfig as DPOConfig,
+    LoRAConfig as LoRAConfig,
+    OptimConfig as OptimConfig,
+    QuantConfig as QuantConfig,
+    RLConfig as RLConfig,
+    SamplingConfig as SamplingConfig,
 )
 from .system import doctor as doctor
 from .tokenizer.bpe_tokenizer import BPETokenizer as BPETokenizer
@@ -34,24 +43,19 @@ from .data.mixture import mix as mix
 from .data.quality import check_examples as check_examples
 from .data.tokenization import tokenize_examples as tokenize_examples
 from .model.config import ModelConfig as ModelConfig
-from .model.generation import (
-    SamplingConfig as SamplingConfig,
-    generate as generate,
-    stream as stream,
-)
+from .model.generation import generate as generate, stream as stream
 from .model.transformer import Transformer as Transformer
 from .train.config import Control as Control, TrainConfig as TrainConfig
 from .train.objectives import Loss as Loss, lm_loss as lm_loss, objective as objective
-from .train.optim import OptimConfig as OptimConfig, make_optimizer as make_optimizer
+from .train.optim import make_optimizer as make_optimizer
 from .train.trainer import Trainer as Trainer
 from .lora.adapters import load_adapter as load_adapter, save_adapter as save_adapter
 from .lora.inject import add_lora as add_lora
 from .lora.merge import merge_lora as merge_lora
-from .lora.targets import LoRAConfig as LoRAConfig
-from .quant.quantize import QuantConfig as QuantConfig, quantize_model as quantize_model
+from .quant.quantize import quantize_model as quantize_model
 from .memory.planner import plan_memory as plan_memory
-from .align.dpo import DPOConfig as DPOConfig, dpo_objective as dpo_objective
-from .align.rl import RLConfig as RLConfig, rl_objective as rl_objective
+from .align.dpo import dpo_objective as dpo_objective
+from .align.rl import rl_objective as rl_objective
 from .align.rollouts import Rollouts as Rollouts
 from .eval.evaluator import evaluate as evaluate
 from .interop.gguf import export_gguf as export_gguf

@@ -14,7 +14,7 @@ commands do not import torch."""
 
 # %% auto #0
 __all__ = ['runs', 'Root', 'app', 'Overrides', 'find_run', 'list_command', 'compare_command', 'show_command', 'health_command',
-           'Commands', 'Profile', 'options', 'FlagCommand', 'Group', 'with_flags', 'read_run_config',
+           'Commands', 'Profile', 'options', 'FlagCommand', 'Group', 'with_flags', 'read_run_config', 'check_start',
            'ignore_print_errors', 'demo', 'train', 'launch', 'generate', 'doctor', 'studio', 'main']
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #imports-command_line
@@ -190,6 +190,10 @@ class Commands(TyperGroup):
                 if value not in error.message:
                     error.message = f"{value}: {error.message}"
             raise
+        except KeyboardInterrupt:
+            if is_terminal(sys.stderr):  # Its bars are closed by now, and ^C stands on the line
+                note("\nInterrupted.", file=sys.stderr)
+            raise typer.Exit(130) from None
 
     def resolve_command(
         self, ctx: typer.Context, args: list[str]
@@ -358,17 +362,155 @@ _SAME = {
             "base_model",
             "pretrained_model_name_or_path",
             "checkpoint_path",
+            "initial_checkpoint_dir",
             "ckpt",
         ),
         "--model",
     ),
-    "dataset_name": "--dataset",
-    "data_path": "--dataset",
+    **dict.fromkeys(("dataset_name", "data_path", "data", "data_dir", "train"), "--dataset"),
     "adapter_name_or_path": "--adapter",
     "system_prompt": "--system",
     "output_file": "--output",
-    "num_train_epochs": "--epochs",
+    **dict.fromkeys(("num_train_epochs", "num_epochs", "n_epochs", "nepochs", "epoch"), "--epochs"),
     "resume_from_checkpoint": "--resume",
+}
+
+
+_KNOB_OF = {  # Knob -> its flags in litgpt, nanochat, nanoGPT, mlx-lm and older scripts
+    "train.per_device_train_batch_size": "bs bsz batch device_batch_size per_gpu_train_batch_size "
+    "train.micro_batch_size",
+    "train.gradient_accumulation_steps": "grad_accum gradient_accumulation grad_accumulation_steps "
+    "accumulate_grad_batches",
+    "train.max_steps": "num_steps total_steps iters max_iters num_iterations",
+    "train.num_train_epochs": "train.epochs",
+    "train.logging_steps": "log_every log_interval train.log_interval steps_per_report",
+    "train.eval_steps": "eval_every eval_interval eval_freq eval.interval steps_per_eval",
+    "train.save_steps": "save_every save_interval save_freq train.save_interval",
+    "train.sample_steps": "sample_every",
+    "train.output_dir": "out out_dir output result_dir adapter_path",
+    "train.max_grad_norm": "clip_grad clip_norm train.max_norm",
+    "train.early_stopping_patience": "patience",
+    "train.mixed_precision": "precision",
+    "train.seed": "random_seed",
+    "optim.learning_rate": "max_lr peak_lr base_lr",
+    "optim.weight_decay": "wd",
+    "optim.warmup_steps": "warmup warmup_iters lr_warmup_steps train.lr_warmup_steps",
+    "optim.warmup_ratio": "train.lr_warmup_fraction lr_warmup_fraction",
+    "optim.min_lr_ratio": "final_lr_frac",
+    "optim.decay_ratio": "warmdown_ratio",
+    "optim.muon_learning_rate": "matrix_lr",
+    "data.path": "data.json_path source",
+    "data.eval_file": "val_data eval_data valid val_file",
+    "data.eval_fraction": "val_split eval_ratio validation_split data.val_split_fraction",
+    "data.max_length": "seq_length sequence_length context_length ctx_len train.max_seq_length",
+    "data.num_workers": "workers",
+    "model.max_seq_len": "n_ctx",
+    "model.gradient_checkpointing": "grad_checkpoint checkpointing",
+    "quant.load_in_4bit": "load_4bit 4bit",
+    "quant.load_in_8bit": "load_8bit 8bit",
+    "sft.template": "prompt_template data.prompt_style",
+    "sampling.max_new_tokens": "max_tokens eval.max_new_tokens",
+    "rl.rewards": "reward",
+    "name": "experiment_name wandb_run_name model_tag run",
+    "finetuning_type": "fine_tune_type",
+    "use_wandb": "wandb wandb_log",
+    "use_tensorboard": "tensorboard",
+    "model.tie_embeddings": "train.tie_embeddings",
+    "tokenizer.path": "tokenizer_dir",
+    "report_to": "logger_name",
+    "wandb_project": "project_name",
+    "token": "hf_hub_token access_token ms_hub_token om_hub_token",
+}
+_SPELLINGS = {word: knob for knob, words in _KNOB_OF.items() for word in words.split()}
+_PARTS = {"lora": ("method", "lora"), "qlora": ("method", "qlora")}  # Switches of other programs
+_GENERATION = "belongs to a command that writes text: trainkit generate --help"
+_ALONE = "has a command of its own"
+_ANSWERS = {  # Flags that no knob replaces -> what to do instead
+    **dict.fromkeys(
+        ("global_batch_size", "total_batch_size", "train.global_batch_size"),
+        "say how many rows fit at once (--per_device_train_batch_size) and how many such batches "
+        "make a step (--gradient_accumulation_steps)",
+    ),
+    **dict.fromkeys(
+        ("min_lr", "train.min_lr"),
+        "is a share of the peak here: --min_lr_ratio 0.1",
+    ),
+    **dict.fromkeys(
+        ("decay_lr", "lr_decay_iters"),
+        "the schedule ends with the run: --lr_scheduler_type cosine, linear or constant",
+    ),
+    **dict.fromkeys(("amp", "pure_bf16"), "say --mixed_precision auto, bf16, fp16 or no"),
+    **dict.fromkeys(
+        ("gpu", "gpus", "devices"),
+        "one process uses one device, CUDA_VISIBLE_DEVICES=1 before the command chooses it; "
+        "for several: trainkit launch FILE --processes N",
+    ),
+    "cpu": "goes before the command: ACCELERATE_USE_CPU=true trainkit train …",
+    "device_type": "goes before the command: ACCELERATE_USE_CPU=true trainkit train …",
+    "depth": "is --n_layers, and the width is --d_model",
+    "aspect_ratio": "is --d_model, the width, next to --n_layers",
+    **dict.fromkeys(
+        ("target_flops", "target_param_data_ratio", "train.max_tokens"),
+        "say --max_steps or --epochs",
+    ),
+    **dict.fromkeys(
+        ("eval_iters", "eval_tokens", "eval.max_iters", "val_batches"),
+        "all held-out rows are read, and --eval_fraction says how many there are",
+    ),
+    "quantize": "say --method qlora, with --bits 4 or 8",
+    "model_config": "say the shape: --d_model, --n_layers, --n_heads and --d_ff",
+    "prompt_column": "a row has the columns prompt and completion: trainkit data convert, "
+    "or data.columns='{prompt: NAME}'",
+    **dict.fromkeys(
+        "use_fast_tokenizer split_special_tokens use_unsloth_gc use_reentrant_gc "
+        "upcast_lmhead_output infer_backend infer_dtype offload_folder use_kv_cache "
+        "print_param_status quantization_device_map export_legacy_format export_hub_model_id "
+        "vllm_maxlen vllm_gpu_util media_dir buffer_size mix_strategy interleave_probs "
+        "preprocessing_batch_size eval_num_beams ignore_pad_token_for_loss eval_on_each_dataset "
+        "tool_format enable_thinking data_shared_file_system freeze_trainable_modules "
+        "freeze_extra_modules pissa_iter pissa_convert ppo_buffer_size ppo_score_norm ppo_target "
+        "ref_model_adapters ref_model_quantization_bit reward_model_adapters reward_model_type "
+        "galore_target galore_rank include_effective_tokens_per_second use_swanlab "
+        "swanlab_project eval.initial_validation eval.final_validation core_metric_every "
+        "core_metric_max_per_task model_step window_pattern init_lr_frac eval_metrics_every "
+        "examples_per_step backend".split(),
+        "has no equivalent here: leave it out",
+    ),
+    **dict.fromkeys(
+        ("embedding_lr", "unembedding_lr", "scalar_lr", "loraplus_lr_embedding"),
+        "is a rule for names here: optim.lr_factors='{embed: 2.0}'",
+    ),
+    **dict.fromkeys(
+        ("mask_prompt", "data.mask_prompt"),
+        "prompts are not learned unless sft.train_on=all says so: leave it out",
+    ),
+    **dict.fromkeys(
+        ("lora_query", "lora_key", "lora_value", "lora_projection", "lora_mlp", "lora_head"),
+        "name the layers instead: --lora_target q_proj,v_proj or all-linear",
+    ),
+    **dict.fromkeys(
+        ("adapter_name_or_path", "adapter_folder", "create_new_adapter"),
+        "a run starts from a whole model: trainkit merge BASE ADAPTER OUTPUT, then --model OUTPUT",
+    ),
+    **dict.fromkeys(
+        ("export_dir", "export_size", "export_device", "export_quantization_bit"),
+        f"{_ALONE}: trainkit export hf FOLDER OUTPUT, or trainkit export gguf",
+    ),
+    **dict.fromkeys(
+        ("do_sample", "num_beams", "length_penalty", "skip_special_tokens", "num_samples"),
+        _GENERATION,
+    ),
+    "eval_only": f"{_ALONE}: trainkit eval MODEL DATA",
+    "resume_from_step": f"{_ALONE}: trainkit train --resume FOLDER takes the last checkpoint",
+    "always_save_checkpoint": "say --save_strategy steps, and --save_steps how often",
+    "train_from_scratch": "a run without --model makes a new one: leave it out",
+    "disable_shuffling": "rows are shuffled in every epoch; Batches in Python takes any order",
+    **dict.fromkeys(
+        ("add_tokens", "add_special_tokens"),
+        "a chat format adds the tokens that it needs: --template chatml",
+    ),
+    "system_prompt": "stands in the rows, as a message with the role system",
+    "default_system": "stands in the rows, as a message with the role system",
 }
 
 
@@ -377,6 +519,23 @@ _PROCESSES = ("deepspeed", "fsdp", "deepspeed_config", "accelerate_config")
 
 class FlagCommand(TyperCommand):
     "A command that also takes the flags of other libraries, or names the right one."
+
+    def invoke(self, ctx: typer.Context) -> object:
+        "Run the command; an error in a knob names the flag that set it, too."
+        from trainkit.config import ConfigError
+
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            flags = {**_options_of(self, ctx), **ctx.meta.get("trainkit.flags", {})}
+            error.problems = [
+                p._replace(path=f"{p.path} ({flags[p.path]})") if p.path in flags else p
+                for p in error.problems
+            ]
+            again = ConfigError(error.problems, error.source)
+            for text in getattr(error, "__notes__", ()):
+                again.add_note(text)
+            raise again from error.__cause__
 
     def _flags(self, ctx: typer.Context) -> dict[str, bool]:  # Option -> whether it takes a value
         flags = {}
@@ -409,12 +568,15 @@ class FlagCommand(TyperCommand):
                     words.append(rest.pop(0))
                 continue
             self._refuse(ctx, name, plain, flags)
+            if plain in _PARTS and (equals or not rest or rest[0].startswith("-")):
+                foreign.append(_PARTS[plain])
+                continue
             if plain in ("config", "config_file", "config_path"):
                 words.append(value)
                 if not equals and rest:
                     del rest[0]
             else:
-                key = name[2:] if "." in plain else plain
+                key = _SPELLINGS.get(plain, name[2:] if "." in plain else plain)
                 foreign.append((key, text if equals else _value_of(plain, rest)))
         changes = _changes(ctx, foreign, [*flags]) if foreign else []
         return super().parse_args(ctx, [*words, *changes])
@@ -423,6 +585,8 @@ class FlagCommand(TyperCommand):
         "Fail for a flag that cannot be a change to a config."
         if not any(option.name == "overrides" for option in self.get_params(ctx)):
             ctx.fail(f"No such option: {name}. {self._instead(plain, [*flags])}")
+        if plain in _ANSWERS:
+            ctx.fail(f"{name}: {_ANSWERS[plain]}")
         if plain in _LAUNCHER or plain in _PROCESSES:
             line = ", with a line `deepspeed: FILE` in the config"
             ctx.fail(
@@ -435,10 +599,30 @@ class FlagCommand(TyperCommand):
 
         arguments = [p for p in self.params if p.param_type_name == "argument"]
         places = " ".join(str(p.name).upper() for p in arguments)
-        if _SAME.get(word) == "--model" and places:
-            return f"The folder of the model stands without a flag: {self.name} {places}"
+        same = _SAME.get(word, f"--{word}")
+        if same in ("--model", "--dataset") and places:
+            thing = "folder of the model" if same == "--model" else "data"
+            verb = "stands" if same == "--model" else "stand"
+            return f"The {thing} {verb} without a flag: {self.name} {places}"
         options = ", ".join(f for f in flags if f.startswith("--"))
         return nearest(f"--{word}", flags).strip() or f"It has {options}"
+
+
+_KNOBS = {  # Option of `train` -> the knob that it sets
+    "model": "init_from",
+    "dataset": "data.path",
+    "strategy": "preset",
+    "method": "method",
+    "engine": "engine",
+    "epochs": "train.num_train_epochs",
+}
+
+
+def _options_of(command: FlagCommand, ctx: typer.Context) -> dict[str, str]:  # Knob -> --option
+    named = {option.name for option in command.get_params(ctx)}
+    if not named >= {*_KNOBS}:
+        return {}
+    return {knob: f"--{name}" for name, knob in _KNOBS.items()}
 
 
 def _same_option(word: str, flags: dict[str, bool], value: str) -> str | None:
@@ -482,6 +666,11 @@ def _changes(
     from trainkit.config import nearest
     from trainkit.recipes.converter import flag_changes
 
+    typed = ctx.meta.setdefault("trainkit.flags", {})
+    for word, text in foreign:
+        with suppress(ValueError):
+            keys = [change.partition("=")[0] for change in flag_changes([(word, text)])[0]]
+            typed |= dict.fromkeys(keys, f"--{word}") if len(keys) == 1 else {}
     try:
         changes, remarks = flag_changes(foreign)
     except ValueError as error:
@@ -541,6 +730,52 @@ def read_run_config(
         if file and any("unknown key" in p.remedy for p in error.problems):
             error.add_note(f"(A config of another library? trainkit config convert {file})")
         raise
+
+
+_SHAPE = {"d_model", "n_heads", "n_layers", "d_ff"}
+
+
+def _names_shape(source: Path | dict | None, overrides: list[str]) -> bool:
+    "Whether a file, a preset or a change describes a new model."
+    from trainkit.config import canonical_config, find_knobs, parse_config
+    from trainkit.recipes.config import RunConfig, preset_knobs
+
+    words = source or {}
+    if isinstance(words, Path):
+        words = parse_config(words.read_text(encoding="utf-8"), str(words))[0]
+    said = canonical_config(RunConfig, words)
+    pairs = (change.partition("=") for change in overrides)
+    typed = {key.strip(): text.strip() for key, _, text in pairs}
+    preset = preset_knobs(typed.get("preset", "").strip("'\"[]") or said.get("preset"))
+    keys = {*said.get("model", {}), *preset.get("model", {})}
+    keys |= {p.path[-1] for k in typed for p in find_knobs(RunConfig, k) if p.path[0] == "model"}
+    return bool(keys & _SHAPE)
+
+
+def check_start(
+    source: Path | dict | None,  # A config file or what it says
+    overrides: list[str],  # `group.knob=value`
+) -> None:  # Raises `ValueError`
+    "A method that tunes needs a trained model, or in some methods the shape of a new one."
+    from trainkit.config import ConfigError
+    from trainkit.recipes.config import method_config
+
+    try:  # No profile has a method or a model, so the smaller one will do, and asks for no GPU
+        with warnings.catch_warnings(action="ignore"):
+            config = method_config(source, overrides, None if source else "quick")
+    except ConfigError:
+        return  # `read_run_config` reports it
+    recipe = config.recipe
+    if config.init_from or recipe.learns_from == "text":
+        return
+    fresh = recipe.learns_from == "answers" and recipe.trains != "adapter"
+    if fresh and _names_shape(source, overrides):
+        return
+    other = ", or describe a new one, as in model.d_model=256 model.n_layers=4" * fresh
+    raise ValueError(
+        f"method = '{config.method}' tunes a trained model, and none is named: give its folder, "
+        f"its file or its name on the hub as --model FOLDER (init_from in a config){other}"
+    )
 
 
 @contextmanager
@@ -743,19 +978,18 @@ def train(
                 "--dry-run and --resume do not go together: a run that was started has its plan "
                 "in log.txt"
             )
+        check_start(file, changes)
+        whole = read_run_config(profile.value if profile else None, file, changes)
         from trainkit.recipes.runner import rehearse
 
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            plan = rehearse(read_run_config(profile.value if profile else None, file, changes))
+            plan = rehearse(whole)
         say(to_json(plan.to_dict(), indent=1) if as_json else str(plan))
         return
     if resume in (None, "auto"):
-        _run(
-            read_run_config(profile.value if profile else None, file, changes),
-            resume == "auto",
-            force_resume,
-            as_json,
-        )
+        check_start(file, changes)
+        whole = read_run_config(profile.value if profile else None, file, changes)
+        _run(whole, resume == "auto", force_resume, as_json)
         return
     if file:
         raise ValueError(f"{resume} has its own config.yaml: give either a config file or --resume")
@@ -859,6 +1093,7 @@ def launch(
         max_restarts=max_restarts,
     )
     size = profile.value if profile else None
+    check_start(rest, changes)
     whole = read_run_config(size, rest or None, changes)  # type: ignore
     words = {change.partition("=")[0].strip() for change in changes}
     named = bool(words & {"optim", "optimizer", "optim.optim", "optim.optimizer"})

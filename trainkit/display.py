@@ -208,7 +208,7 @@ def token_boxes(
             hover=hover, background=background, colour=colour, text=clean(visible(piece))
         )
         spans.append(box + "<br/>" if ends_line else box)
-    words = f"{len(pieces)} tokens: " + " | ".join(visible(p) for p in pieces[:200])
+    words = f"{plural(len(pieces), 'token')}: " + " | ".join(visible(p) for p in pieces[:200])
     if len(pieces) > 200:
         words += " and more"
     label = clean(f"{title}: {words}" if title else words)

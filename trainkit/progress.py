@@ -366,6 +366,7 @@ class Progress:
         where: str | None = None,  # 'terminal', 'notebook', 'lines' or 'silent'; detected when None
         file: TextIO | None = None,  # For lines or the terminal's bars; standard error when None
         now: Callable[[], float] = time.monotonic,  # The clock, in seconds
+        after: float = 0.0,  # Seconds before anything is shown; a shorter job shows nothing
     ):
         if total is not None and total < 0:
             raise ValueError(f"total={total}: a job has 0 or more steps, or None")
@@ -385,13 +386,19 @@ class Progress:
             self.screen = self.screen.here()
         elif self.screen and file is not None:
             self.screen = type(self.screen)(file)
-        if self.screen:
-            self.screen.open(self)
+        self.after, self.is_open = after, False
+        self._open()
         try:
             self._tell()
         except BaseException:
             self.close()
             raise
+
+    def _open(self):
+        "Show the bar, once the job has taken as long as `after` says."
+        if self.screen and not self.is_open and self.clock.elapsed() >= self.after:
+            self.is_open = True
+            self.screen.open(self)
 
     def _tell(self):
         for hear in self.listeners:
@@ -413,6 +420,9 @@ class Progress:
 
     def _refresh(self):
         if not self.screen or self.closed or (now := self.clock.now()) < self.next:
+            return
+        self._open()
+        if not self.is_open:
             return
         self.next = now + self.screen.every
         self.screen.refresh(self)
@@ -455,7 +465,7 @@ class Progress:
                 return
             self.closed = True
             self.stage = self
-            if self.screen:
+            if self.screen and self.is_open:
                 self.screen.close(self)
         self._tell()
 

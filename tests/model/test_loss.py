@@ -161,3 +161,23 @@ def test_nothing_to_learn_is_not_a_number_and_wrong_labels_are_named():
     )
     with pytest.raises(ValueError, match="labels contains 130"):
         chunked_cross_entropy(hidden, weight, labels.clamp(min=0) + 130 - labels.max())
+
+
+@pytest.mark.parametrize(
+    "capability, pays",
+    [
+        ("DEFAULT", False),
+        ("AVX2", False),
+        ("AVX512", True),
+        ("AVX512_VNNI", True),
+        ("SVE256", False),
+    ],
+)
+def test_products_go_to_onednn_only_where_that_was_measured_to_be_faster(
+    capability, pays, monkeypatch
+):
+    from trainkit.model import layers
+
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(layers, "onednn_is_exact", lambda: True)
+    assert layers.onednn_pays() == pays

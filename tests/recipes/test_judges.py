@@ -108,6 +108,15 @@ def test_pairs(monkeypatch):
     compare("\n\n".join(parts) + "\n", "judge_pairs.txt")
 
 
+def test_rewards_are_drawn_once(monkeypatch):
+    "Where evaluations were made on the way, the curves of the run show them."
+    monkeypatch.setattr(e.PairEvaluator, "right", lambda self: 0.5)
+    judge = made(e.PairEvaluator, eval_pairs=[0] * 9, pairs=None)
+    trained = ("rewards/chosen", "rewards/margins")
+    for run, times in ((Log(*trained), 1), (Log(*trained, "eval_rewards/margins"), 0)):
+        assert [title for title, _ in judge.sections(run)].count("Rewards") == times
+
+
 def test_prompts(asked, monkeypatch):
     seen = []
 

@@ -1088,3 +1088,31 @@ def test_prompts_and_answers_do_nothing_in_a_log(tmp_path, capsys):
         assert no_controls(output) and KIND in output
         if where == "lines":
             assert no_controls(file.getvalue()) and KIND in file.getvalue()
+
+
+def test_a_tuned_model_is_compared_with_a_base_that_lacks_the_tokens_of_its_chat(home, tmp_path):
+    "The base gets a row for each, as it did when tuning began, and the command says so."
+    import torch
+
+    from trainkit.interop.hf import save_pretrained
+    from trainkit.model.config import ModelConfig
+    from trainkit.model.transformer import Transformer
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+
+    rows = [json.loads(line) for line in (home / "rows.jsonl").read_text().splitlines()]
+    plain = BPETokenizer.train(
+        [row["prompt"] + row["completion"] for row in rows],
+        280,
+        special_tokens=["<|endoftext|>"],
+        progress=False,
+    )
+    torch.manual_seed(1)
+    shape = dict(d_model=32, n_heads=2, n_layers=1, d_ff=64, max_seq_len=64)
+    base = Transformer(ModelConfig(vocab_size=plain.vocab_size, **shape))
+    save_pretrained(base, plain, tmp_path / "base")
+    words = ["eval", str(home / "model"), str(home / "rows.jsonl"), "--rows", "3"]
+    words += ["--base", str(tmp_path / "base"), "--answers", "0", "--json"]
+    done = call(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) and "2 tokens of the rows" in done.stderr, done.stderr
+    assert "are unknown to" in done.stderr

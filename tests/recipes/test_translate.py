@@ -1591,3 +1591,19 @@ def test_a_base_model_without_a_chat_format_is_exported_with_the_one_that_it_get
         {"method": "sft", "init_from": str(tmp_path / "base"), "sft": {"template": "llama3"}}
     )
     assert llamafactory_arguments(config, 100)["template"] == "llama3"
+
+
+def test_a_script_of_sft_with_a_computed_model_is_still_sft(tmp_path):
+    "What cannot be read is refused with what to give; the method follows from the trainer."
+    (tmp_path / "train.py").write_text(
+        "import sys\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "from trl import SFTConfig, SFTTrainer\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "args = SFTConfig(output_dir='out', learning_rate=2e-5)\n"
+        "SFTTrainer(model=model, args=args, train_dataset=load(sys.argv[2])).train()\n"
+    )
+    config, account = convert_config(tmp_path / "train.py")
+    assert (config.method, config.optim.learning_rate) == ("sft", 2e-5)
+    (row,) = [v for v in account.rows if v.setting == "method"]
+    assert "give the model to start from" in row.why

@@ -122,3 +122,17 @@ def test_nested_and_broken_configs():
     assert reports.parse_yaml("- a") == reports.parse_yaml("a: [") == {}
     assert reports.flatten_dict({"a": {"b": {}, "c": [1]}, 2: 3}) == {"a.b": {}, "a.c": [1], "2": 3}
     assert reports.flatten_dict({}) == {} and reports.flatten_dict(5, "x") == {"x": 5}
+
+
+def test_rewards_of_held_out_answers_share_one_picture(tmp_path):
+    "Chosen, rejected and margin stand in one chart, and in no other."
+    run = run_of(tmp_path / "a", 0.1)
+    names = ("chosen", "rejected", "margins")
+    more = {f"eval_rewards/{name}": 0.5 for name in names} | {"eval_rewards/accuracies": 1.0}
+    text = (run.path / "metrics.jsonl").read_text()
+    record = dict(event="eval", step=6, eval_loss=0.3, **more)
+    (run.path / "metrics.jsonl").write_text(text + json.dumps(record) + "\n")
+    pictures = [str(picture) for picture in reports.draw_run(read_run(run.path))]
+    (one,) = [picture for picture in pictures if "argin" in picture]
+    assert all(f"'{name}': ([6], [0.5])" in one for name in ("chosen", "rejected", "margin"))
+    assert len([picture for picture in pictures if "Rewards/" in picture]) == 1  # accuracies

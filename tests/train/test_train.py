@@ -1473,3 +1473,39 @@ def test_evaluation_holds_the_logits_of_one_batch():
 def test_the_best_weights_need_a_place():
     with pytest.raises(ValueError, match="needs an output_dir"):
         trainer(load_best_model_at_end=True, eval_strategy="steps")
+
+
+def test_the_bar_ends_with_the_last_step_and_the_evaluation_has_its_own(monkeypatch, capsys):
+    "In the terminal: Training is complete, then a line Evaluating; after a stop, the bar is first."
+    from trainkit.progress import Progress
+    from trainkit.train import trainer as module
+
+    seen = []
+
+    class Recorded(Progress):
+        def __init__(self, total, title, *words, **more):
+            seen.append(("open", title, total))
+            super().__init__(total, title, *words, **{**more, "where": "silent"})
+
+        def close(self):
+            if not self.closed:
+                seen.append(("close", self.title, self.clock.done))
+            super().close()
+
+    monkeypatch.setattr(module, "Progress", Recorded)
+    t = trainer(max_steps=4, eval_strategy="steps", eval_steps=2, progress=True)
+    t.train()
+    size = len(t.eval_batches)
+    whole = [("open", "Evaluating", size), ("close", "Evaluating", size)]
+    assert seen == [("open", "Training", 4), *whole, ("close", "Training", 4), *whole]
+
+    class Stops:
+        def on_step(self, t, record):
+            if record["step"] == 2:
+                t.control.stop("interrupted")
+
+    monkeypatch.setattr(module, "note", lambda *words, **_: seen.append(words[0][:12]))
+    seen.clear()
+    t = trainer(max_steps=4, eval_strategy="no", progress=True, callbacks=[Stops()])
+    t.train()
+    assert seen == [("open", "Training", 4), ("close", "Training", 2), "Stopped afte"]

@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..data.dataloader import Batches
 from ..data.schema import as_example
 from ..data.tokenization import tokenize_examples
-from ..display import table
+from ..display import plural, table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -156,7 +156,7 @@ class Pairs(list):
         return self.report._repr_html_()
 
     def __repr__(self) -> str:
-        return f"{len(self):,} pairs\n{self.report}"
+        return f"{plural(len(self), 'pair')}\n{self.report}"
 
 # %% ../../nbs/08_align/01_preference_data.ipynb #ac13547a
 def _conversations(row: Mapping) -> list[dict]:

@@ -32,6 +32,7 @@ from .quality_report import Case, Evidence, Finding, FindingCounter, QualityRepo
 from .quality_report import RowView
 from .text_checks import looks_like_code, markup
 from . import text_checks as defects
+from ..display import plural
 from ..tokenizer.chat_template import TEMPLATES, render_text
 
 # %% ../../nbs/02_data/11_proportions.ipynb #f36dcc13
@@ -470,11 +471,11 @@ def classes(case: Case) -> Iterator[Finding]:
             "warning" if own else "note",
             few,
             len(values),
-            f"{column} {least!r} is rare next to {most!r} ({many:,} rows).",
+            f"{column} {least!r} is rare next to {most!r} ({plural(many, 'row')}).",
             "A model that always says the frequent thing has a small loss.",
             f"Collect more of the rare kind, or {weigh}.",
             [
-                Evidence(f"{column} {value!r}", f"{n:,} rows")
+                Evidence(f"{column} {value!r}", plural(n, "row"))
                 for value, n in dict.fromkeys((counts[0], *counts[-2:]))
             ],
         )

@@ -28,7 +28,7 @@ import numpy as np
 
 from ..charts import bars, draw_svg
 from .schema import example_kind, to_messages
-from ..display import PLAIN, Picture, clean, grid, table, visible
+from ..display import PLAIN, Picture, clean, grid, plural, table, visible
 from ..parallel import cached, in_order
 from ..progress import Progress
 from ..tokenizer.chat import find_template, is_bpe_tokenizer, render_batch
@@ -123,8 +123,8 @@ class LengthReport:
 
         facts = {
             "rows": (
-                f"{n:,}, {int(self.lengths.sum()):,} tokens, {int(self.answers.sum()):,} of them "
-                "learned"
+                f"{n:,}, {plural(int(self.lengths.sum()), 'token')}, "
+                f"{int(self.answers.sum()):,} of them learned"
             ),
             "length": f"median {int(np.median(self.lengths))}, longest {int(self.lengths.max())}",
         }
@@ -370,7 +370,7 @@ class Examples(list):
         return self.report._repr_html_()
 
     def __repr__(self) -> str:
-        return f"{len(self):,} examples\n{self.report}"
+        return f"{plural(len(self), 'example')}\n{self.report}"
 
 
 def tokenize_examples(

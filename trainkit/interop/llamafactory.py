@@ -33,6 +33,7 @@ import yaml
 from ..config import pick_device, pick_dtype
 from ..data.dataset import load_splits
 from ..data.schema import as_example, to_messages
+from ..display import plural
 from ..files import open_with, write_atomic
 from ..progress import note
 from ..tokenizer.chat_template import missing_tokens
@@ -522,7 +523,7 @@ def llamafactory_plan(
         }
     installed = shutil.which(command)
     hint = "" if installed else " (not installed here: it needs an environment of its own)"
-    files = ", ".join(f"{name}.json with {n:,} rows" for name, n in rows.items())
+    files = ", ".join(f"{name}.json with {plural(n, 'row')}" for name, n in rows.items())
     return [
         f"Files      {target}: train.yaml, dataset_info.json, {files}",
         f"Command    {command} train {shlex.quote(str(target / 'train.yaml'))}{hint}",

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from ..charts import INK, chart_style, draw_svg, new_axes
 from ..config import nearest
-from ..display import PALETTE, Picture
+from ..display import PALETTE, Picture, plural
 from ..files import show_bytes
 from ..lora.inject import add_lora, replace_layer, with_vocabulary
 from ..lora.targets import LoRAConfig
@@ -376,5 +376,5 @@ def plan_memory(
         size = predict_setup(model, new).peak
         if size > room:
             break
-        note(f"{more} rows at a time", new, size)
+        note(f"{plural(more, 'row')} at a time", new, size)
     return Plan(room, now, peak, waterfall, skipped, machine.cards)

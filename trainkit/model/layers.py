@@ -143,7 +143,8 @@ def onednn_is_exact() -> bool:
 
 def onednn_pays() -> bool:
     "Whether float32 products should go to oneDNN here."
-    return torch.backends.cpu.get_cpu_capability() != "AVX2" and onednn_is_exact()
+    # Measured: twice as fast with AVX-512, and no faster with AVX2 or less
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512") and onednn_is_exact()
 
 
 def fast_products() -> AbstractContextManager:

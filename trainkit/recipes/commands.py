@@ -362,6 +362,22 @@ def with_model_name(
     return named
 
 
+def _add_tokens(network: Any, tok: Any, folder: Path | None) -> None:
+    "Give a base model room for the tokens that tuning added, as tuning did, and say so."
+    from trainkit.tokenizer.chat import resize_embeddings
+
+    known = network.get_input_embeddings().weight.shape[0]
+    if (added := len(tok) - known) <= 0:
+        return
+    resize_embeddings(network, len(tok))
+    say(
+        f"Note: {plural(added, 'token')} of the rows, as a chat format has them, "
+        f"{'is' if added == 1 else 'are'} unknown to {folder}: the model is compared as tuning "
+        "found it, with a new embedding for each",
+        err=True,
+    )
+
+
 @with_model_name
 def evaluate(
     model: Annotated[
@@ -439,6 +455,8 @@ def evaluate(
             f"{base} has another tokenizer than {model}: "
             "evaluate each alone, and compare bits per byte"
         )
+    if other:
+        _add_tokens(other[0], tok, base)
     names = (model.name, base.name if base and base.name != model.name else f"{base}")
     metrics: list[Any] = [m for m in metric or ("exact_match", "f1") if m != "bertscore"]
     if encoder:

@@ -16,6 +16,9 @@ together, and refuses contradictions."""
 __all__ = ['METHOD_NAMES', 'NAMING', 'FAMILY', 'read_method', 'choose_method', 'TokenizerConfig', 'read_packing', 'SFTConfig', 'RunConfig', 'method_config', 'PRESETS', 'Preset', 'own_presets', 'preset_knobs', 'this_machine']
 
 # %% ../../nbs/11_recipes/03_run_config.ipynb #imports-run_config
+import os
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from configparser import ConfigParser
 from configparser import Error as IniError
@@ -24,22 +27,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
 
-from ..align.dpo import DPOConfig
-from ..align.rl import RLConfig
-from ..align.rl import METHODS as RL_METHODS
 from ..config import ConfigError, Problem, canonical_config, check_config
 from ..config import default_profile, find_settings, knob, load_config, merge, nearest
 from ..config import parse_config, split_list
-from ..data.dataloader import CurriculumConfig
 from ..data.dataset import DataConfig
 from ..interop.hub import HubConfig
-from ..lora.targets import LoRAConfig
 from ..model.config import ModelConfig
-from ..model.generation import SamplingConfig
-from ..quant.quantize import QuantConfig
 from .methods import ALIGNED, METHODS, Method, defaults_of
+from ..settings import RL_METHODS, CurriculumConfig, DPOConfig, LoRAConfig
+from ..settings import OptimConfig, QuantConfig, RLConfig, SamplingConfig
 from ..train.config import TrainConfig
-from ..train.optim import OptimConfig
 
 # %% ../../nbs/11_recipes/03_run_config.ipynb #c855dfbd
 METHOD_NAMES = {
@@ -487,9 +484,25 @@ def method_config(
     **defaults: Any,  # Knobs of the run itself, below file and overrides
 ) -> RunConfig:  # Raises `ConfigError` with every problem
     "A run's config out of its layers: profile, method, preset, file, overrides."
-    if source is None:
-        profile = profile or default_profile()
+    if source is None and not profile:
+        _refuse_early(overrides, defaults)
+        profile = default_profile()
     return load_config(RunConfig, source or {}, overrides, profile, **defaults)
+
+
+def _refuse_early(overrides: Sequence[str], defaults: Mapping[str, Any]) -> None:
+    "Raise what is wrong in every profile before torch is loaded to find out which one it is."
+    if "torch" in sys.modules or os.environ.get("TRAINKIT_PROFILE"):
+        return
+    errors = []
+    for profile in ("quick", "full"):
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                load_config(RunConfig, {}, overrides, profile, **defaults)
+        except ConfigError as error:
+            errors.append(error)
+    if len(errors) == 2 and str(errors[0]) == str(errors[1]):
+        raise errors[0]
 
 # %% ../../nbs/11_recipes/04_presets.ipynb #945272f7
 class Preset(NamedTuple):

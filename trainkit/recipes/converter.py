@@ -30,18 +30,19 @@ from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from ..align.rl import METHODS as RL_METHODS
 from ..config import ConfigError, Place, Problem, declared, find_knobs, nearest
 from ..config import parse_config, split_list
 from ..display import table
 from .config import ALIGNED, METHODS, METHOD_NAMES, NAMING, RunConfig
 from .config import choose_method, method_config, read_method
-from .launcher import LaunchConfig
-from .launcher import translate_launch as translate_launch
+from ..settings import RL_METHODS
 from ..tokenizer.chat_template import TEMPLATES
 from ..train.runs import text_table
+
+if TYPE_CHECKING:
+    from trainkit.recipes.launcher import LaunchConfig
 
 # %% ../../nbs/11_recipes/05_convert_configs.ipynb #99940a67
 class Setting(NamedTuple):
@@ -1978,7 +1979,7 @@ class Translation:
     given: dict[str, object] = field(
         default_factory=dict, repr=False
     )  # The same config, for trainkit
-    launch: LaunchConfig | None = None  # Where the file asks for several processes
+    launch: "LaunchConfig | None" = None  # Where the file asks for several processes
 
     def add(self, s: Setting, verdict: str, becomes: str = "", why: str = "") -> None:
         self.rows.append(SettingVerdict(s.name, s.value, verdict, becomes, why, s.line))
@@ -2145,11 +2146,13 @@ def _number_of_processes(deepspeed: Mapping) -> int:  # 0: its batch sizes do no
 
 def _launch(
     words: Mapping[str, object], notes: list[Problem]
-) -> tuple[LaunchConfig, dict[str, Any]]:
+) -> "tuple[LaunchConfig, dict[str, Any]]":
     """The launch of a file.
 
     Where the file does not give the number of processes, its batch sizes decide; else it is one
     process for each GPU, two at least."""
+    from trainkit.recipes.launcher import translate_launch
+
     if _COUNTS & {*words}:
         return translate_launch(words, notes)
     keys = ("deepspeed_config", "deepspeed")
@@ -2262,6 +2265,12 @@ def _is_wrong_alone(values: Mapping[str, Any], path: str) -> bool:
 _TRL_CLASSES = re.compile("(SFT|DPO|KTO|ORPO|CPO|GRPO|RLOO|Reward)(?:Config|Trainer)")
 
 
+def _trl_kinds(settings: list[Setting]) -> set[str]:
+    "The methods whose config or trainer a script makes."
+    names = {name for s in settings for name in s.path[:-1]}
+    return {match[1].lower() for name in names if (match := _TRL_CLASSES.fullmatch(name))}
+
+
 def _find_method(
     words: Mapping[str, Any], settings: list[Setting], knobs: set[str], asked: str | None
 ) -> tuple[str, str]:  # The method, and the reason for it
@@ -2284,6 +2293,8 @@ def _find_method(
         return "lora", "follows from the adapter"
     if "init_from" in knobs:
         return "sft", "a trained model is fine-tuned"
+    if "sft" in _trl_kinds(settings):
+        return "sft", "follows from the classes of SFT in the script: give the model to start from"
     return "pretrain", "there is no model to start from"
 
 
@@ -2291,8 +2302,7 @@ def _method_of_classes(settings: list[Setting], words: Mapping[str, object]) -> 
     "The method whose config or trainer a script makes, if it is one and the file names none."
     if any(name in words for name in NAMING) or any(method_group(s.path) for s in settings):
         return ""
-    names = {name for s in settings for name in s.path[:-1]}
-    kinds = {match[1].lower() for name in names if (match := _TRL_CLASSES.fullmatch(name))}
+    kinds = _trl_kinds(settings)
     return kinds.pop() if len(kinds) == 1 and kinds != {"sft"} else ""
 
 

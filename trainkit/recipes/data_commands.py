@@ -543,7 +543,7 @@ def pack(
     tokens = sum(len(example["input_ids"]) for example in examples)
     too_long = len(rows) - len(examples)
     note = f", {too_long:,} too long and left out" if too_long else ""
-    say(f"{plural(len(examples), 'example')} of {tokens:,} tokens{note}")
+    say(f"{plural(len(examples), 'example')} of {plural(tokens, 'token')}{note}")
     packings = {name: make_rows(examples, max_length, name) for name in STRATEGIES}
     for name, packed in {"a row each": examples, **packings}.items():
         efficiency = packing_efficiency(packed, max_length)
@@ -595,7 +595,7 @@ def tokenize(
     )
     text = sum(record["text_bytes"] for record in shards.index["shards"])
     say(
-        f"{folder}: {len(shards):,} tokens of {shards.dtype.itemsize} bytes "
+        f"{folder}: {plural(len(shards), 'token')} of {shards.dtype.itemsize} bytes "
         f"in {plural(len(shards.maps), 'file')}, {text / len(shards):.2f} bytes of text a token"
     )
     if verify:

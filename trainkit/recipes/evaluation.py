@@ -37,7 +37,7 @@ from ..align.rewards import score
 from ..charts import bars, curves, draw_svg
 from ..data.dataset import DataFacts
 from ..data.schema import to_messages
-from ..display import clean, table, token_boxes
+from ..display import clean, plural, table, token_boxes
 from ..eval.scoring import baselines, bits_per_byte, perplexity
 from ..model.generation import SamplingConfig, context_length, generate, text_to_ids
 from trainkit.recipes.preparation import (
@@ -135,7 +135,8 @@ class TextEvaluator:
         return [
             (
                 "Data",
-                f"<p>{p.data.train_rows:,} examples of kind {p.data.kind}; what is learned is dark:"
+                f"<p>{plural(p.data.train_rows, 'example')} of kind {p.data.kind}; "
+                "what is learned is dark:"
                 f"</p>{mask_picture(p.examples, p.tokenizer)}{p.examples.report._repr_html_()}",
             )
         ]
@@ -324,7 +325,8 @@ class PairEvaluator(TextEvaluator):
             for name, key in names.items()
             if run is not None and key in run.keys()
         }
-        if lines:
+        # With evaluations on the way the curves of the run show those of the held-out pairs
+        if lines and run is not None and "eval_rewards/margins" not in run.keys():
             chart = draw_svg(
                 curves, lines, "Rewards of the answers, and their margin", "step", "reward"
             )

@@ -164,7 +164,9 @@ class Project:
 def check_data(project: Project) -> str:  # The evidence
     "There are enough rows, and no errors in them."
     report = check_examples(project.train_rows, project.eval_rows)
-    found = f"{len(project.train_rows)} rows to train on, {len(project.eval_rows)} held out"
+    found = (
+        f"{plural(len(project.train_rows), 'row')} to train on, {len(project.eval_rows)} held out"
+    )
     if errors := report.of("error"):
         problem = errors[0]
         raise NotYet(f"{found}; {problem.counted()}: {problem.says}", problem.remedy)

@@ -17,8 +17,7 @@ __all__ = ['METHODS', 'ALIGNED', 'Method', 'defaults_of']
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..align.dpo import COUPLED
-from ..train.optim import OptimConfig
+from ..settings import COUPLED, OptimConfig
 
 # %% ../../nbs/11_recipes/02_methods.ipynb #methods-class
 class Method(NamedTuple):

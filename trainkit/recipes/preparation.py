@@ -604,7 +604,7 @@ def prepare_sft(
         f"Data       {data.path}: "
         f"{plural(data.train_rows, 'example')} of kind {data.kind} to train on, "
         f"{data.eval_rows:,} held out{test_rows if data.test_rows else ''}",
-        f"Examples   {int(report.kept.sum()):,} tokens, "
+        f"Examples   {plural(int(report.kept.sum()), 'token')}, "
         f"{int(report.answers_kept.sum()):,} of them learned; the longest has "
         f"{int(report.lengths.max()):,} of {length:,}; {form}",
         f"Tokenizer  {tokenizer.vocab_size:,} tokens, answers end with {tokenizer.eos_token}",
@@ -648,7 +648,7 @@ def pair_up(
     ]
     if not found:
         raise ValueError(
-            f"{len(rows)} rows have a label each, "
+            f"Each of {plural(len(rows), 'row')} has a label, "
             "and no prompt has both a liked and a disliked answer, "
             "so there is no pair to learn from: give rows with prompt, chosen and rejected"
         )
@@ -866,7 +866,7 @@ def prepare_pairs(
         f"Pairs      {data.path}: {len(train):,} to train on, {len(test):,} held out; "
         f"prompt and answer have {int((r.prompts_kept + r.answers_kept.max(1)).max()):,} "
         f"of {length:,} tokens at most; {r.prompts_cut:,} prompts and "
-        f"{r.answers_cut:,} answers cut, {r.dropped:,} pairs left out"
+        f"{r.answers_cut:,} answers cut, {plural(r.dropped, 'pair')} left out"
     ]
     if kind:
         plan.append(f"Loss       {', '.join(d.loss_type)} with β = {d.beta:g}; reference: {kind}")

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..config import ConfigError, Problem, check_config, knob
-from ..display import table
+from ..display import plural, table
 from ..progress import Progress, StopNow
 
 # %% ../../nbs/04_train/05_train_config.ipynb #89524619
@@ -514,7 +514,7 @@ class Result:
     @property
     def summary(self) -> dict[str, str]:  # What is not known is left out
         "What the run came to, in words."
-        facts = dict(ended=f"{self.stop_reason}, after {self.steps or 0:,} steps")
+        facts = dict(ended=f"{self.stop_reason}, after {plural(self.steps or 0, 'step')}")
         if self.final_loss is not None:
             facts["loss in training"] = f"{self.final_loss:.4f}"
         if self.best_metric is not None:

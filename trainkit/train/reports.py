@@ -164,6 +164,15 @@ def _all_equal(values: Sequence[object]) -> bool:
 # title, {name in the legend: key}, smoothing; a picture appears if one of its keys was logged
 PICTURES = (
     ("Loss", {"train": "loss", "eval": "eval_loss"}, 0.02),
+    (
+        "Rewards of held-out answers, and their margin",
+        {
+            "chosen": "eval_rewards/chosen",
+            "rejected": "eval_rewards/rejected",
+            "margin": "eval_rewards/margins",
+        },
+        0.0,
+    ),
     ("Learning rate", {"rate": "learning_rate"}, 0.0),
     ("Gradient norm", {"norm": "grad_norm"}, 0.02),
     ("Tokens a second", {"tokens/s": "tokens_per_second"}, 0.0),

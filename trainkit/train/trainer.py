@@ -459,6 +459,8 @@ class Trainer:
     def _do(self, due: _Due) -> None:
         "Evaluate, sample and save; saving comes last, so a checkpoint includes the rest."
         save = due.save
+        if self.state.step >= self.total_steps:
+            self.bar.close()  # What follows is no step
         if due.evaluate:
             with self.pause_clock():
                 save = self.update_best(self.evaluate()) or save
@@ -498,6 +500,7 @@ class Trainer:
         record = {name: value for name, value in vars(result).items() if name != "history"}
         self.notify("on_end", **record, step=s.step, reason=reason)
         if reason in EXIT_CODES:
+            self.bar.close()
             note(
                 f"Stopped after step {s.step} of {self.total_steps}.",
                 f"{self.checkpoint} contains everything: train(resume=True) resumes the run."
@@ -605,8 +608,7 @@ class Trainer:
         began = time.monotonic()
         if self.shards is None:
             self.model.to(self.accelerator.device)
-        total = len(self.eval_batches) if hasattr(self.eval_batches, "__len__") else None
-        with Progress(total, "Evaluating", "batch", where="silent") as bar:
+        with self._eval_bar() as bar:
             metrics = eval_loss(
                 self.model if self.shards is None else self.wrapped_model,
                 self.objective,
@@ -618,6 +620,15 @@ class Trainer:
             **{f"eval_{name}": value for name, value in metrics.items()},
             eval_seconds=time.monotonic() - began,
         )
+
+    def _eval_bar(self) -> Progress:
+        "A bar for an evaluation that takes more than a second."
+        try:
+            total = len(self.eval_batches)  # type: ignore
+        except TypeError:
+            total = None
+        shown = self.config.progress and self.accelerator.is_main_process
+        return Progress(total, "Evaluating", "batch", enabled=shown, after=1.0)
 
     def update_best(
         self,

@@ -138,7 +138,7 @@ def runs_html(
         differences = compare_runs(*chosen).differences
         rows = [row for row in differences if row["part"] != "machine"]
         body += table(rows, "What differs") if rows else "<p>Nothing differs but the time.</p>"
-    label = clean(f"{len(runs)} runs, {len(chosen)} chosen")
+    label = clean(f"{plural(len(runs), 'run')}, {len(chosen)} chosen")
     return Picture(_RUNS.format(label=label, body=body))
 
 
@@ -268,5 +268,5 @@ class RunBrowser:
         return {
             "application/vnd.jupyter.widget-view+json": view,
             "text/html": str(self.html()),
-            "text/plain": f"RunBrowser: {len(self.listed)} of {len(self.runs)} runs",
+            "text/plain": f"RunBrowser: {len(self.listed)} of {plural(len(self.runs), 'run')}",
         }

@@ -28,7 +28,18 @@ import numpy as np
 from ..config import knob
 from ..data.dataloader import STRATEGIES, Batches, CurriculumConfig, assign
 from ..data.tokenization import TRUNCATIONS, mask_problems, show_mask, tokenize_examples
-from ..display import PALETTE, Picture, clean, grid, svg, table, text, token_boxes, visible
+from trainkit.display import (
+    PALETTE,
+    Picture,
+    clean,
+    grid,
+    plural,
+    svg,
+    table,
+    text,
+    token_boxes,
+    visible,
+)
 from ..tokenizer.bpe_tokenizer import BPETokenizer
 from ..tokenizer.chat import is_bpe_tokenizer, set_template
 from ..tokenizer.chat_template import TEMPLATES
@@ -185,7 +196,8 @@ def _growth(word: bytes, tokenizer: BPETokenizer, limit: int) -> str:
     ids = steps[-1].ids if steps else start
     shown = [Join(-1, -1, start), *steps[:limit]]
     rows = [_merge_row(number, merge, tokenizer) for number, merge in enumerate(shown)]
-    label = f"{visible(word)}: {len(start)} bytes, {len(steps)} merges, {len(ids)} tokens"
+    parts = plural(len(start), "byte"), plural(len(steps), "merge"), plural(len(ids), "token")
+    label = f"{visible(word)}: {', '.join(parts)}"
     notes = ""
     if rest := len(steps) - min(limit, len(steps)):
         notes += _faint(f"{rest} more {'merge' if rest == 1 else 'merges'} to come")
@@ -412,7 +424,7 @@ def draw_rows(
             )
             x += n
     full = sum(int(lengths[i]) for row in rows for i in row) / max(1, max_length * len(rows))
-    label = f"{len(rows)} rows of {max_length} places, {full:.0%} of them filled"
+    label = f"{plural(len(rows), 'row')} of {max_length} places, {full:.0%} of them filled"
     return svg(width, each * len(rows) + 4, label, body)
 
 
@@ -473,7 +485,8 @@ class PackingExplorer(Explorer):
                 for name, (n, full) in values.each.items()
             ]
         )
-        filled = f"{len(rows):,} rows, {values.each[self.strategy][1]:.1%} of their places filled"
+        share = values.each[self.strategy][1]
+        filled = f"{plural(len(rows), 'row')}, {share:.1%} of their places filled"
         return grid(
             _TITLE.format(clean(filled))
             + _FAINT.format(clean(f"{len(values.lengths):,} documents.{cut}{more}"))
