@@ -386,8 +386,7 @@ def predict_memory(
             result.beside = {"checkpoint": sum(copied), "allocator": 0}  # The run does not fit
         else:
             count = kernels(result.products)
-            if extra:
-                count = max(count, min(count + extra, bound_kernels()))
+            count = max(count, min(count + extra, bound_kernels()))
             result.beside = _beside(result.peak, start, steps, sum(copied), count)
     return result
 
