@@ -36,7 +36,7 @@ from torch import nn
 from ..config import seed_everything, to_dict
 from ..files import atomic_folder
 from ..progress import Progress, note
-from ..system import GrowthTrim, bound_kernels, keep_freed_memory
+from ..system import bound_kernels, keep_freed_memory
 from .checkpoint import CheckpointWriter, HasState, Snapshot, StateDict, Stateful
 from trainkit.train.checkpoint import (
     find_checkpoints,
@@ -199,7 +199,6 @@ class Trainer:
         ] = []  # Steps whose numbers are not fetched yet; epoch and batch before
         self.step_batches: list[dict] = []  # Of the last step
         self.grad_norm: float | None = None  # Of the last step whose numbers were fetched
-        self.growth: GrowthTrim | None = None  # Where freed memory is kept
         self.data_seconds = 0.0  # Spent waiting for batches since the last log record
         self.retry = OOMRetry(
             self.config.on_oom, lambda text: self.note(f"Step {self.state.step}: {text}")
@@ -223,7 +222,7 @@ class Trainer:
         stack.enter_context(tf32(c.tf32))
         if on_cpu:
             bound_kernels()
-        self.growth = GrowthTrim() if stack.enter_context(keep_freed_memory(on_cpu)) else None
+        stack.enter_context(keep_freed_memory(on_cpu))
         self._prepare_optimizer(stack)
         self.restore(resume, force)
         if self.folder and main:
@@ -394,8 +393,6 @@ class Trainer:
             ],
         )
         self.bar.update(s.step)
-        if self.growth is not None:
-            self.growth.after_step()
         if self.writer is not None and self.writer.thread is not None and not self.writer.busy:
             self.flush_checkpoint(strict=False)
         self._do(due)
