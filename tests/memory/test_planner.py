@@ -105,6 +105,72 @@ def watched(folder):
     )
 
 
+def saves_best(folder):
+    "A run that evaluates, and saves its best model, between two steps."
+    from trainkit.memory.estimate import MemoryWatch
+    from trainkit.recipes.config import method_config
+    from trainkit.recipes.runner import run
+    from trainkit.system import malloc_used
+    from trainkit.train.trainer import Trainer
+
+    facts, save, start = {}, Trainer.save_model, MemoryWatch.on_start
+
+    def on_start(self, trainer, record):
+        start(self, trainer, record)
+        facts.update(before=self.before, kernels=self.report.beside["kernels"])
+        facts["products"] = len(self.report.products)
+
+    def save_model(self, name, kind):
+        modules, used = {*sys.modules}, malloc_used()
+        save(self, name, kind)
+        facts.setdefault("modules", sorted({*sys.modules} - modules))
+        facts.setdefault("bytes", (malloc_used() or 0) - (used or 0))
+
+    MemoryWatch.on_start, Trainer.save_model = on_start, save_model
+    run(
+        method_config(
+            {
+                "name": "best",
+                "runs_dir": str(folder),
+                "data": dict(path="stdlib", max_chars=200_000, max_length=64),
+                "tokenizer": dict(vocab_size=320),
+                "model": dict(d_model=128, n_heads=2, n_layers=1, d_ff=256, max_seq_len=64),
+                "sampling": dict(max_new_tokens=2),
+                "train": dict(
+                    max_steps=2,
+                    per_device_train_batch_size=8,
+                    eval_strategy="steps",
+                    eval_steps=1,
+                    save_strategy="steps",
+                    save_steps=2,
+                    sample_steps=0,
+                    progress=False,
+                ),
+            }
+        ),
+        verbose=False,
+    )
+    print(json.dumps(facts))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc is the C library of Linux")
+def test_a_model_saved_between_steps_loads_nothing_new(tmp_path):
+    """What its first save imports is there before the level that steps are measured from.
+
+    Else 12 MB of modules fill the free blocks of the heap, and the next step takes new ones.
+    Products that only an evaluation has are predicted as well.
+    """
+    from trainkit.memory.estimate import product_memory
+
+    done = in_child(saves_best, tmp_path, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert [m for m in facts["modules"] if "transformers" in m or "tokenizers" in m] == []
+    assert facts["bytes"] < 3e6, facts["modules"]
+    if size := product_memory():
+        assert facts["kernels"] > facts["products"] * 0.9 * size
+
+
 def test_the_record_of_a_run_holds_both(tmp_path):
     "`run` predicts before the first step and measures in it; the two are close for big tensors."
     from trainkit.train.runs import read_run

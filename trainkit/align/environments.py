@@ -23,7 +23,7 @@ import operator
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -128,7 +128,7 @@ def tool_schema(
     described = dict(re.findall(r"^\s+(\w+)(?: \([^)]*\))?: (.+)$", listed, re.MULTILINE))
     name = getattr(function, "__name__", type(function).__name__)
     try:
-        schema = TypeAdapter(function).json_schema()
+        schema = TypeAdapter(cast(Any, function)).json_schema()
     except Exception as error:  # pydantic has many
         raise ValueError(f"the tool {name} has arguments that JSON cannot hold: {error}") from None
     properties = {
@@ -175,7 +175,7 @@ def call_tool(
     if not isinstance(arguments, dict):
         return f"error: the arguments of {name} must be an object, such as {{}}"
     try:
-        result = TypeAdapter(by_name[name]).validate_python(arguments)
+        result = TypeAdapter(cast(Any, by_name[name])).validate_python(arguments)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         return f"error: {name}: {wrong}"

@@ -44,7 +44,7 @@ class _Recorder:
     def __init__(self, config: SamplingConfig):
         self.cut = bool(config.top_k) or config.top_p < 1 or config.min_p > 0
         self.log_probs: list[float] = []
-        self.kept: Sequence[np.ndarray] = ()
+        self.kept: Any = ()  # (B, bytes)
 
     def __call__(self, logits: Tensor, ids: Tensor) -> None:
         drawn = logits.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)

@@ -397,7 +397,7 @@ class Rollouts:
             completions = [
                 self.tokenizer.decode(ids, skip_special_tokens=True) for ids in completions
             ]
-        columns: dict[str, list] = {
+        columns: dict[str, Any] = {
             name: [self.rows[i].get(name) for i in rows]
             for name in dict.fromkeys(name for i in which for name in self.rows[i])
         }

@@ -276,6 +276,18 @@ class _Step:
         if len(self.ledger.events) > self.marks[-1]:
             self.finish()
 
+    def evaluate(
+        self, batches: Iterable[Mapping[str, Any]]
+    ) -> int:  # Matrix products that the steps before did not have
+        "Compute the loss of these batches without gradients."
+        known = {*self.ledger.products}
+        self.model.eval()
+        with torch.no_grad():
+            for real in batches:
+                with torch.autocast(self.device, self.half) if self.half else nullcontext():
+                    self.compute(self.model, self.ledger.tell(real))
+        return len(self.ledger.products - known)
+
     def checkpoint_sizes(self) -> list[int]:  # Bytes
         "Sizes of the storages that a checkpoint contains."
         states = tree_leaves(list(self.optimizer.state.values()))
@@ -307,6 +319,8 @@ def predict_memory(
     # With `resident` and `batch`: more batches of the run; different sizes waste more of
     # malloc's memory than equal ones
     others: Iterable[Mapping[str, Any]] = (),
+    # With `resident`: batches of the evaluations between the steps, for the products of the latter
+    evaluated: Iterable[Mapping[str, Any]] = (),
     # Called before each step, for example to generate the answers to train on
     before: Callable[[nn.Module], object] | None = None,
     resident: bool = False,  # On a CPU: also what malloc keeps (`beside` of the report)
@@ -366,11 +380,13 @@ def predict_memory(
             step.add_batches(others)
             copied = step.checkpoint_sizes() if copies else []
             steps = _several_steps([*ledger.events], step.marks, in_backward, copied)
+            extra = step.evaluate(evaluated)
     if resident:
         if result.peak > available_memory()[0]:
             result.beside = {"checkpoint": sum(copied), "allocator": 0}  # The run does not fit
         else:
             count = kernels(result.products)
+            count = max(count, min(count + extra, bound_kernels()))
             result.beside = _beside(result.peak, start, steps, sum(copied), count)
     return result
 
@@ -620,6 +636,25 @@ def _others(trainer: "Trainer", batch: Mapping[str, Any] | None) -> list[Mapping
     return [other for other in first if sizes(other) != sizes(batch)]
 
 
+def _evaluated(trainer: "Trainer") -> list[Mapping[str, Any]]:
+    "A batch of each size that an evaluation between two steps has, of the first few sizes."
+    batches, c = trainer.eval_batches, trainer.config
+    if c.eval_strategy == "no" or not hasattr(batches, "join") or not hasattr(batches, "plan"):
+        return []
+    if c.eval_strategy == "steps" and c.eval_steps >= trainer.total_steps:
+        return []
+    if getattr(batches, "cut", False):
+        return []  # A plan of pieces instead of rows
+    own_plan = batches._plan
+    plan = batches.plan(0)
+    batches._plan = own_plan
+    sizes: dict[tuple[int, ...], Mapping[str, Any]] = {}
+    for rows in (plan[-1], *plan[:OTHERS]):  # The last one may have fewer rows
+        batch = batches.join([batches.rows[i] for i in rows])
+        sizes.setdefault(batch_size(batch), batch)
+    return [*sizes.values()]
+
+
 def kernels_kept(
     trainer: "Trainer",  # A `Trainer`
     batch: Mapping[str, Any],  # Of its run
@@ -668,6 +703,7 @@ def predict_run(
         device=device,
         batch=batch,
         others=_others(trainer, batch) if resident and device == "cpu" else (),
+        evaluated=_evaluated(trainer) if resident and device == "cpu" else (),
         before=begin if begins else None,
         resident=resident,
         copies=_saves(trainer),

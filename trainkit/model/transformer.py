@@ -320,7 +320,7 @@ class Decoder(nn.Module):
 def count_logical_parameters(
     model: nn.Module,  # Of any kind; layers of `trainkit.quant` count as if unquantized
     only_trainable: bool = False,  # Leave out frozen parameters
-    without: Iterable[nn.Parameter] = (),  # Parameters that are left out
+    without: Iterable[Tensor] = (),  # Parameters that are left out
 ) -> int:
     "The number of parameters; a shared matrix counts once."
     packed = [

@@ -46,7 +46,7 @@ from ..lora.inject import trainable_report
 from ..memory.estimate import MemoryWatch, check_size, extrapolate, predict_run, room
 from ..memory.estimate import rows_at_once
 from ..memory.offload import OffloadedOptimizer
-from ..model.transformer import count_logical_parameters
+from ..model.transformer import Transformer, count_logical_parameters
 from ..progress import Progress, Stages, StopNow, detect_display, listen, note
 from .config import RunConfig
 from .control import Remote, StageReport
@@ -468,6 +468,18 @@ def _final_metrics(
     return metrics, words
 
 
+def _load_libraries(folder: RunFolder, model: nn.Module) -> None:
+    "Load what charts and saved models need, so that memory between two steps is only theirs."
+    write_curves(folder)  # matplotlib, 30 MB
+    import transformers  # 30 MB with the classes that the first saved model needs
+
+    from trainkit.interop.hf import save_pretrained  # noqa: F401
+
+    own = hf_architecture(model.config) if isinstance(model, Transformer) else None
+    for name in filter(None, ("AutoTokenizer", "AutoModelForCausalLM", own)):
+        getattr(transformers, name)  # transformers imports a class when it is first named
+
+
 def _printer(folder: RunFolder, verbose: bool) -> Callable[..., None]:
     "A function that writes lines to the log of the run, and prints them."
 
@@ -573,8 +585,7 @@ def run(
         say = _printer(folder, verbose)
         _save_inputs(inputs, folder.path)
         if main:
-            # matplotlib takes 30 MB, which are no part of a step, so it is loaded before
-            write_curves(folder)
+            _load_libraries(folder, model)
         trainer.callbacks += _run_callbacks(inputs, folder, callbacks, main, verbose, say)
         say(*plan_lines(inputs, trainer))
         if trainer.accelerator.num_processes == 1:

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 from ..config import ConfigError, load_config
 from ..data.readers import plain_suffix, read_rows
 from ..data.schema import fitting_kinds
-from ..display import plural
 from ..files import show_bytes
 from .form import Advice, Guide, flatten, nested, short_path
 
