@@ -432,7 +432,7 @@ DIAGRAMS = {
     ],
     "08_align": [
         [("pairs", "1"), ("log-probs", "2, 3"), ("DPO, KTO", "4–6"), ("reward model", "7")],
-        [("prompts", "13"), ("rollouts", "12"), ("rewards", "8"), ("PPO, GRPO", "9–11")],
+        [("prompts", "13, 14"), ("rollouts", "12, 15"), ("rewards", "8"), ("PPO, GRPO", "9–11")],
     ],
     "09_eval": [
         [("held-out rows", ""), ("likelihoods", "4, 5"), ("answers", "1, 2, 8")],
@@ -452,7 +452,7 @@ DIAGRAMS = {
         [("memory", "12"), ("processes", "13, 14"), ("shell", "15–18")],
     ],
     "12_widgets": [
-        [("form", "5, 17"), ("run", "2, 3"), ("panel", "1, 4"), ("application", "18")],
+        [("form", "5, 17"), ("run", "2, 3, 19"), ("panel", "1, 4, 18"), ("application", "20")],
         [
             ("explorers", "6–12"),
             ("chats compared", "13"),
