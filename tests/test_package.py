@@ -600,6 +600,7 @@ def test_every_error_reaches_another_process_as_it_was_said(tmp_path):
         "NothingToLearn": (),
         "NotYet": ("there is no file", "write it"),
         "StepTooBig": ("too big",),
+        "StopNow": (),
         "_Gone": ("ended",),
         "_Unknown": (),
         "_Complete": (),

@@ -219,7 +219,7 @@ def test_dpo_is_the_trainer_put_together_by_hand(home, more, reference):
     }
     report, log = done.report.read_text(), (done.folder / "log.txt").read_text()
     assert (
-        "Rewards of the answers, and their margin" in report
+        "Rewards of held-out answers, and their margin" in report
         and f"reference: {reference}" in log
         and "ngine " in log
     )

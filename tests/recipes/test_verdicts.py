@@ -68,7 +68,7 @@ def test_what_is_said_of_held_out_answers(ended, cut, monkeypatch):
     metrics, words = judge.end({"eval_loss": 2.0})
     assert metrics == dict(eval_loss=2.0, base_exact_match=0.25, exact_match=0.75, ended=ended / 4)
     assert words[0] == (
-        "Loss: 2.000. Of 4 held-out questions the base model answers 25.0% right to the letter, "
+        "Loss: 2.000. Of 4 held-out questions the base model answers 25.0% exactly right, "
         f"the tuned one 75.0%; it ended {ended} of its answers by itself"
     )
     assert (len(words) == 2) is cut and ("cut off at the limit" in words[-1]) is cut

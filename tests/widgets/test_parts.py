@@ -149,7 +149,9 @@ def shown(**knobs):
 )
 def test_the_runs_that_a_filter_leaves(words, names, monkeypatch):
     "Numbers are compared as numbers, texts only for being the same, in any case."
-    monkeypatch.setattr(run_browser, "run_facts", lambda run: run.values)
+    monkeypatch.setattr(
+        run_browser, "_facts", lambda run: {k: v for (_, k), v in run.values.items()}
+    )
     runs = [
         shown(name="a", optim_lr=0.002, optim_kind="adam"),
         shown(name="b", optim_lr=0.001, optim_kind="Adam"),
@@ -159,7 +161,9 @@ def test_the_runs_that_a_filter_leaves(words, names, monkeypatch):
 
 
 def test_a_filter_by_what_no_run_has_is_an_error(monkeypatch):
-    monkeypatch.setattr(run_browser, "run_facts", lambda run: run.values)
+    monkeypatch.setattr(
+        run_browser, "_facts", lambda run: {k: v for (_, k), v in run.values.items()}
+    )
     with pytest.raises(ValueError, match="'rate' is no knob and no number of these runs"):
         run_browser.find_runs([shown(name="a", optim_lr=1.0)], "rate>3")
     assert run_browser.find_runs([], "rate>3") == []
