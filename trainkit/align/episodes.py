@@ -18,16 +18,21 @@ __all__ = ['Answer', 'sample_answers', 'derive_seed', 'continuation_ids', 'promp
 # %% ../../nbs/08_align/15_episodes.ipynb #imports-episodes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .environments import CALL_ID, Environment, tool_schema
+from .environments import CALL_ID, Environment, Prompt, tool_schema
 from ..model.generation import SamplingConfig, context_length, decode_rows, eval_mode
 from ..model.generation import text_to_ids
 from ..tokenizer.chat import render
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+    from trainkit.tokenizer.chat import AnyTokenizer
 
 # %% ../../nbs/08_align/15_episodes.ipynb #sample-def
 class Answer(NamedTuple):
@@ -44,7 +49,7 @@ class _Recorder:
     def __init__(self, config: SamplingConfig):
         self.cut = bool(config.top_k) or config.top_p < 1 or config.min_p > 0
         self.log_probs: list[float] = []
-        self.kept: Any = ()  # (B, bytes)
+        self.kept: Sequence[np.ndarray] | np.ndarray = ()  # (B, bytes)
 
     def __call__(self, logits: Tensor, ids: Tensor) -> None:
         drawn = logits.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
@@ -119,13 +124,13 @@ class _Tokenizer(Protocol):
 
 def continuation_ids(
     messages: Sequence[Mapping],  # What comes after an answer, such as [{'role': 'user', …}]
-    tokenizer: Any,  # With a chat template
+    tokenizer: "AnyTokenizer",  # With a chat template
     tools: Sequence[Mapping] | None = None,  # Those of the prompt
 ) -> list[int]:  # ids
     """What a chat template writes between the end of an answer and the beginning of the next.
 
     Raises `ValueError` for a template that does not end answers with the tokenizer's EOS."""
-    answer: dict[str, Any] = dict(role="assistant", content="!")
+    answer: dict[str, object] = dict(role="assistant", content="!")
     if messages[0].get("role") == "tool":
         names = [dict(name=m.get("name") or "tool", arguments={}) for m in messages]
         calls = [dict(type="function", id=CALL_ID, function=name) for name in names]
@@ -136,33 +141,40 @@ def continuation_ids(
     return ids[end + 1 :]
 
 
+def _is_chat(prompt: Prompt) -> "TypeIs[Sequence[Mapping]]":  # Not for an empty one
+    return not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
+
+
 def prompt_to_ids(
-    prompt: Any,  # A text, a list of messages, or ids
+    prompt: Prompt,
     tokenizer: "_Tokenizer | None",  # None where it is ids
     tools: Sequence[Mapping] | None = None,  # For the template to list
 ) -> list[int]:
     "The ids of a prompt; messages are rendered, with the beginning of an answer."
     if isinstance(prompt, str):
-        return text_to_ids(prompt, cast(Any, tokenizer))
-    if isinstance(prompt[0], Mapping):
-        return render(prompt, cast(Any, tokenizer), add_generation_prompt=True, tools=tools)[0]
+        return text_to_ids(prompt, cast("AnyTokenizer", tokenizer))
+    if _is_chat(prompt):
+        return render(
+            prompt, cast("AnyTokenizer", tokenizer), add_generation_prompt=True, tools=tools
+        )[0]
     return [int(token) for token in prompt]
 
 
 def observation_ids(
-    observation: Any,  # A text, a list of messages, or ids
-    prompt: Any,  # The first prompt: its kind decides how a text is written
+    observation: Prompt,
+    prompt: Prompt,  # The first one: its kind decides how a text is written
     tokenizer: "_Tokenizer | None",
     tools: Sequence[Mapping] | None = None,
 ) -> list[int]:
     "The ids of an observation; in a chat, a text is a turn of the user."
-    chat = not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
-    if chat and isinstance(observation, str):
+    if _is_chat(prompt) and isinstance(observation, str):
         observation = [dict(role="user", content=observation)]
     if isinstance(observation, str):
-        return text_to_ids(observation, cast(Any, tokenizer), plain=True)
-    if observation and isinstance(observation[0], Mapping):
-        return continuation_ids(observation, tokenizer, tools)
+        return text_to_ids(observation, cast("AnyTokenizer", tokenizer), plain=True)
+    if not observation:
+        return []
+    if _is_chat(observation):
+        return continuation_ids(observation, cast("AnyTokenizer", tokenizer), tools)
     return [int(token) for token in observation]
 
 # %% ../../nbs/08_align/15_episodes.ipynb #play-def
@@ -258,7 +270,7 @@ def play_episodes(
     return episodes
 
 
-def _as_text(ids: list[int], tokenizer: "_Tokenizer | None", eos: Sequence[int]) -> Any:
+def _as_text(ids: list[int], tokenizer: "_Tokenizer | None", eos: Sequence[int]) -> str | list[int]:
     "An answer as its environment reads it; marks of tool calls are part of it."
     words = [token for token in ids if token not in eos]
     return words if tokenizer is None else tokenizer.decode(words, skip_special_tokens=False)

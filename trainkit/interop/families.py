@@ -317,7 +317,7 @@ def _llama_values(hf: Any, kind: str) -> dict[str, Any]:
     return values
 
 
-def _without_type(rope: Mapping[str, Any]) -> dict[str, Any]:
+def _without_type(rope: Mapping[str, object]) -> dict[str, Any]:
     "Rotary parameters without `type`, an older word for `rope_type`, and without unset ones."
     return {k: v for k, v in rope.items() if k != "type" and v is not None}
 

@@ -386,7 +386,7 @@ def save_adapter(
 
 # %% ../../nbs/05_lora/06_adapters.ipynb #6d9f4aab
 def lora_config(
-    config: Mapping[str, Any],  # PEFT's
+    config: Mapping[str, object],  # PEFT's
     **changes: Any,  # Fields to set to something else
 ) -> LoRAConfig:
     "Translate PEFT's config; keys that `LoRAConfig` does not have are left out."
@@ -407,7 +407,7 @@ class AdapterParts:
 
 
 def adapter_parts(
-    config: Mapping[str, Any],  # PEFT's
+    config: Mapping[str, object],  # PEFT's
     tensors: Mapping[str, Tensor],  # In PEFT's names
 ) -> AdapterParts:  # Raises `ValueError` for tensors that do not fit each other or the config
     "Sort the tensors by purpose (the inverse of peft.utils.save_and_load)."
@@ -559,7 +559,7 @@ _KNOWN_INITS = (None, True, False, "true", "false", "gaussian", "orthogonal", "e
 
 
 def check_adapter_base(
-    config: Mapping[str, Any],  # PEFT's
+    config: Mapping[str, object],  # PEFT's
     folder: str | Path,  # For messages
 ) -> str | None:  # 'pissa', 'olora': PEFT subtracted this start from the base; None: no change
     "Check that the base that the adapter was trained with can be reproduced."

@@ -381,7 +381,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _write_settings(path: Path, settings: Mapping[str, Any]) -> None:
+def _write_settings(path: Path, settings: Mapping[str, object]) -> None:
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -479,7 +479,7 @@ class _FolderMerge:
         self,
         base: _BaseFolder,
         adapter: str | Path,
-        config: Mapping[str, Any],
+        config: Mapping[str, object],
         tensors: Mapping[str, Tensor],
     ):
         self.base = base

@@ -50,6 +50,8 @@ from ..train import optim as adamw8bit
 if TYPE_CHECKING:
     from trainkit.train.trainer import Trainer
 
+_Batch = Mapping[str, Any]  # Name -> tensor; an objective may read other things too
+
 # %% ../../nbs/07_memory/01_memory.ipynb #bd5e5f0a
 def _convert(
     self: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True
@@ -156,7 +158,7 @@ def _several_steps(
         out += [((step, n) if n in born else n, size) for n, size in (*other, *again)]
         if step == 2:
             out += [(("copy", i), size) for i, size in enumerate(copies)]
-    numbers: dict[Any, int] = {}
+    numbers: dict[object, int] = {}
     return [(numbers.setdefault(name, len(numbers)), size) for name, size in out]
 
 
@@ -251,7 +253,7 @@ class _Step:
         if self.host and _on_host(self.optimizer):
             self.ledger.mark(restart=True)
 
-    def backward(self, batch: Mapping[str, Any]) -> None:
+    def backward(self, batch: _Batch) -> None:
         "Add the gradients of a batch."
         with torch.autocast(self.device, self.half) if self.half else nullcontext():
             loss = self.compute(self.model, batch)
@@ -266,7 +268,7 @@ class _Step:
         if self.host and (states := _on_host(self.optimizer)):
             self.ledger.know("host", states)
 
-    def add_batches(self, batches: Iterable[Mapping[str, Any]]) -> None:
+    def add_batches(self, batches: Iterable[_Batch]) -> None:
         "Take another step with these batches."
         for real in batches:
             batch = self.ledger.tell(real)
@@ -277,7 +279,7 @@ class _Step:
             self.finish()
 
     def evaluate(
-        self, batches: Iterable[Mapping[str, Any]]
+        self, batches: Iterable[_Batch]
     ) -> int:  # Matrix products that the steps before did not have
         "Compute the loss of these batches without gradients."
         known = {*self.ledger.products}
@@ -315,12 +317,12 @@ def predict_memory(
     device: str = "cpu",  # Predict for this device; 'cuda' needs a torch built with it
     block: int | None = None,  # Sizes are rounded up to it; None: 512 on a GPU
     # A real batch for the objective, instead of rows of ids; its copy has no data
-    batch: Mapping[str, Any] | None = None,
+    batch: _Batch | None = None,
     # With `resident` and `batch`: more batches of the run; different sizes waste more of
     # malloc's memory than equal ones
-    others: Iterable[Mapping[str, Any]] = (),
+    others: Iterable[_Batch] = (),
     # With `resident`: batches of the evaluations between the steps, for the products of the latter
-    evaluated: Iterable[Mapping[str, Any]] = (),
+    evaluated: Iterable[_Batch] = (),
     # Called before each step, for example to generate the answers to train on
     before: Callable[[nn.Module], object] | None = None,
     resident: bool = False,  # On a CPU: also what malloc keeps (`beside` of the report)
@@ -585,7 +587,7 @@ def meta_copy(
     "A function that makes the model again, layer by layer, without its numbers."
 
     def make() -> nn.Module:
-        memo: dict[int, Any] = {}
+        memo: dict[int, Tensor] = {}
         for x in _tensors(model):
             empty = torch.empty(x.shape, dtype=x.dtype)
             memo[id(x)] = (
@@ -620,7 +622,7 @@ def _saves(trainer: "Trainer") -> bool:
 OTHERS = 4
 
 
-def _others(trainer: "Trainer", batch: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+def _others(trainer: "Trainer", batch: _Batch | None) -> list[_Batch]:
     "The first batches of a step that has several, without those of the size of the largest one."
     batches, count = trainer.train_batches, min(OTHERS, trainer.config.gradient_accumulation_steps)
     if count < 2 or batch is None or not hasattr(batches, "join") or not hasattr(batches, "plan"):
@@ -630,13 +632,13 @@ def _others(trainer: "Trainer", batch: Mapping[str, Any] | None) -> list[Mapping
     batches._plan = own_plan
     first = [batches.join([batches.rows[i] for i in rows]) for rows in plan]
 
-    def sizes(batch: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    def sizes(batch: _Batch) -> list[tuple[int, ...]]:
         return [tuple(x.shape) for x in batch.values() if hasattr(x, "shape")]
 
     return [other for other in first if sizes(other) != sizes(batch)]
 
 
-def _evaluated(trainer: "Trainer") -> list[Mapping[str, Any]]:
+def _evaluated(trainer: "Trainer") -> list[_Batch]:
     "A batch of each size that an evaluation between two steps has, of the first few sizes."
     batches, c = trainer.eval_batches, trainer.config
     if c.eval_strategy == "no" or not hasattr(batches, "join") or not hasattr(batches, "plan"):
@@ -648,7 +650,7 @@ def _evaluated(trainer: "Trainer") -> list[Mapping[str, Any]]:
     own_plan = batches._plan
     plan = batches.plan(0)
     batches._plan = own_plan
-    sizes: dict[tuple[int, ...], Mapping[str, Any]] = {}
+    sizes: dict[tuple[int, ...], _Batch] = {}
     for rows in (plan[-1], *plan[:OTHERS]):  # The last one may have fewer rows
         batch = batches.join([batches.rows[i] for i in rows])
         sizes.setdefault(batch_size(batch), batch)
@@ -657,7 +659,7 @@ def _evaluated(trainer: "Trainer") -> list[Mapping[str, Any]]:
 
 def kernels_kept(
     trainer: "Trainer",  # A `Trainer`
-    batch: Mapping[str, Any],  # Of its run
+    batch: _Batch,  # Of its run
     products: set[tuple],  # The different ones of a step with it
 ) -> int:  # At most `bound_kernels`
     "How many different matrix products a run has: batches of another size need others."
@@ -676,7 +678,7 @@ def predict_run(
     rows: int = 1,  # Of one forward pass
     tokens: int = 2,  # Of a row
     # Instead of those, a batch of the run: for an objective that reads more than rows of text
-    batch: Mapping[str, Any] | None = None,
+    batch: _Batch | None = None,
     resident: bool = True,  # Also what malloc keeps on a CPU, which takes longer
 ) -> MemoryReport:  # Raises what the objective raises for a batch of `input_ids` and `labels`
     "The memory of a trainer's steps, predicted without its numbers."
@@ -717,7 +719,7 @@ def predict_run(
 
 # %% ../../nbs/07_memory/02_prediction.ipynb #f5c08862
 def batch_size(
-    batch: Mapping[str, Any],
+    batch: _Batch,
 ) -> tuple[int, int]:  # (0, 0) where there are no ids
     "Rows of a batch, and tokens of a row; of a pair those of the prompt and of both answers."
     ids = [x for name, x in batch.items() if name.endswith("input_ids") and x.ndim == 2]
@@ -725,7 +727,7 @@ def batch_size(
 
 
 def computed_tokens(
-    batch: Mapping[str, Any],
+    batch: _Batch,
 ) -> int:
     "Tokens that a batch takes memory for: pairs are computed without their padding."
     if "chosen_input_ids" not in batch:
@@ -786,7 +788,7 @@ def check_size(
     rows: int,  # Of the batch
     tokens: int,  # Of a row; 0 where nobody knows
     needs: int,  # Bytes that a step was predicted to take
-    say: Callable[[str], Any],  # Is told what may not fit
+    say: Callable[[str], object],  # Is told what may not fit
 ) -> None:  # Raises `MemoryError` for what cannot fit in main memory; a GPU retries with fewer rows
     "Compare the prediction with the memory there is, before the first step."
     total, free = room(trainer)
@@ -835,12 +837,12 @@ class MemoryWatch:
         self.known: dict[tuple[int, ...], MemoryReport | None] = {}
         self.most = 0  # Tokens that were computed for the largest batch that came
         self.largest = (0, 0)  # Its rows and tokens, and the batch
-        self.batch: Mapping[str, Any] | None = None
+        self.batch: _Batch | None = None
         self.before, self.highest, self.held = 0, 0, 0
         self.libraries = 0  # Bytes that kernels keep
 
     def predict(
-        self, trainer: "Trainer", rows: int, tokens: int, batch: Mapping[str, Any] | None = None
+        self, trainer: "Trainer", rows: int, tokens: int, batch: _Batch | None = None
     ) -> None:
         "Of one size of batch, once."
         size = rows, tokens, rows * tokens if batch is None else computed_tokens(batch)

@@ -197,7 +197,7 @@ class Ledger(TorchDispatchMode):
 
     def tell(
         self,
-        batch: Mapping[str, Any],  # Of a run, with tensors that have data
+        batch: Mapping[str, object],  # Of a run, with tensors that have data
     ) -> dict[str, Any]:  # The same without data; shapes may depend on its whole numbers
         """Take in a batch within a `FakeTensorMode`.
 

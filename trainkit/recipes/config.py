@@ -56,7 +56,7 @@ _BITS = {"quantization_bit", "load_in_8bit", "load_in_4bit", "bits"}
 
 
 def read_method(
-    words: Mapping[str, Any],  # Of a config: dotted key -> value
+    words: Mapping[str, object],  # Of a config: dotted key -> value
     under: str | None = None,  # The method so far, which `finetuning_type` alone is a part of
 ) -> dict[str, Any]:  # Knob -> value: `method`, and perhaps `use_lora`, `quant.bits` and a loss
     "Read `stage: sft` with `finetuning_type: lora` and the like as one method."
@@ -490,7 +490,7 @@ def method_config(
     return load_config(RunConfig, source or {}, overrides, profile, **defaults)
 
 
-def _refuse_early(overrides: Sequence[str], defaults: Mapping[str, Any]) -> None:
+def _refuse_early(overrides: Sequence[str], defaults: Mapping[str, object]) -> None:
     "Raise what is wrong in every profile before torch is loaded to find out which one it is."
     if "torch" in sys.modules or os.environ.get("TRAINKIT_PROFILE"):
         return
@@ -714,7 +714,7 @@ def own_presets() -> dict[str, Preset]:  # Sections `[strategy.NAME]` of setting
 
 
 def _nested(
-    flat: Mapping[str, Any],
+    flat: Mapping[str, object],
 ) -> dict[str, Any]:  # {'optim.learning_rate': 1} -> {'optim': {'learning_rate': 1}}
     out: dict[str, Any] = {}
     for key, value in flat.items():

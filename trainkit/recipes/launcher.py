@@ -227,7 +227,7 @@ def _take_scheduler(left: _Json, knobs: _Json) -> list[Problem]:
     return problems
 
 
-def _check_offload(zero: Mapping[str, Any], stage: object) -> list[Problem]:
+def _check_offload(zero: Mapping[str, object], stage: object) -> list[Problem]:
     problems = []
     if _offloads(zero.get("offload_param")) and stage != 3:
         remedy = f"needs stage 3, and this is stage {stage}"
@@ -826,7 +826,7 @@ def start(
     return line
 
 
-def _differences(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> _Json:
+def _differences(config: Mapping[str, object], defaults: Mapping[str, Any]) -> _Json:
     "The values of a config that are not its defaults."
     out = {}
     for key, value in config.items():

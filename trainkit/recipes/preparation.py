@@ -63,6 +63,7 @@ from ..tokenizer.chat import render_batch, set_template
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from trainkit.tokenizer.chat import AnyTokenizer
     from trainkit.train.trainer import Trainer
 
 # %% ../../nbs/11_recipes/06_preparation.ipynb #b7bc6c0e
@@ -71,7 +72,7 @@ EOS = "<|endoftext|>"
 # %% ../../nbs/11_recipes/06_preparation.ipynb #home-questions
 def questions(
     rows: Sequence[Mapping],  # Of kind prompt_completion, instruction, messages or reasoning
-    tokenizer: Any,  # With a chat template
+    tokenizer: "AnyTokenizer",  # With a chat template
     limit: float,  # Tokens that the model reads and writes
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
     train_reasoning: bool = True,  # The answer holds the chain of thought, too
@@ -114,7 +115,7 @@ class RunInputs:
     max_length: int = 0  # Tokens that a row may have
     new_tokens: int = 0  # Tokens that the chat format added to the model
     questions: list[dict] = field(default_factory=list)  # Held-out questions to ask
-    objective: Any = None  # (model, batch) -> `Loss`; None: next tokens
+    objective: Callable | None = None  # (model, batch) -> `Loss`; None: next tokens
     causal: Any = None  # The language model, where `model` puts another head on it
     plan: list[str] = field(default_factory=list)  # Lines about the data, before the first step
     callbacks: list = field(default_factory=list)  # For the trainer
@@ -124,7 +125,7 @@ class RunInputs:
     row_config = ""  # The config group that decides how examples become rows
 
     @property
-    def identity(self) -> dict[str, Any]:  # As JSON can hold it
+    def identity(self) -> dict[str, object]:  # As JSON can hold it
         "What makes it this run besides model and loop: the data, and how they become rows."
         c = self.config
         names = ["curriculum", *[self.row_config] * bool(self.row_config)]
@@ -225,7 +226,7 @@ def prepare_tokenizer(
     config: TokenizerConfig,
     rows: list[dict],  # To learn from: rows of text, or of questions and answers
     saved: Path | None = None,  # Where an interrupted run may have left one
-) -> Any:
+) -> BPETokenizer:
     "Take a tokenizer from a folder, or learn one."
     if saved and (saved / "tokenizer.json").exists():
         return BPETokenizer.load(saved)
@@ -308,7 +309,7 @@ def make_batches(
     config: RunConfig,
     train: Sequence,  # Rows
     test: Sequence,
-    tokenizer: Any,  # Says what stands in the padding
+    tokenizer: "AnyTokenizer",  # Says what stands in the padding
     grouped: bool = False,  # Rows of one length together
     kind: type[Batches] = Batches,
 ) -> tuple[
@@ -673,7 +674,9 @@ def _base(
     return model, tokenizer, len(tokenizer) - known
 
 
-def _asked(rows: Sequence[Mapping], tokenizer: Any, model: Any, most: int) -> list[dict]:
+def _asked(
+    rows: Sequence[Mapping], tokenizer: "AnyTokenizer", model: nn.Module, most: int
+) -> list[dict]:
     "Held-out prompts as questions, with the chosen answer as what is expected."
     if not most or not getattr(tokenizer, "chat_template", None):
         return []

@@ -113,7 +113,7 @@ def forward_inputs(
 
 def to_model_device(
     model: nn.Module,
-    batch: Mapping[str, Any],  # Tensors and anything else, perhaps fresh from a collator
+    batch: Mapping[str, object],  # Tensors and anything else, perhaps fresh from a collator
 ) -> dict[str, Any]:  # Unchanged for weights on the CPU, which may be there to save GPU memory
     "A batch with its tensors on the GPU where the model is."
     device = next((p.device for p in model.parameters()), None)

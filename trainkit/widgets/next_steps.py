@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from ..config import load_config
@@ -41,8 +41,11 @@ if TYPE_CHECKING:
     from ipywidgets import Widget
 
     from trainkit.recipes.config import RunConfig
+    from trainkit.recipes.final_project import Opened
+    from trainkit.widgets.labeler import AnswerPair
     from trainkit.widgets.panel import TrainerPanel
 
+_T = TypeVar("_T")
 _Prompt = str | list[dict[str, str]]  # A text, or messages
 
 # %% ../../nbs/12_widgets/18_next_steps.ipynb #next-html
@@ -202,7 +205,7 @@ def preference_config(
 ) -> "RunConfig":
     "The config of a DPO run on labels of a run's answers."
     config, length = run.config, min(run.config.data.max_length, 1024)
-    values: dict[str, Any] = dict(
+    values: dict[str, object] = dict(
         method="dpo",
         name=f"{run.name}-dpo",
         runs_dir=run.path(run.folder.parent),
@@ -350,7 +353,7 @@ class NextAction(Page):
         self.widget.children = [head, self.fields, self.says, self.alert, self.opened]
         self.widget.add_class("trainkit-action")
 
-    def guarded(self, do: Callable[[], Any]) -> Any:  # None where it failed
+    def guarded(self, do: Callable[[], _T]) -> _T | None:  # None where it failed
         "Call `do`, and show the first sentence of the error that it raises."
         self.put(self.alert, "")
         try:
@@ -414,7 +417,7 @@ class NextSteps:
         key: str = "next",  # Of its pages: those of another one with the same key are closed
     ):
         self.run, self.open_panel, self.script, self.key = run, open_panel, script, key
-        self.models: dict[str, tuple[Any, Any]] = {}  # Folder -> model and tokenizer
+        self.models: dict[str, Opened] = {}  # Folder -> model and tokenizer
         self.panel: TrainerPanel | None = None  # The one for the labels
         self.closed = False
         W = widgets()
@@ -439,7 +442,7 @@ class NextSteps:
         "What can be chosen before an action."
         W = widgets()
 
-        def field(make: "type[Widget]", word: str, width: str, **options: Any) -> Any:
+        def field(make: Callable[..., _T], word: str, width: str, **options: object) -> _T:
             style, layout = dict(description_width="initial"), W.Layout(width=width)
             return make(description=word, layout=layout, style=style, **options)
 
@@ -532,7 +535,7 @@ class NextSteps:
 
     # What the actions do, in a thread
 
-    def load(self, source: str | Path, action: NextAction) -> tuple[Any, Any]:
+    def load(self, source: str | Path, action: NextAction) -> "Opened":
         "A model and its tokenizer, read once."
         from trainkit.config import pick_device
         from trainkit.interop.hf import load_pretrained
@@ -550,7 +553,9 @@ class NextSteps:
         if all(self.actions[name].close_opened is None for name in names):
             self.models.clear()
 
-    def _talk(self, models: dict[str, Any], name: str) -> "tuple[Widget, Callable[[], object]]":
+    def _talk(
+        self, models: "dict[str, Opened]", name: str
+    ) -> "tuple[Widget, Callable[[], object]]":
         from trainkit.widgets.chat_compare import ChatCompare
 
         chat = ChatCompare(models, key=f"{self.key} {name} page", max_new_tokens=self.length.value)
@@ -599,7 +604,7 @@ class NextSteps:
         action.say(f"The labels are kept in {self.run.path(file)}.")
         return labeler.widget, labeler.close
 
-    def _sample(self, action: NextAction) -> tuple[list[dict[str, Any]], dict[str, object]]:
+    def _sample(self, action: NextAction) -> "tuple[list[AnswerPair], dict[str, object]]":
         "Two answers to each question, in small groups, so that the page shows the progress."
         from trainkit.align.reference import model_fingerprint
         from trainkit.widgets.labeler import sample_pairs
@@ -608,7 +613,7 @@ class NextSteps:
         knobs = dict(temperature=self.temperature.value, max_new_tokens=self.length.value)
         model, tokenizer = self.load(self.run.model, action)
         prompts = [asked[i % len(asked)] for i in range(count)]
-        pairs: list[dict[str, Any]] = []
+        pairs: list[AnswerPair] = []
         failed: ValueError | None = None
         for start in range(0, count, 4):
             done = f"{start} of {count}"
@@ -688,7 +693,7 @@ class NextSteps:
     def _code(self, action: NextAction):
         W = widgets()
 
-        def field(make: "type[Widget]", word: str, text: str, **options: Any) -> "Widget":
+        def field(make: Callable[..., _T], word: str, text: str, **options: object) -> _T:
             style, layout = dict(description_width="50px"), W.Layout(width="98%", **options)
             return make(value=text, description=word, style=style, layout=layout)
 

@@ -183,10 +183,10 @@ def read_questions(
     return list(questions.values())
 
 
-def _question(row: Mapping[str, Any]) -> str | list[dict]:  # Empty where there is none
+def _question(row: Mapping[str, object]) -> str | list[dict]:  # Empty where there is none
     "What comes before the answer of a row."
-    if isinstance(row.get("prompt"), (str, list)):
-        return row["prompt"]
+    if isinstance(prompt := row.get("prompt"), (str, list)):
+        return prompt
     try:
         turns = [dict(role=m["role"], content=m["content"]) for m in to_messages(row)]
     except ValueError:
@@ -471,11 +471,11 @@ def _application(folder: Path, home: Path, ready: Callable[[str], object]) -> ty
             return KernelSpec(resource_dir=str(home), **quiet)
 
     class Kernels(AsyncMappingKernelManager):
-        def cwd_for_path(self, path: str, **options: Any) -> str:
+        def cwd_for_path(self, path: str, **options: object) -> str:
             return str(folder)
 
     class Application(Voila):
-        def initialize(self, argv: Any = None) -> None:
+        def initialize(self, argv: list[str] | None = None) -> None:
             self.config.VoilaConfiguration.kernel_spec_manager_class = Specs
             self.config.VoilaConfiguration.multi_kernel_manager_class = Kernels
             super().initialize(argv)
