@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..charts import bars, draw_svg
 from ..display import Picture
 from ..files import show_bytes
+from ..model.layers import in_fast_products
 
 # %% ../../nbs/07_memory/03_tracker.ipynb #03af79b7
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary", "other")
@@ -87,7 +88,7 @@ def _value_of_leaf(x: Any) -> Any:
 
 
 def _products_in_bf16() -> bool:
-    return torch.backends.mkldnn.matmul.fp32_precision == "bf16"  # type: ignore
+    return in_fast_products() > 0
 
 
 @dataclass
