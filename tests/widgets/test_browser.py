@@ -764,13 +764,11 @@ def test_a_panel_for_each_method(browser, lab, scheme):
         ), title
         assert panel.get_by_role("alert").count() == 0
         panel.locator('.lm-TabBar-tab:has-text("Code")').click()
-        panel.locator("button:text-is('Copy as code')").click()
+        panel.locator("button:text-is('Copy as code'):visible").click()
         page.wait_for_function(
-            (
-                "i => document.querySelectorAll('.jp-OutputArea-output "
-                "textarea')[i]?.value.includes('load_config(RunConfig')"
-            ),
-            arg=i,
+            "panel => [...panel.querySelectorAll('textarea')].some(e => "
+            "e.value.includes('load_config(RunConfig'))",
+            arg=panel.element_handle(),
         )
     photograph(page, len(shown), f"methods-{scheme}")
     assert not errors and os.listdir(lab[1] / "small"), errors
