@@ -199,9 +199,7 @@ def open_notebook(browser, lab, name, cells, **look):
     address, folder = lab
     write_notebook(folder / name, cells)
     page = browser.new_page(**look)
-    page.set_default_timeout(
-        int(os.environ.get("STORY_T", "240000"))
-    )  # A busy machine is no failure
+    page.set_default_timeout(240_000)  # A busy machine is no failure
     page.goto(f"{address}/doc/tree/{name}", wait_until="domcontentloaded")
     page.wait_for_selector(".jp-Notebook .jp-Cell")
     page.wait_for_function(
