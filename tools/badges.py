@@ -115,6 +115,11 @@ def install(source):
     why = "only their data is used"
     if ".gguf" in source:
         course, why = [*course, "gguf"], f"{why}; what gguf needs is here already"
+    if ".arun(" in source:  # Else Colab takes in no click while a cell waits
+        course, why = (
+            [*course, "jupyter-ui-poll"],
+            f"{why}; the last one: buttons work while a cell waits",
+        )
     cell = CELL.replace("DATA", pip_call(course)).replace("WHY", why)
     return INSTALL + cell
 

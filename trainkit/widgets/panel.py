@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from html import escape
@@ -38,7 +39,7 @@ from .drawing import live_curves
 from .form import Form, close_all, notebook, claim_cell, replaced_by, widgets
 from .next_steps import NextSteps, TrainedRun
 from .session import ACTIVE, FoundRun, RunSnapshot, TrainSession, capture_output
-from .session import find_run
+from .session import find_run, note_origin
 from .settings import run_guide
 from .waiting import await_until, why_blocked
 
@@ -125,6 +126,8 @@ class TrainerPanel:
         self.next: NextSteps | None = None  # The tab for a run that has ended
         self.inside = False  # Whether it is shown inside another panel
         self.own_presets, self.given = presets, config
+        self.opened_with = deepcopy(config)  # As the cell gives it, whatever the form changes
+        self.unnoted: TrainSession | None = None  # Its folder does not yet tell of this panel
         self.form = Form(
             config, presets=self._presets(config), changed=self._changed, guide=run_guide()
         )
@@ -169,19 +172,26 @@ class TrainerPanel:
         return TrainSession.attach(found.folder)
 
     def look_at_found(self) -> bool:
-        "Show the run of an earlier kernel, with its curves and its samples."
+        "Show the run of an earlier kernel, with its curves, its samples and the tab Next."
+        if not self._take_found():
+            return False
+        self._watch()  # Which ends at once, and shows the end, where nothing runs
+        return True
+
+    def _take_found(self) -> bool:
         if self.found is None or self.session.snapshot().state in ACTIVE:
             return False
         self.session = self._session_of(self.found)
         self.drawn_version, self.finished = -1, True
-        if self.session.snapshot().state in ACTIVE:
-            self._watch()
         return True
 
     def continue_found(self) -> bool:
         "Continue the run of an earlier kernel from its last checkpoint, with its own settings."
-        if not self.look_at_found():
+        if not self._take_found():
             return False
+        if self.session.snapshot().state in ACTIVE:  # Another panel has continued it
+            self._watch()
+            return True
         self.form.set(self.session.config)
         return self.start(resume=True)
 
@@ -234,7 +244,9 @@ class TrainerPanel:
         self.start_button = button(
             "Start", "play", "Train with the settings above", self.start, "success"
         )
-        self.pause_button = button("Pause", "pause", "Pause after this step", self.toggle)
+        self.pause_button = button(
+            "Pause", "pause", "Pause after this step, and write a checkpoint", self.toggle
+        )
         self.stop_button = button(_STOP[False], "stop", _STOP_HINTS[False], self.stop, "danger")
         self.resume_button = button(
             "Continue",
@@ -403,7 +415,7 @@ class TrainerPanel:
             config = self.form.read()
             if self.prompt.value and not config.prompts:
                 config.prompts = [self.prompt.value]
-            self.session = TrainSession(config, self.job)
+            self.session = self.unnoted = TrainSession(config, self.job)
         self.session.start("process" if self.place.value == PROCESS else "thread", resume)
         self._watch()
         return True
@@ -423,7 +435,12 @@ class TrainerPanel:
             self.finish()
 
     def toggle(self):
-        return self.session.pause() or self.session.resume()
+        "Pause, with a checkpoint, since a paused run may not outlive its kernel; or resume."
+        if not self.session.pause():
+            return self.session.resume()
+        if self.session.run_state.phase == "training":
+            self.session.save()
+        return True
 
     def stop(self):
         return self.session.stop()
@@ -565,6 +582,10 @@ class TrainerPanel:
     def refresh(self, force: bool = False) -> RunSnapshot:
         "Show what is new."
         now = self.session.snapshot()
+        if self.unnoted is self.session and now.folder and Path(now.folder).is_dir():
+            self.unnoted = None
+            with suppress(OSError):
+                note_origin(now.folder, self.opened_with)
         with self.lock:
             if self.closed or (now.version == self.drawn_version and not force):
                 return now
@@ -675,7 +696,7 @@ class TrainerPanel:
 
     def _open_below(self, config: "RunConfig") -> "TrainerPanel":
         "A panel for another run, inside this one."
-        panel = TrainerPanel(config, job=self.job, key=f"{self.key} below")
+        panel = type(self)(config, job=self.job, key=f"{self.key} below")
         panel.inside = True
         panel.predict_soon()
         return panel

@@ -14,10 +14,12 @@ while the run continues. It comes from a `RunState`, which listens to a trainer 
 
 # %% auto #0
 __all__ = ['HIDDEN', 'STATES', 'ACTIVE', 'extremes', 'Curve', 'RunSnapshot', 'RunState', 'capture_output', 'TrainSession',
-           'FoundRun', 'look_at_run', 'find_run']
+           'FoundRun', 'look_at_run', 'note_origin', 'find_run']
 
 # %% ../../nbs/12_widgets/02_session.ipynb #imports-session
 import asyncio
+import hashlib
+import json
 import math
 import os
 import re
@@ -40,7 +42,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 from ..charts import thin
-from ..config import save_config
+from ..config import save_config, to_dict
+from ..files import write_atomic
 from ..progress import Clock, Progress, Stage, Stages, StopNow, listen
 from ..recipes.control import LogTail, write_state, send, read_state
 from ..train.config import EXIT_CODES, Control
@@ -934,18 +937,42 @@ def look_at_run(
     )
 
 
+_ORIGIN = "panel.json"  # In a run folder: from which config its panel was opened
+
+
+def _fingerprint(config: object) -> str:
+    text = json.dumps(to_dict(config), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def note_origin(
+    folder: str | Path,  # Of a run
+    config: object,  # That of the cell, before anything was changed in the form
+) -> None:
+    "Note from which config the panel of a run was opened, so that `find_run` finds the run by it."
+    write_atomic(Path(folder) / _ORIGIN, json.dumps(dict(config=_fingerprint(config))))
+
+
 def find_run(
     config: object,  # With a `folder`, which earlier runs may have, or `folder-2` and so on
-) -> FoundRun | None:  # The latest one of the same method
+) -> FoundRun | None:  # The latest one of the same method, or of a panel opened with this config
     "The run that an earlier kernel or another process has begun with this config."
     wanted = getattr(config, "folder", None)
     if not isinstance(wanted, Path) or not wanted.parent.is_dir():
         return None
     name = re.compile(re.escape(wanted.name) + r"(-\d+)?")
     times: dict[Path, float] = {}
+    opened = json.dumps(dict(config=_fingerprint(config)))
     for folder in wanted.parent.iterdir():
-        file = folder / "config.yaml"
-        if name.fullmatch(folder.name) and file.is_file():
+        file, origin = folder / "config.yaml", folder / _ORIGIN
+        try:
+            ours = origin.read_text(encoding="utf-8") == opened
+        except OSError:
+            ours = False
+        if ours and file.is_file():
+            log = folder / "metrics.jsonl"
+            times[folder] = (log if log.exists() else file).stat().st_mtime
+        elif name.fullmatch(folder.name) and file.is_file():
             method = re.search(r"^method: *(\S+)", file.read_text(encoding="utf-8"), re.M)
             if method and method[1].strip("'\"") != getattr(config, "method", ""):
                 continue
