@@ -227,16 +227,30 @@ class StageReport:
 
     @contextlib.contextmanager
     def followed(self, folder: Path) -> Iterator[None]:
-        "Report to this folder; at the end of the block the run has ended, if not its process."
+        """Report to this folder; at the end of the block the run has ended, if not its process.
+
+        Where a run was refused before it wrote anything, the state is what it was before."""
         self.folder, born = folder, _born(os.getpid()) or time.time()
+        state, records = folder / ".control" / "state.json", folder / "metrics.jsonl"
+        before = state.read_text(encoding="utf-8") if state.is_file() else None
+        size = records.stat().st_size if records.is_file() else None
         for path in (folder / ".control").glob("[0-9]*"):
             if int(path.name.split("-")[0]) < born * 1e9:  # For a run that was killed
                 path.unlink(missing_ok=True)
+        refused = False
         try:
             yield
+        except ValueError:
+            refused = records.is_file() and records.stat().st_size == size
+            raise
         finally:
             with contextlib.suppress(OSError):
-                write_state(folder, "ended")
+                if not refused:
+                    write_state(folder, "ended")
+                elif before is not None:
+                    write_atomic(state, before)
+                else:
+                    state.unlink(missing_ok=True)
 
     def look(self, folder: Path) -> None:
         "Obey waiting orders, and record the stage."
