@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainkit.data.text_checks import DEFECTS, mask_personal, repair
@@ -668,6 +668,7 @@ COLUMN = st.sampled_from(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.dictionaries(COLUMN, VALUE), max_size=8))
+@example([dict(prompt="", completion="", label=0), dict(prompt="", completion="", label=[])])
 def test_nothing_breaks_the_doctor(rows):
     report = check_examples(rows, rows)
     assert "check_failed" not in report, report

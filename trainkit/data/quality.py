@@ -437,7 +437,9 @@ def classes(case: Case) -> Iterator[Finding]:
     rows = case.train
     labels: dict[str, list] = {}
     if rows.kind == "unpaired":
-        labels["label"] = [row["label"] for row in rows.rows]
+        values = [row["label"] for row in rows.rows]
+        # Other labels are errors, which the check of columns reports
+        labels["label"] = [value for value in values if isinstance(value, (str, int, float))]
     answers = (
         _answers(rows) if rows.kind not in ("text", "prompt", "unpaired", "preference") else []
     )
