@@ -31,8 +31,8 @@ KNOBS = "\nFields, which a config file and the command line call by the same nam
 
 
 def anchor(heading):
-    "Jupyter's anchor of a heading, which the links between lessons use."
-    return heading.strip().replace(" ", "-")
+    "Jupyter's anchor of a heading: its text, without the marks of code, hyphens for spaces."
+    return heading.strip().replace("`", "").replace(" ", "-")
 
 
 def cell_text(text):
@@ -184,6 +184,7 @@ class Reference:
                 self.add_module(name)
             else:
                 self.top[name] = final(member).path
+        self.drop_twins()
         for public in self.public.values():
             self.names[public.rpartition(".")[2]] = public
 
@@ -217,7 +218,16 @@ class Reference:
             and not str(getattr(t, "value", "")).startswith("TypeVar")
         ]
         self.pages[module.path] = {module.path: targets}
-        self.public |= {t.path: t.path for t in targets}
+        for target in targets:
+            self.public.setdefault(target.path, target.path)
+
+    def drop_twins(self):
+        "A name stands on one page: that of the package which exports it, not of a root module."
+        for page, modules in self.pages.items():
+            for path, targets in modules.items():
+                modules[path] = [
+                    t for t in targets if self.public[t.path].rpartition(".")[0] == page
+                ]
 
     def linked(self, text, seen=None):
         """Markdown with public names in backticks as links; each once, given the names `seen`.
