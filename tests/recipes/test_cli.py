@@ -515,6 +515,10 @@ def test_data_from_a_first_look_to_shards_that_train(demo, tmp_path):
         ("test.csv", "c.csv"),
     ):
         assert (tmp_path / one).read_bytes() == (tmp_path / other).read_bytes()
+    (tmp_path / "half.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"topic": "c"}])))
+    parts = "--train-output", "t.jsonl", "--eval-output", "e.jsonl", "--skip-bad"
+    skipped = call("data", "split", "half.jsonl", *parts, cwd=tmp_path)
+    assert "200 rows" in skipped.stdout and "half.jsonl, line 201" in skipped.stdout, skipped.stderr
     clean, leak = (
         call("data", "check", "train.jsonl", "--eval", held, "--json", cwd=tmp_path)
         for held in ("eval.jsonl", "train.jsonl")

@@ -1056,6 +1056,18 @@ def test_a_script_of_trl_keeps_its_method_and_the_sense_of_its_words(script, ada
     assert bool(config.use_lora) is adapter and (not adapter or config.lora.r == 4)
 
 
+@pytest.mark.parametrize(
+    "kind, method, use_lora", [("SFT", "lora", None), ("DPO", "dpo", True), ("GRPO", "grpo", True)]
+)
+def test_an_adapter_without_arguments_is_an_adapter(kind, method, use_lora, tmp_path):
+    made = f"{kind}Trainer(model='tiny/base', args={kind}Config(), peft_config=LoraConfig())"
+    (tmp_path / "script.py").write_text(f"trainer = {made}\n")
+    config, _ = convert_config(tmp_path / "script.py")
+    assert config.method == method and (use_lora is None or config.use_lora)
+    (tmp_path / "script.py").write_text(f"trainer = {made.replace('LoraConfig()', 'None')}\n")
+    assert not convert_config(tmp_path / "script.py")[0].use_lora
+
+
 def test_a_word_at_the_top_goes_to_the_group_of_its_method():
     "In a file, and as flags; where nothing tells the method, a word with two meanings is refused."
     words = dict(beta=0.04, epsilon=0.1, temperature=0.7)

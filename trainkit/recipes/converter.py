@@ -2289,7 +2289,8 @@ def _find_method(
         return METHOD_NAMES.get(groups[0], groups[0]), f"follows from training.{groups[0]}"
     if any(k.startswith("dpo.") for k in knobs):
         return "dpo", "follows from its beta"
-    if any(k.startswith("lora.") for k in knobs) and not switch:
+    adapted = any(s.path[-1] == "peft_config" and s.value is not None for s in settings)
+    if (adapted or any(k.startswith("lora.") for k in knobs)) and not switch:
         return "lora", "follows from the adapter"
     if "init_from" in knobs:
         return "sft", "a trained model is fine-tuned"
@@ -2450,6 +2451,7 @@ class _Conversion:
         made = {
             name.lower() for choice in self.choices.values() for name in choice.setting.path[:-1]
         }
+        made |= {s.path[-1] for s, _ in self.meanings if s.value is not None}
         values |= _adapter(self.words, self.method, bool(made & {"loraconfig", "peft_config"}))
         for key, value in self.final.items():
             group, _, name = key.rpartition(".")

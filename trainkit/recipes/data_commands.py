@@ -58,6 +58,10 @@ Column = Annotated[
 ]
 Encoding = Annotated[str, typer.Option(help="How the characters of the file are written.")]
 _Force = Annotated[bool, typer.Option("--force", help="Write over files that are there.")]
+_SkipBad = Annotated[
+    bool,
+    typer.Option("--skip-bad", help="Leave out rows that are no examples, and name them."),
+]
 
 
 def read_file(
@@ -86,6 +90,16 @@ def read_file(
             on_bad=on_bad,
             max_examples=max_examples,
         )
+
+
+def _read_rows(
+    file: str, kind: str | None, column: list[str] | None, encoding: str, skip_bad: bool
+) -> "LoadedRows":
+    "The examples of a file; a row that is none ends the command, or is named and left out."
+    rows = read_file(file, kind, column, encoding, "skip" if skip_bad else "raise")
+    if rows.report.skipped:
+        say(str(rows.report))
+    return rows
 
 
 def _may_write(paths: list[Path], source: str, force: bool, forms: tuple[str, ...] = ()) -> None:
@@ -322,6 +336,7 @@ def split(
     kind: Kind = None,
     column: Column = None,
     encoding: Encoding = "utf-8",
+    skip_bad: _SkipBad = False,
     force: _Force = False,
 ) -> None:
     "Split a file into rows to train on and rows to evaluate on: stable, and without a leak."
@@ -339,8 +354,9 @@ def split(
     ):
         if not 0 < value < 100:
             raise ValueError(f"{name} {value:g}: must be between 0 and 100")
+    rows = _read_rows(file, kind, column, encoding, skip_bad)
     parts = split_examples(
-        read_file(file, kind, column, encoding),
+        rows,
         eval_percentage / 100,
         seed,
         percent / 100,
@@ -349,9 +365,9 @@ def split(
         on_empty="raise",
     )
     total = sum(map(len, parts))
-    for path, rows in zip(outputs, parts, strict=False):
-        write_examples(rows, path)
-        say(f"{path}: {plural(len(rows), 'row')} ({len(rows) / total:.1%})")
+    for path, part in zip(outputs, parts, strict=False):
+        write_examples(part, path)
+        say(f"{path}: {plural(len(part), 'row')} ({len(part) / total:.1%})")
     say(f"A run reads both: --dataset {train_output} data.eval_file={eval_output}")
 
 
@@ -456,6 +472,7 @@ def convert(
     kind: Kind = None,
     column: Column = None,
     encoding: Encoding = "utf-8",
+    skip_bad: _SkipBad = False,
     force: _Force = False,
 ) -> None:
     "Write the rows of a file in another format, with the usual column names."
@@ -465,7 +482,7 @@ def convert(
     if to not in (None, "messages"):
         raise ValueError(f"--to {to}: only 'messages' can be made of other kinds")
     _may_write([output], file, force)
-    rows = read_file(file, kind, column, encoding)
+    rows = _read_rows(file, kind, column, encoding, skip_bad)
     if to == "messages":
         rows = [
             {"messages": to_messages(row), **{k: row[k] for k in ("source", "line") if k in row}}

@@ -255,7 +255,9 @@ def due(
     epoch_ends: bool,  # With this step
 ) -> bool:
     "Whether it is time for something that happens every so many steps, or after each epoch."
-    return {"no": False, "steps": step % every == 0, "epoch": epoch_ends}[strategy]
+    if strategy == "steps":
+        return step % every == 0
+    return {"no": False, "epoch": epoch_ends}[strategy]
 
 # %% ../../nbs/04_train/05_train_config.ipynb #0804e41f
 @dataclass
