@@ -110,10 +110,20 @@ def quantize_rows(
     return codes, absmax, columns
 
 
+def _byte_products_are_exact() -> bool:
+    "Whether this processor adds products of bytes in full: without VNNI, 16 bits overflow."
+    codes = torch.full((64, 256), 127, dtype=torch.int8, device="cpu")
+    return bool((torch.ops.aten._int_mm(codes, codes.T) == 256 * 127**2).all())
+
+
+_EXACT_BYTES = _byte_products_are_exact()  # Asked once; a fake tensor could not answer
+
+
 def _multiplies_bytes(a: Tensor, b: Tensor) -> bool:
-    "Whether a product of bytes is faster than one of floats on this machine."
+    "Whether a product of bytes is right, and faster than one of floats, on this machine."
     if a.device.type == "cpu":  # Without AVX-512 it may take thirty times as long
-        return torch.backends.cpu.get_cpu_capability().startswith(("AVX512", "AVX10", "AMX"))
+        fast = torch.backends.cpu.get_cpu_capability().startswith(("AVX512", "AVX10", "AMX"))
+        return fast and _EXACT_BYTES
     return a.is_cuda and len(a) > 16 and not (a.shape[1] % 8 or len(b) % 8)
 
 
