@@ -180,6 +180,7 @@ class Request:
     error: Exception | None = None
     cancelled: bool = False
     slot: int = -1
+    begun: bool = False  # Whether a part of the prompt has been read
     cached: int = 0  # Tokens of the prompt that were in the cache
     # When it came, began to be read, wrote its first token, and ended; in seconds of time.monotonic
     created: float = 0.0
@@ -388,21 +389,33 @@ class Scheduler:
                 free = [slot for slot in range(len(cache)) if slot not in self.running]
                 first = min(self.running, default=0)
                 slot = min(free, key=lambda slot: abs(slot - first))
-            cache.copy(best, slot, shared[best])
+            cache.texts[slot] = cache.texts[slot][: shared[slot]]
             cache.adapters[slot] = request.adapter
-            request.cached = shared[best]
-            self.tokens_cached += request.cached
             request.slot = slot
             request.started = time.monotonic()
             self.running[slot] = request
 
+    def _reuse(self, request: Request) -> None:
+        "Copy the beginning of a prompt from the slot that holds most of it."
+        cache = self.cache
+        ids = request.prompt[:-1]
+        shared = [cache.shared(slot, ids, request.adapter) for slot in range(len(cache))]
+        best = max(range(len(cache)), key=shared.__getitem__)
+        if shared[best] > shared[request.slot]:
+            cache.copy(best, request.slot, shared[best])
+        request.cached = shared[best]
+        self.tokens_cached += request.cached
+
     def _read(self) -> None:
         budget = self.prefill_tokens
         for slot, request in list(self.running.items()):
+            if request.tokens or not budget:
+                continue
+            if not request.begun:  # Now, because another one may have read it in this round
+                request.begun = True
+                self._reuse(request)
             text = self.cache.texts[slot]
             left = len(request.prompt) - len(text)
-            if request.tokens or left <= 0 or not budget:
-                continue
             part = request.prompt[len(text) : len(text) + min(left, budget)]
             budget -= len(part)
             self._use_adapters([request.adapter])
