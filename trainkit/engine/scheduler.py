@@ -357,6 +357,19 @@ class Scheduler:
             raise errors[0]
         return requests
 
+    @torch.no_grad()
+    def embed(
+        self,
+        prompt: Prompts,  # One text, or its ids
+        adapter: str = "",
+    ) -> tuple[Tensor, int]:  # (d,) float32, of length 1; the number of tokens
+        "The mean of the last hidden states, which represents a text."
+        rows = check_request(self.model, prompt, self.tokenizer, (), (), {})[0]
+        ids = torch.tensor(rows, device=self.device)
+        self._use_adapters([adapter])
+        mean = self.model.model(ids).float().mean((0, 1))
+        return (mean / mean.norm()).cpu(), ids.numel()
+
     def fail(self, error: Exception) -> None:
         "End everything that is running, because a step failed."
         for slot, request in list(self.running.items()):
