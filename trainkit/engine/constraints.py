@@ -102,7 +102,7 @@ class Grammars:
             )
         if is_bpe_tokenizer(tokenizer):
             words = TokenizerWrapper(_Vocabulary(tokenizer, eos))
-            self.vocabulary: LLTokenizer = LLTokenizer(words, n_vocab=len(tokenizer))
+            self.vocabulary: "LLTokenizer" = LLTokenizer(words, n_vocab=len(tokenizer))
         else:
             from llguidance.hf import from_tokenizer
 

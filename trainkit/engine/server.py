@@ -18,17 +18,14 @@ __all__ = ['log', 'APIError', 'clean_messages', 'AnswerReader', 'ServerConfig', 
 # %% ../../nbs/14_engine/03_server.ipynb #imports-server
 import asyncio
 import base64
-import codecs
 import json
 import logging
-import os
-import re
 import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -52,7 +49,7 @@ from torch import Tensor
 from ..config import nearest
 from .constraints import Constraint, Grammars
 from .scheduler import Engine, Piece, QueueFull, Request
-from ..files import say
+from ..files import say, show_bytes
 from ..model.generation import Processor
 from ..tokenizer.chat import render
 
@@ -431,13 +428,13 @@ class _Metrics:
             gauge.set_function(lambda i=i: engine.load[i])
 
     def note(self, request: Request) -> None:
-        "Count a request that has ended."
+        "Count a request that has ended, or that nobody waits for any more."
         self.prompt.inc(len(request.prompt))
         self.cached.inc(request.cached)
         self.written.inc(len(request.tokens))
         if request.answered:
             self.first.observe(request.answered - request.created)
-        self.whole.observe(request.ended - request.created)
+        self.whole.observe((request.ended or time.monotonic()) - request.created)
 
 # %% ../../nbs/14_engine/03_server.ipynb #eng3-server-def
 def _penalties(
@@ -580,6 +577,8 @@ class _Watched:
             self.close()
             raise APIError(503, str(error)) from None
         self.jobs.append(_Job(index, request, reader))
+        if self.closed:  # The client has gone in the meantime
+            self.server.engine.cancel(request)
 
     async def pieces(self) -> AsyncIterator[tuple[_Job, Piece]]:
         "All pieces of all answers, as they come."
@@ -601,8 +600,7 @@ class _Watched:
         for job in self.jobs:
             if not job.request.finish_reason:
                 self.server.engine.cancel(job.request)
-            else:
-                self.server.metrics.note(job.request)
+            self.server.metrics.note(job.request)
 
     def usage(self) -> dict[str, Any]:
         requests = [job.request for job in self.jobs]
@@ -1171,7 +1169,11 @@ def serve(
     def tell() -> None:
         names = ", ".join(server.names)
         key = " with your key" if server.config.api_key else ""
-        say(f"Listening on {url}/v1{key} ({names}); Ctrl-C ends it")
+        room = show_bytes(server.scheduler.cache.nbytes)
+        say(
+            f"Listening on {url}/v1{key}: {names}. {len(server.scheduler.cache)} rows of "
+            f"{server.scheduler.max_length} tokens, a cache of {room}. Ctrl-C ends it."
+        )
 
     try:
         _Uvicorn(server, tell).run(sockets=[own])
