@@ -272,7 +272,7 @@ class Scheduler:
         self.device = like.device
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}  # Slot -> request
-        self.layers = list(adapted(model).values())
+        self.layers: list[Any] = list(adapted(model).values())
         for name in adapter_names(model):
             _check_adapter(model, name)
         self.plans: dict[int, DecodePlan] | None = None  # Rows -> plan
@@ -579,7 +579,7 @@ def _run_layers(model: Transformer, ids: Tensor, rows: _Rows) -> Tensor:  # (B,)
     config = model.config
     decoder = model.model
     places = rows.position[:, None]  # (B, 1)
-    x = decoder.embed_tokens(ids)[:, None]  # (B, 1, d)
+    x = decoder.embed_tokens(ids[:, None])  # (B, 1, d)
     if config.scale_embeddings:
         x = x * torch.tensor(config.d_model**0.5, dtype=x.dtype, device=x.device)
     if decoder.embed_positions is not None:

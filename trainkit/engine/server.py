@@ -415,7 +415,7 @@ class _Metrics:
 
     def __init__(self, engine: Engine):
         self.registry = registry = CollectorRegistry()
-        own = dict(registry=registry, namespace="trainkit")
+        own: dict[str, Any] = dict(registry=registry, namespace="trainkit")
         self.requests = Counter("requests", "Answered", ["path", "status"], **own)
         self.prompt = Counter("prompt_tokens", "Tokens of prompts", **own)
         self.cached = Counter("cached_tokens", "Of these, found in the cache", **own)
@@ -802,7 +802,7 @@ class ChatServer:
                     processors.append(constraint)
                 seed = None if body.seed is None else (body.seed + i) % 2**63
                 knobs = body.knobs() | dict(max_new_tokens=limit, seed=seed)
-                if knobs.get("min_new_tokens", 0) > limit:
+                if (body.min_tokens or 0) > limit:
                     raise APIError(400, f"min_tokens is more than {limit}", "min_tokens")
                 with self._reading:
                     watched.add(
@@ -1127,6 +1127,8 @@ class _Uvicorn(uvicorn.Server):
         config = uvicorn.Config(
             server.app, log_config=None, access_log=False, lifespan="off", **cast(Any, limits)
         )
+        # Its lines show the query, which may hold a key, to any handler that is added later
+        logging.getLogger("uvicorn.access").setLevel(logging.CRITICAL)
         super().__init__(config)
         self.engine = server.engine
         self.tell = tell
