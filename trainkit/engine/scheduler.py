@@ -265,11 +265,14 @@ class Scheduler:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.prefill_tokens = prefill_tokens
+        size = model.config.vocab_size
+        self.words = min(size, len(cast(Any, tokenizer)) if hasattr(tokenizer, "__len__") else size)
         self.max_length = min(max_length or model.config.max_seq_len, model.config.max_seq_len)
         weight = model.get_input_embeddings().weight
         like = cast(Tensor, weight).detach()
         self.cache = SlotCache(model.config, rows, self.max_length, like)
         self.device = like.device
+        self.padded = torch.arange(self.words, size, device=self.device)
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}  # Slot -> request
         self.layers: list[Any] = list(adapted(model).values())
@@ -512,6 +515,8 @@ class Scheduler:
     def _choose(self, requests: Sequence[Request], logits: Tensor) -> None:
         "Choose the next token of each request, together where their settings are equal."
         logits = logits.float()
+        if self.words < logits.shape[-1]:  # Padded embeddings: ids that the tokenizer does not have
+            logits = logits.index_fill(1, self.padded, -torch.inf)
         groups: dict[tuple, list[int]] = {}
         for i, request in enumerate(requests):
             groups.setdefault(request.sampling(), []).append(i)
