@@ -61,7 +61,7 @@ def measure(work) -> tuple[float, float, list[float]]:  # CPU, seconds, times to
 
 def lanes(model, tokenizer, requests, rows):
     "Name -> a function that answers all requests."
-    from trainkit.engine import ChatServer, Engine, Scheduler, ServerConfig, running
+    from trainkit.engine import ChatServer, BatchEngine, Scheduler, ServerConfig, running
     from trainkit.model.generation import generate
 
     def alone():
@@ -87,7 +87,7 @@ def lanes(model, tokenizer, requests, rows):
     import openai
 
     scheduler = Scheduler(model, tokenizer, rows=max(rows), max_length=256)
-    server = ChatServer(Engine(scheduler, 1000), "model", ServerConfig(port=0))
+    server = ChatServer(BatchEngine(scheduler, 1000), "model", ServerConfig(port=0))
     with running(server) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0)
 
@@ -112,7 +112,7 @@ def keep_busy(model, tokenizer, minutes: float) -> list[float]:  # MB, in equal 
     "64 clients who ask and hang up; the memory of this process, clients included."
     import openai
 
-    from trainkit.engine import ChatServer, Engine, Scheduler, ServerConfig, running
+    from trainkit.engine import ChatServer, BatchEngine, Scheduler, ServerConfig, running
 
     def memory() -> float:
         status = Path("/proc/self/status").read_text()
@@ -121,7 +121,7 @@ def keep_busy(model, tokenizer, minutes: float) -> list[float]:  # MB, in equal 
     end = time.monotonic() + 60 * minutes
     scheduler = Scheduler(model, tokenizer, rows=8, max_length=256)
     sizes = []
-    server = ChatServer(Engine(scheduler, 200), "model", ServerConfig(port=0))
+    server = ChatServer(BatchEngine(scheduler, 200), "model", ServerConfig(port=0))
     with running(server) as url:
 
         def client(i: int):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainkit.engine.scheduler import Engine, QueueFull, Scheduler
+from trainkit.engine.scheduler import BatchEngine, QueueFull, Scheduler
 from trainkit.lora.adapters import use_adapter
 from trainkit.lora.inject import add_lora
 from trainkit.lora.targets import LoRAConfig
@@ -148,7 +148,7 @@ def test_prefixes_are_forgotten_with_new_weights():
 
 def test_an_engine_survives_threads_errors_and_its_end(monkeypatch):
     scheduler = Scheduler(make_model(), rows=3)
-    engine = Engine(scheduler, max_waiting=40)
+    engine = BatchEngine(scheduler, max_waiting=40)
     texts = {}
 
     def client(i):

@@ -31,7 +31,7 @@ for package in ("starlette", "uvicorn", "prometheus_client", "llguidance", "open
 
 import openai  # noqa: E402
 
-from trainkit.engine.scheduler import Engine, Scheduler  # noqa: E402
+from trainkit.engine.scheduler import BatchEngine, Scheduler  # noqa: E402
 from trainkit.engine.server import AnswerReader, ChatServer, ServerConfig, running  # noqa: E402
 
 KEY = "sesame-open-2718"
@@ -61,7 +61,7 @@ def place():
     model, tokenizer = make_model()
     scheduler = Scheduler(model, tokenizer, rows=3)
     config = ServerConfig(port=0, api_key=KEY, max_body=100_000, body_seconds=1.0)
-    server = ChatServer(Engine(scheduler, max_waiting=5), "small", config)
+    server = ChatServer(BatchEngine(scheduler, max_waiting=5), "small", config)
     with running(server) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60)
         yield SimpleNamespace(

@@ -48,7 +48,7 @@ from torch import Tensor
 
 from ..config import nearest
 from .constraints import Constraint, Grammars
-from .scheduler import Engine, Piece, QueueFull, Request
+from .scheduler import BatchEngine, Piece, QueueFull, Request
 from ..files import say, show_bytes
 from ..model.generation import Processor
 from ..tokenizer.chat import render
@@ -413,7 +413,7 @@ class _Gate:
 class _Metrics:
     "What Prometheus reads from `/metrics`."
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: BatchEngine):
         self.registry = registry = CollectorRegistry()
         own: dict[str, Any] = dict(registry=registry, namespace="trainkit")
         self.requests = Counter("requests", "Answered", ["path", "status"], **own)
@@ -675,7 +675,7 @@ class ChatServer:
 
     def __init__(
         self,
-        engine: Engine,  # Its scheduler has the model and its tokenizer
+        engine: BatchEngine,  # Its scheduler has the model and its tokenizer
         name: str = "model",  # Of the base model; adapters have their own names
         config: ServerConfig | None = None,
     ):

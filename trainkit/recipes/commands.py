@@ -626,7 +626,7 @@ def serve(
     import os
 
     _need_server()
-    from trainkit.engine.scheduler import Engine, Scheduler
+    from trainkit.engine.scheduler import BatchEngine, Scheduler
     from trainkit.engine.server import ChatServer, ServerConfig, open_socket
     from trainkit.engine.server import serve as answer
     from trainkit.interop.hf import load_pretrained
@@ -649,5 +649,5 @@ def serve(
         logging.getLogger("trainkit.serve").setLevel(logging.INFO)
     path = model.resolve()
     name = name or (path.parent.name if path.name == "model" else path.stem)
-    engine = Engine(Scheduler(network, tok, rows, max_length), queue)
+    engine = BatchEngine(Scheduler(network, tok, rows, max_length), queue)
     answer(ChatServer(engine, name, config), bound)
