@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -137,6 +138,25 @@ def test_openai_client(place):
             whole.usage.completion_tokens,
         )
         assert whole.usage.prompt_tokens == len(ids) and chunks[-1].choices == []
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl(place):
+    "Without a content type, as people type it; a stream is lines of data, and ends with [DONE]."
+    body = json.dumps(dict(model="small", messages=HELLO, max_tokens=3, temperature=0, stream=True))
+    words = [
+        "curl",
+        "-sN",
+        f"{place.url}/v1/chat/completions",
+        "-H",
+        f"x-api-key: {KEY}",
+        "-d",
+        body,
+    ]
+    lines = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""] and all(line[:6] == "data: " for line in lines[:-1])
+    last = json.loads(lines[-3][6:])
+    assert last["object"] == "chat.completion.chunk" and last["choices"][0]["finish_reason"]
 
 
 def test_completions_and_embeddings(place):

@@ -50,7 +50,7 @@ from ..config import nearest
 from .constraints import Constraint, Grammars
 from .scheduler import BatchEngine, Piece, QueueFull, Request
 from ..files import say, show_bytes
-from ..model.generation import Processor
+from ..model.generation import Processor, read_prompts
 from ..tokenizer.chat import render
 
 # %% ../../nbs/14_engine/03_server.ipynb #eng3-error
@@ -908,11 +908,16 @@ class ChatServer:
         if body.dimensions is not None and body.dimensions > width:
             raise APIError(400, f"dimensions: this model has {width}", "dimensions")
 
+        def encode(text: Any) -> list[int]:
+            with self._reading:
+                return read_prompts(text, self.tokenizer)[0]
+
         async def embed() -> tuple[list[dict[str, Any]], int]:
             rows = []
             read = 0
             for i, text in enumerate(inputs):  # One at a time: others write in between
-                work = self.engine.call(lambda text=text: self.scheduler.embed(text, adapter))
+                ids = await run_in_threadpool(encode, text)
+                work = self.engine.call(lambda ids=ids: self.scheduler.embed(ids, adapter))
                 vector, tokens = await asyncio.wrap_future(work)
                 read += tokens
                 vector = vector[: body.dimensions]
