@@ -33,10 +33,11 @@ LAYERS = {
     "lora": "model",
     "quant": "model",
     "memory": "train lora quant",
+    "engine": "tokenizer lora quant",
     "align": "data train lora",
     "eval": "data train",
     "interop": "align quant",
-    "recipes": "memory eval interop",
+    "recipes": "memory eval interop engine",
     "widgets": "recipes",
     "cli": "widgets",
 }

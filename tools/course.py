@@ -43,6 +43,10 @@ CHAPTERS = {  # folder -> title, what a reader can do after it
     "11_recipes": ("Recipes", "run a whole experiment from one config, in Python or from a shell"),
     "12_widgets": ("Widgets", "train, compare, label and explore with buttons in a notebook"),
     "13_projects": ("Projects", "do all of it on your own data and on a free GPU"),
+    "14_engine": (
+        "Engine",
+        "serve a model to many clients at once, in the form that they ask for",
+    ),
     "90_toolbox": (
         "Toolbox",
         "look up files, configs, charts and progress bars; nothing here must be read first",

@@ -464,6 +464,9 @@ DIAGRAMS = {
         [("your data", "1"), ("one free GPU", "2"), ("on your own", "5")],
         [("what goes wrong", "3"), ("silent bugs", "4")],
     ],
+    "14_engine": [
+        [("requests", ""), ("rows of a batch", "1"), ("allowed tokens", "2"), ("HTTP", "3")],
+    ],
 }
 
 

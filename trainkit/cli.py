@@ -212,9 +212,9 @@ _COMMANDS = {  # The names in other programs -> what to type here
         "trainkit generate --model FOLDER --prompt TEXT",
     ),
     **dict.fromkeys(
-        ("serve", "api", "server", "deploy", "vllm-serve"),
-        "trainkit export gguf FOLDER FILE.gguf --modelfile, for Ollama and llama.cpp; "
-        "the folder of a model is also what `vllm serve FOLDER` takes",
+        ("api", "server", "deploy", "vllm-serve", "vllm", "openai", "api-server"),
+        "trainkit serve MODEL; trainkit export gguf FOLDER FILE.gguf --modelfile writes for Ollama "
+        "and llama.cpp",
     ),
     **dict.fromkeys(("webchat", "talk", "ask", "interact"), "trainkit chat --model FOLDER"),
     **dict.fromkeys(("webui", "ui", "gui", "app", "board"), "trainkit studio"),
@@ -303,7 +303,7 @@ app.add_typer(data, name="data")
 app.add_typer(runs, name="runs")
 for group in (needs.memory, tools.config, tools.tokenizer, tools.export):
     app.add_typer(group)
-for command in (tools.chat, tools.merge):
+for command in (tools.chat, tools.serve, tools.merge):
     app.command()(command)
 app.command(name="eval")(tools.evaluate)
 course.command(name="check")(tools.check_project_command)

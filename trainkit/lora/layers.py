@@ -126,6 +126,8 @@ class LoRALayer(nn.Module):
         self.scaling: dict[str, float] = {}
         self.dropout: dict[str, float] = {}
         self.active: dict[str, float] = {}  # Adapter -> weight
+        # Adapter -> (B, 1, 1): in place of `active` where the rows of a batch differ
+        self.row_weights: dict[str, Tensor] = {}
         self.original: Tensor | None = None  # The weight before a merge that may be undone
 
     def __getattr__(self, name: str) -> Any:  # Shape, weight and bias are those of the base layer
@@ -227,6 +229,8 @@ class LoRALinear(LoRALayer):
             self.lora_magnitude_vector[adapter] = Factor(length)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
+        if self.row_weights and self.original is None:
+            return self.by_row(x)
         if not self.active or self.original is not None:
             return self.base_layer(x)
         if any(name in self.lora_magnitude_vector for name in self.active):
@@ -256,6 +260,19 @@ class LoRALinear(LoRALayer):
         if self.kind not in ("linear", "conv1d") or torch.compiler.is_compiling():
             return False
         return x.dtype == A.dtype or torch.is_autocast_enabled(x.device.type)
+
+    def by_row(self, x: Tensor) -> Tensor:  # (B, T, in) -> (B, T, out)
+        "Each row with its own weights of the adapters, which are stacked to one (no dropout)."
+        pairs = [self.factors(name) for name in self.row_weights]
+        A = torch.cat([a for a, _ in pairs])  # (sum of the ranks, in)
+        B = torch.cat([b for _, b in pairs], 1)
+        weights = [
+            (weight * self.scaling[name]).expand(-1, 1, len(a))
+            for (name, weight), (a, _) in zip(self.row_weights.items(), pairs, strict=True)
+        ]
+        y = self.base_layer(x)
+        low = F.linear(x.to(A.dtype), A) * torch.cat(weights, -1)
+        return y + F.linear(low, B).to(y.dtype)
 
     def by_length(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
         "DoRA (Liu et al. 2024, eq. 5); the norm counts as a constant (section 4.3)."
@@ -309,7 +326,8 @@ class LoRAEmbedding(LoRALayer):
 
     def forward(self, ids: Tensor) -> Tensor:  # (...) -> (..., embedding_dim)
         y = self.base_layer(ids)
-        for name, weight in self.active.items() if self.original is None else ():
+        weights = self.row_weights or self.active
+        for name, weight in weights.items() if self.original is None else ():
             A, B = self.factors(name)
             low = F.embedding(ids, A.T, self.padding_idx)  # (..., r)
             y = y + (low @ B.T * (self.scaling[name] * weight)).to(y.dtype)

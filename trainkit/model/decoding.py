@@ -280,6 +280,17 @@ class DecodePlan:
         position: int | Tensor = self.cache.length
         if self.gaps is not None:
             position = (position - self.gaps).clamp_(min=0)
+        logits = self.run(ids, position, self._look)
+        self.cache.length += 1
+        return logits
+
+    def run(
+        self,
+        ids: Tensor,  # (B,)
+        position: int | Tensor,  # Of each token in its row, (B,); or one for all
+        look: CacheLookup,  # Stores the new keys and values
+    ) -> Tensor:  # (B, V)
+        "The model for one token a row, with any kind of cache."
         x = F.embedding(ids, self.embed)
         angles = None
         if self.scale is not None:
@@ -289,8 +300,7 @@ class DecodePlan:
         if self.angles is not None:
             angles = self.angles[0][position], self.angles[1][position]
         for layer in self.layers:
-            x = layer(x, angles, self._look)
-        self.cache.length += 1
+            x = layer(x, angles, look)
         logits = self.head(self.norm(x)).clone(memory_format=torch.contiguous_format)
         if self.softcap is None:
             return logits

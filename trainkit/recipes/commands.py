@@ -1,8 +1,8 @@
-"""Show configs, train tokenizers, merge, export, evaluate and chat from a shell.
+"""Show configs, train tokenizers, merge, export, evaluate, chat and serve from a shell.
 
 The groups `config` (show, convert, presets), `tokenizer` (train, encode, show) and `export`
-(gguf, hf) and the single commands `merge`, `evaluate` and `chat` are defined here; `trainkit.cli`
-adds them to the program `trainkit`. Each command is a thin layer over a function of the kit:
+(gguf, hf) and the single commands `merge`, `evaluate`, `chat` and `serve` are defined here;
+`trainkit.cli` adds them to the program `trainkit`. Each command is a thin layer over a function of the kit:
 `train_tokenizer` trains a tokenizer from a shell, `convert_command` converts a config of another
 library, and `export_gguf_command` writes a GGUF file. Several of them can print their result as
 JSON.
@@ -15,7 +15,7 @@ Python, call the functions behind the commands instead."""
 # %% auto #0
 __all__ = ['config', 'tokenizer', 'export', 'Folder', 'show_config', 'convert_command', 'presets_command', 'train_tokenizer',
            'encode_command', 'show_tokenizer', 'merge', 'check_project_command', 'export_gguf_command',
-           'export_hf_command', 'with_model_name', 'evaluate', 'chat']
+           'export_hf_command', 'with_model_name', 'evaluate', 'chat', 'serve']
 
 # %% ../../nbs/11_recipes/17_commands.ipynb #imports-commands
 import json
@@ -548,3 +548,106 @@ def chat(
         say()
     if failed and not interactive:
         raise typer.Exit(1)  # For a program that asks
+
+# %% ../../nbs/11_recipes/17_commands.ipynb #serve-command
+def _read_adapters(words: list[str]) -> dict[str, Path]:
+    "NAME=FOLDER, or a folder whose name is that of the model."
+    folders: dict[str, Path] = {}
+    for word in words:
+        name, _, path = word.rpartition("=")
+        folder = Path(path)
+        name = name or (folder.parent.name if folder.name in ("adapter", "model") else folder.name)
+        if not (folder / "adapter_config.json").is_file():
+            raise FileNotFoundError(f"{folder} is no adapter: it has no adapter_config.json")
+        if name in folders or not name:
+            raise ValueError(f"--adapter {word}: give it a name of its own: NAME={folder}")
+        folders[name] = folder
+    return folders
+
+
+def _need_server() -> None:
+    from importlib.util import find_spec
+
+    for package in ("starlette", "uvicorn", "prometheus_client"):
+        if find_spec(package) is None:
+            raise ImportError(
+                f"trainkit serve needs the package {package}: pip install 'trainkit-llm[serve]'"
+            )
+
+
+@with_model_name
+def serve(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="A model: a folder such as runs/NAME/model, or a .gguf file.", show_default=False
+        ),
+    ],
+    adapter: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            metavar="NAME=FOLDER",
+            show_default=False,
+            help="A LoRA adapter, served as the model NAME; may be given several times.",
+        ),
+    ] = None,
+    name: Annotated[
+        str,
+        typer.Option(help="What clients call the model [default: its folder]", show_default=False),
+    ] = "",
+    host: Annotated[
+        str, typer.Option(help="Where to listen; another address needs a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 for any free one.", min=0, max=65535)] = 8000,
+    rows: Annotated[
+        int, typer.Option(help="Requests that are written at the same time.", min=1)
+    ] = 8,
+    queue: Annotated[
+        int, typer.Option(help="Requests that may wait; others get error 429.", min=0)
+    ] = 64,
+    max_length: Annotated[
+        int, typer.Option(help="Tokens of a prompt and its answer: memory for each row.", min=2)
+    ] = 2048,
+    allow_origin: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            metavar="URL",
+            show_default=False,
+            help="A web page that may use it, such as http://localhost:3000.",
+        ),
+    ] = None,
+    log: Annotated[bool, typer.Option("--log", help="Print a line for each request.")] = False,
+) -> None:
+    """Serve a model to OpenAI's clients: chat, completions, embeddings, tools, JSON schemas.
+
+    Clients take the printed address as their base URL. With the environment variable
+    TRAINKIT_API_KEY they must send that key. /health and /metrics (Prometheus) need none."""
+    import logging
+    import os
+
+    _need_server()
+    from trainkit.engine.scheduler import BatchEngine, Scheduler
+    from trainkit.engine.server import ChatServer, ServerConfig, open_socket
+    from trainkit.engine.server import serve as answer
+    from trainkit.interop.hf import load_pretrained
+    from trainkit.lora.adapters import load_adapter, use_adapter
+
+    config = ServerConfig(
+        host, port, os.environ.get("TRAINKIT_API_KEY", ""), tuple(allow_origin or ())
+    )
+    folders = _read_adapters(adapter or [])
+    bound = open_socket(config)  # A port that is taken is known before anything is loaded
+    network, tok = load_pretrained(model)
+    if tok is None:
+        raise ValueError(f"{model} has no tokenizer: a server needs one")
+    for own, folder in folders.items():
+        load_adapter(network, folder, own)
+    if folders:
+        use_adapter(network, (), trainable=False)
+    if log:
+        logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
+        logging.getLogger("trainkit.serve").setLevel(logging.INFO)
+    path = model.resolve()
+    name = name or (path.parent.name if path.name == "model" else path.stem)
+    engine = BatchEngine(Scheduler(network, tok, rows, max_length), queue)
+    answer(ChatServer(engine, name, config), bound)

@@ -1,0 +1,187 @@
+"Continuous batching: every row gets its own text, whoever else is in the batch."
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainkit.engine.scheduler import BatchEngine, QueueFull, Scheduler
+from trainkit.lora.adapters import use_adapter
+from trainkit.lora.inject import add_lora
+from trainkit.lora.targets import LoRAConfig
+from trainkit.model.config import ModelConfig
+from trainkit.model.generation import generate
+from trainkit.model.transformer import Transformer
+from trainkit.quant.quantize import QuantConfig, quantize_model
+
+
+def make_model(**knobs):
+    torch.manual_seed(0)
+    shape = dict(vocab_size=60, d_model=32, n_heads=4, n_layers=2, d_ff=64, max_seq_len=96)
+    model = Transformer(ModelConfig(**shape | knobs)).eval()
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.4)  # Large enough for clear preferences
+    return model
+
+
+MODEL = make_model()
+request = st.tuples(
+    st.lists(st.integers(0, 3), min_size=1, max_size=40),  # Few ids, so that beginnings are shared
+    st.integers(1, 30),  # max_new_tokens
+    st.sampled_from([None, 0, 1]),  # Seed; None is greedy
+    st.integers(0, 12),  # The round in which it comes
+    st.one_of(st.none(), st.integers(1, 15)),  # The round after which it is cancelled
+)
+
+
+@settings(max_examples=10)
+@given(st.lists(request, min_size=1, max_size=9), st.integers(1, 4), st.integers(1, 50))
+def test_a_row_is_alone_in_any_company(wanted, rows, prefill):
+    "Whatever comes, goes and is cancelled, a row gets what `generate` gives it alone."
+    scheduler = Scheduler(MODEL, rows=rows, prefill_tokens=prefill)
+    requests = {}
+    for turn in range(2000):
+        for i, (ids, limit, seed, at, _) in enumerate(wanted):
+            if at == turn:
+                temperature = 0.0 if seed is None else 0.9
+                requests[i] = scheduler.add(ids, limit, temperature, eos_token_id=7, seed=seed)
+        for i, own in requests.items():
+            if wanted[i][4] is not None and turn > wanted[i][3] + wanted[i][4]:
+                own.cancel()
+        if not scheduler.step() and turn > 12:
+            break
+    assert not scheduler.running and not scheduler.waiting
+    for i, (ids, limit, seed, _, _) in enumerate(wanted):
+        alone = generate(MODEL, ids, limit, 0.0 if seed is None else 0.9, seed=seed, eos_token_id=7)
+        own = requests[i].tokens
+        assert own == alone[len(ids) : len(ids) + len(own)]
+        if requests[i].finish_reason != "cancelled":
+            assert len(own) == len(alone) - len(ids)
+
+
+KINDS = {
+    "window": dict(layer_windows=[5, 0]),
+    "learned": dict(position="learned", norm="layernorm", activation="gelu", bias="all"),
+    "gemma": dict(n_kv_heads=2, scale_embeddings=True, logit_softcap=5.0, attn_softcap=9.0),
+    "dynamic": dict(
+        rope_scaling=dict(rope_type="dynamic", factor=2.0, original_max_position_embeddings=16)
+    ),
+    "qk_norm": dict(qk_norm=True, n_kv_heads=1),
+}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "int8", "nf4"])
+def test_kinds_of_models(kind):
+    model = make_model(**KINDS.get(kind, {}))
+    if kind in ("int8", "nf4"):
+        quantize_model(model, QuantConfig(bits=8 if kind == "int8" else 4))
+    scheduler = Scheduler(model, rows=3, prefill_tokens=5)
+    prompts = [[1, 2, 3], [4] * 11, [5, 6], [1, 2, 3, 9, 8, 7, 6, 5, 4], [3]]
+    limits = [12, 5, 9, 7, 3]
+    requests = [scheduler.add(p, n, 0.0) for p, n in zip(prompts, limits, strict=True)]
+    while scheduler.step():
+        pass
+    for own, prompt, limit in zip(requests, prompts, limits, strict=True):
+        assert prompt + own.tokens == generate(model, prompt, limit, temperature=0.0)
+
+
+def test_rows_of_one_batch_have_their_own_adapters():
+    model = make_model(tie_embeddings=False)
+    for seed, name in enumerate(("a", "b")):
+        targets = ["q_proj", "v_proj"] if name == "a" else ["down_proj", "embed_tokens"]
+        add_lora(model, LoRAConfig(r=3 + seed, target_modules=targets), name)
+        torch.manual_seed(seed)
+        for path, weight in model.named_parameters():
+            if f".{name}." in path and "lora" in path:
+                torch.nn.init.normal_(weight, std=0.3)
+    names = ["", "a", "b", "a", ""]
+    scheduler = Scheduler(model, rows=4)
+    requests = [scheduler.add([1, 2, 3], 9, 0.0, adapter=name) for name in names]
+    while scheduler.step():
+        pass
+    texts = []
+    for own, name in zip(requests, names, strict=True):
+        use_adapter(model, name or (), trainable=False)
+        texts.append(generate(model, [1, 2, 3], 9, temperature=0.0))
+        assert own.prompt + own.tokens == texts[-1]
+    assert len({tuple(text) for text in texts}) == 3  # And no prefix of another adapter was used
+    for layer in scheduler.layers:
+        assert not layer.row_weights
+
+
+def test_a_whole_layer_cannot_be_mixed():
+    model = add_lora(make_model(), LoRAConfig(r=2, use_dora=True), "d")
+    with pytest.raises(ValueError, match="use_dora.*Merge it"):
+        Scheduler(model)
+
+
+def test_nan_in_one_row_stays_there():
+    scheduler = Scheduler(make_model(), rows=2)
+
+    def poison(ids, logits):
+        return logits * torch.nan
+
+    bad = scheduler.add([1, 2], 5, processors=[poison])
+    good = scheduler.add([1, 2, 3], 5, 0.0)
+    while scheduler.step():
+        pass
+    assert (bad.finish_reason, good.finish_reason) == ("error", "length")
+    assert isinstance(bad.error, FloatingPointError)
+    assert scheduler.generate([[1, 2]], 3, temperature=0.0)[0].finish_reason == "length"
+
+
+def test_prefixes_are_forgotten_with_new_weights():
+    model = make_model()
+    scheduler = Scheduler(model, rows=2)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    scheduler.generate([prompt], 3, temperature=0.0)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    scheduler.forget()
+    [own] = scheduler.generate([prompt], 6, temperature=0.0)
+    assert own.cached == 0 and prompt + own.tokens == generate(model, prompt, 6, temperature=0.0)
+
+
+def test_an_engine_survives_threads_errors_and_its_end(monkeypatch):
+    scheduler = Scheduler(make_model(), rows=3)
+    engine = BatchEngine(scheduler, max_waiting=40)
+    texts = {}
+
+    def client(i):
+        done = threading.Event()
+        own = engine.submit(
+            [1, 2, i % 5], 8, 0.0, listener=lambda piece: piece.finish_reason and done.set()
+        )
+        assert done.wait(60)
+        texts[i] = own.tokens
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    alone = {i: generate(scheduler.model, [1, 2, i], 8, temperature=0.0)[3:] for i in range(5)}
+    assert texts == {i: alone[i % 5] for i in range(24)}
+
+    monkeypatch.setattr(scheduler, "_write", lambda: 1 / 0)  # A step fails: who was in it ends
+    gone = threading.Event()
+    own = engine.submit([1], 5, listener=lambda piece: piece.finish_reason and gone.set())
+    assert gone.wait(60) and isinstance(own.error, ZeroDivisionError) and engine.alive
+    monkeypatch.undo()
+    with pytest.raises(ZeroDivisionError):
+        engine.call(lambda: 1 / 0).result(60)
+    hold = threading.Event()
+    engine.call(lambda: hold.wait(60))
+    waiting = []
+    with pytest.raises(QueueFull):
+        for _ in range(50):
+            waiting.append(engine.submit([1], 90))
+    hold.set()
+    engine.close()
+    assert len(waiting) >= 40 and {own.finish_reason for own in waiting} <= {"cancelled", "length"}
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.submit([1])
