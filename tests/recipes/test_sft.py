@@ -36,6 +36,7 @@ TINY = {
     "optim": {"learning_rate": 3e-3},
     "train": {"max_steps": 40, "save_strategy": "no"},
     "name": "base",
+    "watch_memory": False,
 }
 
 

@@ -361,6 +361,7 @@ SHARDS = [
     "model.d_model=32",
     "model.n_heads=2",
     "model.n_layers=1",
+    "watch_memory=false",
 ]
 RESUME = ["train", "--resume", "R", "train.max_steps=3", "--force-resume"]
 HARMS = {  # file -> the command that reads it, and what is done to the file
@@ -745,7 +746,8 @@ def test_a_session_on_a_disk_that_fills_up_says_so(tmp_path, room):
     words = (
         f"data.path={tmp_path}/words.txt data.max_length=32 tokenizer.vocab_size=300 "
         "model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 "
-        "train.max_steps=2 train.per_device_train_batch_size=2 sampling.max_new_tokens=2"
+        "train.max_steps=2 train.per_device_train_batch_size=2 sampling.max_new_tokens=2 "
+        "watch_memory=false"
     )
     (disk := tmp_path / "disk").mkdir()
     if subprocess.run(
@@ -940,7 +942,7 @@ def test_output_never_ends_a_run(how, by_command, tmp_path):
         "data.path=words.txt data.eval_file=others.txt data.max_length=32 tokenizer.vocab_size=300 "
         "model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 "
         "train.max_steps=2 train.per_device_train_batch_size=2 train.logging_steps=1 "
-        "sampling.max_new_tokens=3 name=quiet"
+        "sampling.max_new_tokens=3 name=quiet watch_memory=false"
     ).split()
     done = in_child(unheard, how, words, tmp_path, by_command, folder=tmp_path)
     assert done.returncode == 0 and (tmp_path / "runs" / "quiet" / "report.html").exists(), done

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -13,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.processes import begin, command
 from test_session import small
 from test_studio import until
 
@@ -225,12 +224,8 @@ def test_a_run_in_another_process_is_followed_and_stopped(tmp_path):
 
     config = small(tmp_path, max_steps=100_000, progress=False)
     save_config(config, tmp_path / "config.yaml")
-    with open(tmp_path / "out.txt", "w") as out:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "trainkit", "train", str(tmp_path / "config.yaml")],
-            stdout=out,
-            stderr=out,
-        )
+    words = ["train", str(tmp_path / "config.yaml")]
+    child = begin(command, words, tmp_path, {}, folder=tmp_path)
     try:
         until(lambda: (found := find_run(config)) is not None and found.step > 3)
         panel = TrainerPanel(config, presets={}, key="elsewhere")
@@ -240,7 +235,8 @@ def test_a_run_in_another_process_is_followed_and_stopped(tmp_path):
         until(lambda: panel.session.snapshot().step > step)
         panel.stop_button.click()
         until(lambda: panel.session.snapshot().state == "stopped")
-        assert child.wait(120) == 0
+        child.join(120)
+        assert child.exitcode == 0
         assert panel.result().stop_reason == "stopped"
         panel.close()
     finally:

@@ -346,7 +346,7 @@ def test_the_code_of_every_method_is_its_config(method):
 SMALL = (
     "train.max_steps=4 train.logging_steps=1 train.progress=false "
     "train.per_device_train_batch_size=4 train.gradient_accumulation_steps=1 "
-    "data.max_length=64"
+    "data.max_length=64 watch_memory=false"
 ).split()
 LIKE = {
     "pretrain": "",
