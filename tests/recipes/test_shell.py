@@ -731,7 +731,7 @@ def test_a_disk_that_fills_up_while_a_model_is_saved(tmp_path):
 @pytest.mark.skipif(
     not sys.platform.startswith("linux") or os.geteuid() != 0, reason="mounts a small disk"
 )
-@pytest.mark.parametrize("room", [12_288, 40_000])
+@pytest.mark.parametrize("room", [12_288, pytest.param(40_000, marks=pytest.mark.slow)])
 def test_a_session_on_a_disk_that_fills_up_says_so(tmp_path, room):
     "Also where the process cannot write what it said last."
     from trainkit.config import load_config
