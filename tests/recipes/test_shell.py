@@ -477,7 +477,7 @@ def whole(home):
     from trainkit.lora.adapters import save_adapter
     from trainkit.interop.gguf import export_gguf
     from trainkit.interop.hf import load_pretrained
-    from trainkit.lora.targets import LoRAConfig
+    from trainkit.lora.inject import LoRAConfig
     from trainkit.lora.inject import add_lora
     from trainkit.data.shards import tokenize_to_disk
 

@@ -1269,7 +1269,7 @@ def test_a_text_that_begins_to_spell_a_special_token_is_marked(length):
 
 
 def test_the_letters_of_bytes_are_those_of_gpt2():
-    from trainkit.tokenizer.formats import byte_letters
+    from trainkit.tokenizer.bpe_tokenizer import byte_letters
 
     letters = byte_letters()
     assert [letters[b] for b in (0, 10, 32, 65, 173, 255)] == ["Ā", "Ċ", "Ġ", "A", "Ń", "ÿ"]

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from trainkit.tokenizer.bpe import learn_merges
 from trainkit.tokenizer.chat import render
 from trainkit.tokenizer.encoder import Encoder
-from trainkit.tokenizer.formats import TIKTOKEN_PATTERNS, spell
+from trainkit.tokenizer.bpe_tokenizer import TIKTOKEN_PATTERNS, spell
 from trainkit.interop.gguf import read_template
 from trainkit.tokenizer.pretokenize import PATTERNS, char_classes, split_words
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer

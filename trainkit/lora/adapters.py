@@ -33,10 +33,22 @@ from torch import Tensor, nn
 
 from ..config import nearest
 from ..files import atomic_folder, read_json, reading, write_atomic
-from .inject import AdaptedModel, activate, adapted, add_lora, all_or_nothing
-from .inject import exchange_biases, replace_layer
+from trainkit.lora.inject import (
+    AdaptedModel,
+    activate,
+    adaptable,
+    adapted,
+    add_lora,
+    all_or_nothing,
+)
+from trainkit.lora.inject import (
+    LoRAConfig,
+    exchange_biases,
+    rank_and_alpha,
+    replace_layer,
+    saved_layers,
+)
 from .layers import Factor, LoRALayer, LoRALinear, ModulesToSaveWrapper, init_factors
-from .targets import LoRAConfig, adaptable, rank_and_alpha, saved_layers
 
 if TYPE_CHECKING:
     from trainkit.model.transformer import Transformer

@@ -30,7 +30,7 @@ from ..config import nearest
 from ..display import PALETTE, Picture, plural
 from ..files import show_bytes
 from ..lora.inject import add_lora, replace_layer, with_vocabulary
-from ..lora.targets import LoRAConfig
+from ..lora.inject import LoRAConfig
 from .estimate import predict_memory
 from .offload import OffloadedOptimizer, checkpoint_blocks
 from .tracker import MemoryReport, read_bytes
