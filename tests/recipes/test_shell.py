@@ -928,7 +928,7 @@ def unheard(how, words, cwd, by_command):
     "how",
     ["cp1252", "ascii", "a full disk", "a pipe that nobody reads", "closed", "nothing but write"],
 )
-@pytest.mark.parametrize("by_command", [True, False])
+@pytest.mark.parametrize("by_command", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_output_never_ends_a_run(how, by_command, tmp_path):
     if how == "a full disk" and not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")

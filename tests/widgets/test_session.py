@@ -168,6 +168,7 @@ def test_the_buttons_of_a_loop_that_is_not_ours(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_not_ours_in_the_foreground_and_awaited(tmp_path):
     session = TrainSession(theirs(tmp_path / "front", max_steps=100_000))
 

@@ -447,6 +447,22 @@ def test_every_method_trains_from_its_panel(method, of_method):
     panel.close()
 
 
+def test_another_method_offers_its_presets_and_predicts_no_memory_of_a_hidden_panel(monkeypatch):
+
+    panel = TrainerPanel(load_config(RunConfig, {}), job=count, key="method", presets={})
+    offered, predicted = [], []
+    monkeypatch.setattr(panel.form, "offer_presets", offered.append)
+    monkeypatch.setattr(panel, "predict_soon", lambda: predicted.append(True))
+    panel.form.field("train.max_steps").widget.value = "7"
+    assert (panel.method, len(offered)) == ("pretrain", 0)
+    panel.form.field("method").widget.value = "lora"
+    assert (panel.method, len(offered), predicted) == ("lora", 1, [])
+    panel.inside = True
+    panel.form.field("train.max_steps").widget.value = "8"
+    assert predicted and len(offered) == 1
+    panel.close()
+
+
 def test_a_torn_journal_loses_at_most_its_last_line(tmp_path):
     "Cut anywhere, the labels are those of the whole lines, and labeling resumes there."
     from trainkit.widgets.labeler import PreferenceLabels
