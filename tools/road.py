@@ -46,7 +46,7 @@ class Road(NamedTuple):
 
 
 def read_with(name: str) -> str:
-    "The qualified name of the function in whose text, or beside which, this one stands; or ''."
+    "The qualified name of the function that contains this one, or the `forward` of a `backward`; or ''."
     outer, inside, _ = name.rpartition(".<locals>.")
     owner, _, last = name.rpartition(".")
     return outer if inside else f"{owner}.forward" * (last == "backward")

@@ -448,7 +448,6 @@ def test_every_method_trains_from_its_panel(method, of_method):
 
 
 def test_another_method_offers_its_presets_and_predicts_no_memory_of_a_hidden_panel(monkeypatch):
-
     panel = TrainerPanel(load_config(RunConfig, {}), job=count, key="method", presets={})
     offered, predicted = [], []
     monkeypatch.setattr(panel.form, "offer_presets", offered.append)

@@ -33,21 +33,9 @@ from torch import Tensor, nn
 
 from ..config import nearest
 from ..files import atomic_folder, read_json, reading, write_atomic
-from trainkit.lora.inject import (
-    AdaptedModel,
-    activate,
-    adaptable,
-    adapted,
-    add_lora,
-    all_or_nothing,
-)
-from trainkit.lora.inject import (
-    LoRAConfig,
-    exchange_biases,
-    rank_and_alpha,
-    replace_layer,
-    saved_layers,
-)
+from .inject import AdaptedModel, LoRAConfig, activate, adaptable, adapted, add_lora
+from .inject import all_or_nothing, exchange_biases, rank_and_alpha, replace_layer
+from .inject import saved_layers
 from .layers import Factor, LoRALayer, LoRALinear, ModulesToSaveWrapper, init_factors
 
 if TYPE_CHECKING:
