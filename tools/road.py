@@ -45,8 +45,8 @@ class Road(NamedTuple):
         )
 
 
-def read_with(name: str) -> str:
-    "The qualified name of the function that contains this one, or the `forward` of a `backward`; or ''."
+def read_with(name: str) -> str:  # Qualified, or ''
+    "The function that contains this one, or the `forward` of a `backward`."
     outer, inside, _ = name.rpartition(".<locals>.")
     owner, _, last = name.rpartition(".")
     return outer if inside else f"{owner}.forward" * (last == "backward")
