@@ -56,7 +56,7 @@ def run_trainkit(
     import torch
     from trainkit.align.dpo import DPOConfig, dpo_objective
     from trainkit.interop.hf import load_pretrained
-    from trainkit.lora.targets import LoRAConfig
+    from trainkit.lora.inject import LoRAConfig
     from trainkit.lora.inject import add_lora
     from trainkit.train.optim import OptimConfig
     from trainkit.align.preference_data import PairBatches, tokenize_pairs

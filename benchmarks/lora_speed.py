@@ -88,7 +88,7 @@ def start_A(model):
 def run_trainkit(folder: str, precision: str, steps: int):
     import torch
     from trainkit.interop.hf import load_pretrained
-    from trainkit.lora.targets import LoRAConfig
+    from trainkit.lora.inject import LoRAConfig
     from trainkit.lora.inject import add_lora
     from trainkit.train.objectives import lm_loss
     from trainkit.train.optim import OptimConfig

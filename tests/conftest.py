@@ -64,13 +64,14 @@ def pytest_configure(config):
         settings.load_profile("busy")
 
 
-FIRST = (
+FIRST = (  # With tests of four seconds and more
     "test_browser",
-    "test_distributed",
     "test_cli",
     "test_methods",
-    "test_translate",
-)  # With tests of ten seconds and more
+    "test_next_steps",
+    "test_resume",
+    "test_session",
+)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -62,6 +62,7 @@ def test_a_model_of_the_third_chapter_rotates_queries_and_keys(tmp_path, place, 
     assert message in mistake("03_model/10_generation", tmp_path, (place, wrong))
 
 
+@pytest.mark.slow
 def test_answers_of_the_eighth_chapter_are_learned_from_pairs(tmp_path):
     "Fine-tuning on the chosen answers makes them likelier too, without any preference."
     sft = (

@@ -15,6 +15,7 @@ from support.processes import call
 import trainkit
 from trainkit.config import ConfigError, from_profile, load_config, parse_config
 from trainkit.data.dataset import DataConfig
+from trainkit.quant.quantize import QuantConfig
 from trainkit.config import knob, knobs
 from trainkit.recipes.config import METHODS, RunConfig, method_config
 from trainkit.train.objectives import lm_loss
@@ -412,3 +413,18 @@ def test_the_line_where_a_file_is_broken(text, line):
         parse_config(text)
     (problem,) = error.value.problems
     assert problem.line == line
+
+
+def test_whether_an_adapter_is_trained_follows_from_the_method():
+    def choice(**knobs):
+        config = RunConfig(**knobs)
+        return config.method, config.use_lora
+
+    assert choice(method="sft", use_lora=True) == ("lora", None)
+    assert choice(method="sft", use_lora=False) == ("sft", None)
+    assert choice(method="lora", use_lora=True) == ("lora", None)
+    assert choice(method="dpo") == ("dpo", False)
+    assert choice(method="dpo", use_lora=True) == ("dpo", True)
+    assert choice(method="dpo", quant=QuantConfig(bits=4)) == ("dpo", True)
+    with pytest.raises(ConfigError, match="trains no adapter"):
+        RunConfig(method="pretrain", use_lora=True)

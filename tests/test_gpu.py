@@ -35,7 +35,7 @@ from trainkit.align.rl import RLConfig, rl_objective
 from trainkit.align.rollouts import Rollouts
 from trainkit.eval.scoring import NORMS, multiple_choice, score_texts
 from trainkit.eval.evaluator import next_log_probs
-from trainkit.lora.targets import LoRAConfig
+from trainkit.lora.inject import LoRAConfig
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 from trainkit.train.config import TrainConfig
 from trainkit.train.trainer import Trainer

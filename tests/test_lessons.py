@@ -50,7 +50,9 @@ def test_a_lesson_begins_at_once(tmp_path):
     assert {*done.stdout.split()} <= {"multiprocessing", "support", "test_lessons"}, done
 
 
-HEAVY = {"06_savings"}  # More than eight seconds: with the slow tests, until it is shorter
+# More than eight seconds: with the slow tests, until they are shorter. What the final project
+# exports has its tests in recipes/test_final_project.py
+HEAVY = {"06_savings", "05_final_project"}
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,8 @@ def test_models_of_transformers_are_opened_one_at_a_time():
     "`from_pretrained` patches transformers and torch while it runs, so it is not thread-safe."
     for module in pages():
         text = (PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+        if not re.search("from_pretrained|from_config", text):
+            continue
         tree = ast.parse(text)
         calls = [
             node.lineno
@@ -291,10 +293,7 @@ def test_docstrings_name_what_is_there():
         module: (PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
         for module in pages()
     }
-    docs = {
-        module: ast.get_docstring(ast.parse(text), clean=False) or ""
-        for module, text in texts.items()
-    }
+    docs = {module: text.split('"""', 2)[1] for module, text in texts.items()}
     words = {
         word for text in texts.values() for word in re.findall(r"\w+", text.split('"""', 2)[2])
     }  # of the code, also what it calls in other libraries

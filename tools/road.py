@@ -7,7 +7,9 @@ A small model is trained in a temporary folder, and `trainkit train method=lora`
 on questions, in this process under `sys.setprofile`, from the command to the first call of the
 optimizer. A reader who follows it reads each function once, when the run first enters it; so
 only the first call of each function counts, and what modules do while they are imported does
-not. It prints
+not. A function that stands inside another one is read with it, wherever it is called later (a
+lambda that a caller passes on is no module that a reader goes back to), and the backward pass of
+an operation, which torch calls, with its forward pass. It prints
 
 - modules: modules of trainkit that are entered, apart from those outside packages (files, ...),
 - returns: calls into a module that was entered before; going back to the caller is no return,
@@ -43,6 +45,13 @@ class Road(NamedTuple):
         )
 
 
+def read_with(name: str) -> str:  # Qualified, or ''
+    "The function that contains this one, or the `forward` of a `backward`."
+    outer, inside, _ = name.rpartition(".<locals>.")
+    owner, _, last = name.rpartition(".")
+    return outer if inside else f"{owner}.forward" * (last == "backward")
+
+
 class FirstStep(BaseException):
     "Ends the run; no `except Exception` of the package stops it."
 
@@ -68,6 +77,7 @@ class Tracer:
         self.heights = levels()
         self.names: dict[str, str | None] = {}
         self.read: set = set()  # The code of each function that was entered
+        self.texts: set[tuple[str, str]] = set()  # File and name of each of them
         self.importing = 0
 
     def module(self, filename: str) -> str | None:
@@ -101,6 +111,9 @@ class Tracer:
         if name is None:
             return
         self.read.add(code)
+        self.texts.add((code.co_filename, code.co_qualname))
+        if (code.co_filename, read_with(code.co_qualname)) in self.texts:
+            return
         above = self.caller(frame.f_back)
         if above == name:
             return

@@ -26,7 +26,7 @@ LIMITS = {
     "Any": 500,
     "trainer: Any": 0,
     "modules on the road": 24,
-    "returns on the road": 60,
+    "returns on the road": 57,
     "climbs on the road": 3,
 }
 

@@ -15,7 +15,7 @@ import transformers
 from trainkit.align.dpo import LOSSES, USED_BY, DPOConfig, dpo_objective, preference_loss
 from trainkit.config import ConfigError
 from trainkit.align.logprobs import pair_log_probs, shares_prompts
-from trainkit.lora.targets import LoRAConfig
+from trainkit.lora.inject import LoRAConfig
 from trainkit.lora.inject import add_lora
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer

@@ -25,7 +25,7 @@ from trainkit.align.rewards import passes_tests, right_answer, right_length, sco
 from trainkit.align.rl import METHODS, RLConfig, rl_objective
 from trainkit.align.rollouts import Rollouts, pack_answers
 from trainkit.eval.code_eval import run_code
-from trainkit.lora.targets import LoRAConfig
+from trainkit.lora.inject import LoRAConfig
 from trainkit.train.config import TrainConfig
 from trainkit.train.trainer import Trainer
 from trainkit.interop.trl import SETTINGS, as_trl_reward

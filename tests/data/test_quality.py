@@ -666,7 +666,7 @@ COLUMN = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.dictionaries(COLUMN, VALUE), max_size=8))
 @example([dict(prompt="", completion="", label=0), dict(prompt="", completion="", label=[])])
 def test_nothing_breaks_the_doctor(rows):

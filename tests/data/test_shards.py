@@ -114,7 +114,7 @@ def test_any_number_of_workers_writes_the_same_bytes(corpus, whole, tmp_path, nu
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
-@pytest.mark.parametrize("shards_before", [1, 4])
+@pytest.mark.parametrize("shards_before", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_killed_outright_it_goes_on_to_the_same_bytes(corpus, whole, tmp_path, shards_before):
     "SIGKILL: no cleaning up, no last words; workers leave with their parent."
     folder = tmp_path / "s"

@@ -26,7 +26,7 @@ from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.train.objectives import lm_loss
 from trainkit.eval.scoring import TextScore, multiple_choice, score_pieces, score_texts, split_head
-from trainkit.eval.evaluator import kl_at_each, side_by_side
+from trainkit.eval.evaluator import Sample, kl_at_each, side_by_side
 from trainkit.tokenizer.chat_template import TEMPLATES
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 from trainkit.eval.evaluator import AnswerMetrics, RatioSum, evaluate, compare_streams
@@ -610,3 +610,16 @@ def test_a_long_question_loses_its_beginning(size, first, ids, models, tok, monk
     assert seen == [(whole[-ids:], first)]
     with pytest.raises(ValueError, match=f"has {9 - begins} tokens, and {9 - begins} can be read"):
         scoring.score_choices(models[0], tok, [("q", ["a"])], max_length=9 - begins)
+
+
+def test_a_row_of_a_sample_is_rounded():
+    sample = Sample(
+        "m", "p", "ab", ("a", "b"), (-0.123456, -2.0), (-1.234567, -3.0), (1.23456e-4, 2.0)
+    )
+    assert sample.table()[0] == {
+        "token": "a",
+        "log p": -0.1235,
+        "log p, first model": -1.2346,
+        "KL": 0.0001235,
+    }
+    assert sample.mean_kl == (1.23456e-4 + 2.0) / 2

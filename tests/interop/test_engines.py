@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 
 from trainkit.data.dataloader import Batches
 from trainkit.align.dpo import DPOConfig, dpo_objective
-from trainkit.lora.targets import LoRAConfig
+from trainkit.lora.inject import LoRAConfig
 from trainkit.lora.inject import add_lora
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer

@@ -265,7 +265,7 @@ def test_other_families_take_lora_and_quantizer(family, tmp_path):
     """
     from trainkit.lora.inject import add_lora
     from trainkit.quant.quantize import QuantConfig, quantize_model
-    from trainkit.lora.targets import LoRAConfig
+    from trainkit.lora.inject import LoRAConfig
     from trainkit.train.objectives import lm_loss
 
     torch.manual_seed(0)

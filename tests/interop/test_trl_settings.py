@@ -18,7 +18,7 @@ from trainkit.interop.hf_bridge import _check_twin
 from trainkit.interop.trl import DPO_LOSSES, SETTINGS, TRL_KINDS, TRLTrainer, check_trl_config
 from trainkit.interop.trl import _pair, _reward_row, trl_kind
 from trainkit.lora.inject import add_lora
-from trainkit.lora.targets import LoRAConfig
+from trainkit.lora.inject import LoRAConfig
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.recipes.config import method_config

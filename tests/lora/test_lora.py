@@ -28,7 +28,7 @@ from trainkit.lora.adapters import (
 )
 from trainkit.interop.families import to_hf
 from trainkit.model.generation import generate
-from trainkit.lora.targets import LoRAConfig
+from trainkit.lora.inject import LoRAConfig
 from trainkit.lora.layers import LoRALayer
 from trainkit.lora.inject import adapted, add_lora, replace_layer, trainable_report
 from trainkit.lora.merge import merge_folder, merge_lora, merge_quantized, unmerge_lora

@@ -10,7 +10,7 @@ from support.processes import call, in_child
 
 from trainkit.memory import planner
 from trainkit.memory.estimate import MemoryWatch, meta_copy
-from trainkit.lora.targets import LoRAConfig
+from trainkit.lora.inject import LoRAConfig
 from trainkit.lora.inject import add_lora
 from trainkit.memory.estimate import predict_memory
 from trainkit.model.config import ModelConfig

@@ -197,7 +197,7 @@ def test_qlora_gradients(family):
     "LoRA over 4 bits learns what it learns over de-quantized weights, also after an evaluation."
     import transformers as hf
 
-    from trainkit.lora.targets import LoRAConfig
+    from trainkit.lora.inject import LoRAConfig
     from trainkit.lora.inject import add_lora
 
     makers = {
@@ -281,7 +281,7 @@ def test_qlora_gradients(family):
 
 
 def test_order_of_lora_and_quantization():
-    from trainkit.lora.targets import LoRAConfig
+    from trainkit.lora.inject import LoRAConfig
     from trainkit.lora.inject import add_lora
 
     model = add_lora(Transformer(SHAPE), LoRAConfig(r=2))
@@ -404,7 +404,7 @@ def family(kind):
 @pytest.mark.parametrize("kind", [k for k in FAMILIES if k not in ("neox", "mixtral")])
 def test_families_straight_into_four_bits(kind, tmp_path):
     "A tensor at a time gives what quantizing the whole gives, and LoRA can be added."
-    from trainkit.lora.targets import LoRAConfig
+    from trainkit.lora.inject import LoRAConfig
     from trainkit.lora.inject import adapted, add_lora
 
     family(kind).save_pretrained(tmp_path, max_shard_size="60KB")
@@ -448,7 +448,7 @@ def test_whoever_rounds_a_merged_model_again_is_told(tmp_path):
     """
     from types import SimpleNamespace
 
-    from trainkit.lora.targets import LoRAConfig
+    from trainkit.lora.inject import LoRAConfig
     from trainkit.lora.inject import add_lora
     from trainkit.recipes.config import RunConfig
     from trainkit.recipes.runner import rounding_note

@@ -29,6 +29,7 @@ SMALL = [
     "train.sample_steps=0",
     "train.per_device_train_batch_size=4",
     "sampling.max_new_tokens=12",
+    "watch_memory=false",
 ]
 
 LATER = [

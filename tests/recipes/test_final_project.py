@@ -30,6 +30,7 @@ def small(folder, name, method, start, data, **changes):
             dict(
                 name=name,
                 method=method,
+                watch_memory=False,
                 runs_dir=str(folder / "runs"),
                 init_from=start and str(folder / start),
                 data=dict(path=str(folder / data), max_length=64),

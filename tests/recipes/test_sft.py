@@ -13,7 +13,7 @@ from trainkit.config import from_profile, load_config
 from trainkit.data.dataset import DataConfig
 from trainkit.data.readers import write_examples
 from trainkit.interop.hf import load_pretrained
-from trainkit.lora.targets import LoRAConfig
+from trainkit.lora.inject import LoRAConfig
 from trainkit.lora.merge import merge_folder
 from trainkit.train.optim import OptimConfig
 from trainkit.train.config import TrainConfig
@@ -36,6 +36,7 @@ TINY = {
     "optim": {"learning_rate": 3e-3},
     "train": {"max_steps": 40, "save_strategy": "no"},
     "name": "base",
+    "watch_memory": False,
 }
 
 

@@ -361,6 +361,7 @@ SHARDS = [
     "model.d_model=32",
     "model.n_heads=2",
     "model.n_layers=1",
+    "watch_memory=false",
 ]
 RESUME = ["train", "--resume", "R", "train.max_steps=3", "--force-resume"]
 HARMS = {  # file -> the command that reads it, and what is done to the file
@@ -476,7 +477,7 @@ def whole(home):
     from trainkit.lora.adapters import save_adapter
     from trainkit.interop.gguf import export_gguf
     from trainkit.interop.hf import load_pretrained
-    from trainkit.lora.targets import LoRAConfig
+    from trainkit.lora.inject import LoRAConfig
     from trainkit.lora.inject import add_lora
     from trainkit.data.shards import tokenize_to_disk
 
@@ -730,7 +731,7 @@ def test_a_disk_that_fills_up_while_a_model_is_saved(tmp_path):
 @pytest.mark.skipif(
     not sys.platform.startswith("linux") or os.geteuid() != 0, reason="mounts a small disk"
 )
-@pytest.mark.parametrize("room", [12_288, 40_000])
+@pytest.mark.parametrize("room", [12_288, pytest.param(40_000, marks=pytest.mark.slow)])
 def test_a_session_on_a_disk_that_fills_up_says_so(tmp_path, room):
     "Also where the process cannot write what it said last."
     from trainkit.config import load_config
@@ -745,7 +746,8 @@ def test_a_session_on_a_disk_that_fills_up_says_so(tmp_path, room):
     words = (
         f"data.path={tmp_path}/words.txt data.max_length=32 tokenizer.vocab_size=300 "
         "model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 "
-        "train.max_steps=2 train.per_device_train_batch_size=2 sampling.max_new_tokens=2"
+        "train.max_steps=2 train.per_device_train_batch_size=2 sampling.max_new_tokens=2 "
+        "watch_memory=false"
     )
     (disk := tmp_path / "disk").mkdir()
     if subprocess.run(
@@ -926,7 +928,7 @@ def unheard(how, words, cwd, by_command):
     "how",
     ["cp1252", "ascii", "a full disk", "a pipe that nobody reads", "closed", "nothing but write"],
 )
-@pytest.mark.parametrize("by_command", [True, False])
+@pytest.mark.parametrize("by_command", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_output_never_ends_a_run(how, by_command, tmp_path):
     if how == "a full disk" and not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")
@@ -940,7 +942,7 @@ def test_output_never_ends_a_run(how, by_command, tmp_path):
         "data.path=words.txt data.eval_file=others.txt data.max_length=32 tokenizer.vocab_size=300 "
         "model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 "
         "train.max_steps=2 train.per_device_train_batch_size=2 train.logging_steps=1 "
-        "sampling.max_new_tokens=3 name=quiet"
+        "sampling.max_new_tokens=3 name=quiet watch_memory=false"
     ).split()
     done = in_child(unheard, how, words, tmp_path, by_command, folder=tmp_path)
     assert done.returncode == 0 and (tmp_path / "runs" / "quiet" / "report.html").exists(), done

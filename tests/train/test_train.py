@@ -353,7 +353,7 @@ def test_resume_is_exact(tmp_path, kind, precision):
     assert (
         expected.steps == 10 and len(order) == 30
     )  # two epochs, each with windows of three batches
-    for stop in (1, 2, 4, 5, 6, 9) if precision == "no" else (2, 5, 8):  # an epoch has five steps
+    for stop in (1, 4, 5, 6) if precision == "no" else (2, 5):  # an epoch has five steps
         _, first, before = run(f"run{stop}", stop)
         t, rest, after = run(f"run{stop}", resume=True)
         assert (first.steps, first.stop_reason, rest.stop_reason) == (stop, "tired", "finished")

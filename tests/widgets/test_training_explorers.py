@@ -8,7 +8,7 @@ import torch
 
 from trainkit.align.dpo import LOSSES, USED_BY, DPOConfig, preference_loss
 from trainkit.widgets.explorer import ExplorerView, explorer_html
-from trainkit.lora.targets import LoRAConfig
+from trainkit.lora.inject import LoRAConfig
 from trainkit.lora.inject import add_lora
 from trainkit.widgets.weight_explorers import (
     LoRAExplorer,

@@ -36,7 +36,7 @@ from ..model.attention import rope_frequencies
 from ..model.config import ModelConfig
 from ..progress import Progress
 from ..tokenizer.chat_template import render_text
-from ..tokenizer.formats import read_pattern, default_template
+from ..tokenizer.bpe_tokenizer import default_template, read_pattern
 from ..tokenizer.pretokenize import GPT4_PATTERN, PATTERNS
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from . import (
     layers as layers,
     merge as merge,
     rank as rank,
-    targets as targets,
 )
 from .adapters import (
     adapter_names as adapter_names,
@@ -16,7 +15,9 @@ from .adapters import (
     use_adapter as use_adapter,
 )
 from .inject import (
+    LoRAConfig as LoRAConfig,
     add_lora as add_lora,
+    target_layers as target_layers,
     trainable_report as trainable_report,
 )
 from .layers import (
@@ -40,4 +41,3 @@ from .rank import (
     shrink_rank as shrink_rank,
     spectrum as spectrum,
 )
-from .targets import LoRAConfig as LoRAConfig, target_layers as target_layers

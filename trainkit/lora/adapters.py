@@ -33,10 +33,10 @@ from torch import Tensor, nn
 
 from ..config import nearest
 from ..files import atomic_folder, read_json, reading, write_atomic
-from .inject import AdaptedModel, activate, adapted, add_lora, all_or_nothing
-from .inject import exchange_biases, replace_layer
+from .inject import AdaptedModel, LoRAConfig, activate, adaptable, adapted, add_lora
+from .inject import all_or_nothing, exchange_biases, rank_and_alpha, replace_layer
+from .inject import saved_layers
 from .layers import Factor, LoRALayer, LoRALinear, ModulesToSaveWrapper, init_factors
-from .targets import LoRAConfig, adaptable, rank_and_alpha, saved_layers
 
 if TYPE_CHECKING:
     from trainkit.model.transformer import Transformer

@@ -29,8 +29,7 @@ from ..charts import INK, chart_style, draw_svg, new_axes
 from ..config import nearest
 from ..display import PALETTE, Picture, plural
 from ..files import show_bytes
-from ..lora.inject import add_lora, replace_layer, with_vocabulary
-from ..lora.targets import LoRAConfig
+from ..lora.inject import LoRAConfig, add_lora, replace_layer, with_vocabulary
 from .estimate import predict_memory
 from .offload import OffloadedOptimizer, checkpoint_blocks
 from .tracker import MemoryReport, read_bytes

@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from ..align.rl import with_reward_metrics
+from ..charts import curves, draw_svg
 from ..config import dump_config, recheck
 from ..data.readers import write_examples
 from ..display import plural
@@ -457,9 +458,9 @@ def _final_metrics(
     return metrics, words
 
 
-def _load_libraries(folder: RunFolder, model: nn.Module) -> None:
+def _load_libraries(model: nn.Module) -> None:
     "Load what charts and saved models need, so that memory between two steps is only theirs."
-    write_curves(folder)  # matplotlib, 30 MB
+    draw_svg(curves, {})  # matplotlib, 30 MB
     import transformers  # 30 MB with the classes that the first saved model needs
 
     from trainkit.interop.hf import save_pretrained  # noqa: F401
@@ -574,7 +575,7 @@ def run(
         say = _printer(folder, verbose)
         _save_inputs(inputs, folder.path)
         if main:
-            _load_libraries(folder, model)
+            _load_libraries(model)
         trainer.callbacks += _run_callbacks(inputs, folder, callbacks, main, verbose, say)
         say(*plan_lines(inputs, trainer))
         if trainer.accelerator.num_processes == 1:

@@ -4,11 +4,14 @@ from . import (
     chat as chat,
     chat_template as chat_template,
     encoder as encoder,
-    formats as formats,
     pretokenize as pretokenize,
 )
 from .bpe import count_words as count_words, learn_merges as learn_merges
-from .bpe_tokenizer import BPETokenizer as BPETokenizer
+from .bpe_tokenizer import (
+    BPETokenizer as BPETokenizer,
+    from_json as from_json,
+    tokenizer_json as tokenizer_json,
+)
 from .chat import (
     find_template as find_template,
     render as render,
@@ -18,5 +21,4 @@ from .chat import (
 )
 from .chat_template import TEMPLATES as TEMPLATES, Template as Template, render_text as render_text
 from .encoder import Encoder as Encoder
-from .formats import from_json as from_json, tokenizer_json as tokenizer_json
 from .pretokenize import PATTERNS as PATTERNS, split_words as split_words

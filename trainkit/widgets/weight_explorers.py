@@ -33,7 +33,7 @@ from ..lora.adapters import lora_config, read_adapter
 from ..lora.inject import adapted
 from ..lora.layers import LoRALayer
 from ..lora.rank import effective_rank, thin_svd
-from ..lora.targets import rank_and_alpha
+from ..lora.inject import rank_and_alpha
 from ..quant.int8 import dequantize_int8, quantize_int8
 from ..quant.nf4 import CODEBOOKS, dequantize_4bit, quantize_4bit
 from .drawing import live_curves
