@@ -467,7 +467,7 @@ _ANSWERS = {  # Flags that no knob replaces -> what to do instead
         "print_param_status quantization_device_map export_legacy_format export_hub_model_id "
         "vllm_maxlen vllm_gpu_util media_dir buffer_size mix_strategy interleave_probs "
         "preprocessing_batch_size eval_num_beams ignore_pad_token_for_loss eval_on_each_dataset "
-        "tool_format enable_thinking data_shared_file_system freeze_trainable_modules "
+        "tool_format data_shared_file_system freeze_trainable_modules "
         "freeze_extra_modules pissa_iter pissa_convert ppo_buffer_size ppo_score_norm ppo_target "
         "ref_model_adapters ref_model_quantization_bit reward_model_adapters reward_model_type "
         "galore_target galore_rank include_effective_tokens_per_second use_swanlab "
