@@ -151,8 +151,8 @@ class SFTConfig:
     )
     train_on: str = knob(
         "assistant",
-        "Which turns are learned: every answer, the last one, all turns, or each answer in a row of "
-        "its own, with the chat before it as at inference, where old thoughts are left out",
+        "Which turns are learned: every answer, the last one, all turns, or each answer in a row "
+        "of its own, with the chat before it as at inference, where old thoughts are left out",
         choices=("assistant", "last", "each", "all"),
     )
     reasoning: str = knob(

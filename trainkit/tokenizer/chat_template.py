@@ -486,13 +486,12 @@ def _render(
 def _prepare(messages: Sequence[Mapping], template: str) -> list[dict]:
     "Copies of the messages in the form that the template reads."
     chat = [_message(m, i) for i, m in enumerate(messages)]
-    if template in _OURS:
-        return [*map(_with_objects, map(_fold_thought if _is_blind(template) else dict, chat))]
+    ours = template in _OURS
     if _is_blind(template):
-        return [*map(_fold_thought, chat)]
-    if not re.search(r"split\(.?</think>", template):
-        return [*map(_lift_thought, chat)]
-    return chat
+        chat = [*map(_fold_thought, chat)]
+    elif "<think>" not in template if ours else not re.search(r"split\(.?</think>", template):
+        chat = [*map(_lift_thought, chat)]
+    return [*map(_with_objects, chat)] if ours else chat
 
 
 @lru_cache(maxsize=64)
@@ -1176,6 +1175,110 @@ def _bracketed(bos: str, question: str, answer: str) -> str:
     )
 
 
+# As Gemma 4 was published: its own notation for values, and calls and results in one turn
+_GEMMA4_VALUES = (
+    "{% macro text(words) %}{{ '<|\"|>' + words + '<|\"|>' }}{% endmacro %}"
+    "{% macro arg(v, quoted=true) %}{% if v is none %}{{ 'null' }}"
+    "{% elif v is string %}{{ text(v) }}"
+    "{% elif v is boolean %}{{ 'true' if v else 'false' }}"
+    "{% elif v is mapping %}{{ '{' }}{% for key, value in v | dictsort %}"
+    "{% if not loop.first %}{{ ',' }}{% endif %}{{ text(key) if quoted else key }}"
+    "{{ ':' + arg(value, quoted) }}{% endfor %}{{ '}' }}"
+    "{% elif v is sequence %}{{ '[' }}{% for value in v %}"
+    "{% if not loop.first %}{{ ',' }}{% endif %}{{ arg(value, quoted) }}{% endfor %}{{ ']' }}"
+    "{% else %}{{ v }}{% endif %}{% endmacro %}"
+    "{% macro listed(words) %}{% for word in words %}{% if not loop.first %}{{ ',' }}{% endif %}"
+    "{{ text(word) }}{% endfor %}{% endmacro %}"
+)
+_GEMMA4_TYPES = (
+    "{% macro items(v) %}{% set ns = namespace(first=true) %}{% for key, value in v | dictsort %}"
+    "{% if value is not none %}{% if not ns.first %}{{ ',' }}{% endif %}{% set ns.first = false %}"
+    "{% if key == 'properties' %}{{ 'properties:{' }}"
+    "{% if value is mapping %}{{ params(value) }}{% endif %}{{ '}' }}"
+    "{% elif key == 'required' %}{{ 'required:[' + listed(value) + ']' }}"
+    "{% elif key == 'type' %}{{ 'type:' }}"
+    "{{ arg(value | upper if value is string else value | map('upper') | list) }}"
+    "{% else %}{{ key + ':' + arg(value) }}{% endif %}{% endif %}{% endfor %}{% endmacro %}"
+    "{% macro params(properties, rest=false) %}{% set ns = namespace(first=true) %}"
+    "{% set standard = ['description', 'type', 'properties', 'required', 'nullable'] %}"
+    "{% for key, v in properties | dictsort %}{% if not rest or key not in standard %}"
+    "{% if not ns.first %}{{ ',' }}{% endif %}{% set ns.first = false %}{{ key + ':{' }}"
+    "{% set kind = v['type'] | upper %}"
+    "{% if v['description'] %}{{ 'description:' + text(v['description']) + ',' }}{% endif %}"
+    "{% if kind == 'STRING' and v['enum'] %}{{ 'enum:' + arg(v['enum']) + ',' }}"
+    "{% elif kind == 'ARRAY' and v['items'] is mapping and v['items'] %}"
+    "{{ 'items:{' + items(v['items']) + '},' }}{% endif %}"
+    "{% if v['nullable'] %}{{ 'nullable:true,' }}{% endif %}"
+    "{% if kind == 'OBJECT' %}{% if v['properties'] is defined and v['properties'] is mapping %}"
+    "{{ 'properties:{' + params(v['properties']) + '},' }}"
+    "{% elif v is mapping %}{{ 'properties:{' + params(v, true) + '},' }}{% endif %}"
+    "{% if v['required'] %}{{ 'required:[' + listed(v['required']) + '],' }}{% endif %}{% endif %}"
+    "{{ 'type:' + text(kind) + '}' }}{% endif %}{% endfor %}{% endmacro %}"
+)
+_GEMMA4_TOOLS = (
+    "{% for tool in tools or [] %}{% set f = tool['function'] %}{% set p = f['parameters'] %}"
+    "{{ '<|tool>declaration:' + f['name'] + '{description:<|\"|>' }}{{ f['description'] }}"
+    "{{ '<|\"|>' }}{% if p %}{{ ',parameters:{' }}"
+    "{% if p['properties'] %}{{ 'properties:{' + params(p['properties']) + '},' }}{% endif %}"
+    "{% if p['required'] %}{{ 'required:[' + listed(p['required']) + '],' }}{% endif %}"
+    "{% if p['type'] %}{{ 'type:' + text(p['type'] | upper) + '}' }}{% endif %}{% endif %}"
+    "{% if 'response' in f %}{% set r = f['response'] %}{{ ',response:{' }}"
+    "{% if r['description'] %}{{ 'description:' + text(r['description']) + ',' }}{% endif %}"
+    "{% if r['type'] | upper == 'OBJECT' %}{{ 'type:' + text(r['type'] | upper) + '}' }}{% endif %}"
+    "{% endif %}{{ '}<tool|>' }}{% endfor %}"
+)
+_GEMMA4_CALLS = (
+    "{% if m.content.strip() %}{{ raise_exception('a turn of Gemma 4 that calls a tool says "
+    "nothing next to it') }}{% endif %}"
+    "{% for c in m.tool_calls %}{% set f = c.function or c %}"
+    "{{ '<|tool_call>call:' + f.name + '{' }}{% for key, value in f.arguments | dictsort %}"
+    "{% if not loop.first %}{{ ',' }}{% endif %}{{ key + ':' + arg(value, false) }}{% endfor %}"
+    "{{ '}<tool_call|>' }}{% endfor %}{{ '<|tool_response>' }}"
+)
+_GEMMA4_RESULTS = (
+    "{% set ns.name = t.name or 'unknown' %}{% for c in ns.calls %}"
+    "{% if c.id == t.tool_call_id %}{% set ns.name = (c.function or c).name %}{% endif %}"
+    "{% endfor %}{% if not loop.first and loop.previtem.role == 'tool' %}"
+    "{{ '<|tool_response>' }}{% endif %}"
+    "{{ 'response:' + ns.name + '{value:' + arg(t.content, false) + '}<tool_response|>' }}"
+    "{% if not loop.last and loop.nextitem.role not in ['tool', 'assistant'] %}{{ '<turn|>\n' }}"
+    "{% endif %}"
+)
+_GEMMA4 = (
+    _GEMMA4_VALUES
+    + _GEMMA4_TYPES
+    + "{{ bos_token }}{% set thinks = enable_thinking | default(false) %}"
+    "{% set keeps = preserve_thinking | default(false) %}{% set turns = messages %}"
+    "{% set lead = messages[0].role in ['system', 'developer'] %}"
+    "{% if thinks or tools or lead %}{{ '<|turn>system\n' + ('<|think|>\n' if thinks else '') }}"
+    "{% if lead %}{{ messages[0].content.strip() }}{% set turns = messages[1:] %}{% endif %}"
+    + _GEMMA4_TOOLS
+    + "{{ '<turn|>\n' }}{% endif %}"
+    "{% set ns = namespace(last=-1, before='', calls=[], name='', answered=false) %}"
+    "{% for m in turns %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+    "{% for m in turns %}{% set t = m %}{% if m.role == 'tool' %}"
+    + _GEMMA4_RESULTS
+    + "{% set ns.answered = true %}{% else %}{% set own = m.role == 'assistant' %}"
+    "{% if not (own and ns.before == 'assistant') %}"
+    "{{ '<|turn>' + ('model' if own else m.role) + '\n' }}{% endif %}"
+    "{% set ns.before = m.role %}{% set ns.calls = m.tool_calls or [] %}"
+    "{% set ns.answered = false %}"
+    "{% if not own %}{{ m.content.strip() + '<turn|>\n' }}{% else %}"
+    "{% set seen = loop.index0 > ns.last or (keeps and m.tool_calls) %}"
+    "{% set goes_on = not loop.last and loop.nextitem.role == 'assistant' %}"
+    "{% generation %}{% if m.reasoning_content and seen %}"
+    "{{ '<|channel>thought\n' + m.reasoning_content + '\n<channel|>' }}{% endif %}"
+    "{% if m.tool_calls %}" + _GEMMA4_CALLS + "{% else %}{% set words = namespace(all='') %}"
+    "{% for part in m.content.split('<channel|>') %}"
+    "{% set words.all = words.all + part.split('<|channel>')[0] %}{% endfor %}"
+    "{{ words.all.strip() }}{% if not goes_on %}{{ '<turn|>' }}{% endif %}{% endif %}"
+    "{% endgeneration %}{% if not goes_on and not m.tool_calls %}{{ '\n' }}{% endif %}"
+    "{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{% if not ns.calls %}{{ '<|turn>model\n' }}"
+    "{% elif ns.answered and thinks %}{{ '<|channel>thought\n' }}{% endif %}{% endif %}"
+)
+
 TEMPLATES: dict[str, Template] = {
     "chatml": Template(_chatml(_TOOLS), "<|im_end|>", _IM),
     "smollm2": Template(
@@ -1255,6 +1358,16 @@ TEMPLATES: dict[str, Template] = {
         "<end_of_turn>",
         ("<start_of_turn>", "<end_of_turn>"),
         "<bos>",
+    ),
+    "gemma4": Template(
+        _GEMMA4,
+        "<turn|>",
+        ("<|turn>", "<turn|>"),
+        "<bos>",
+        (
+            *("<|channel>", "<channel|>", "<|think|>", '<|"|>', "<|tool>", "<tool|>"),
+            *("<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>"),
+        ),
     ),
     "alpaca": Template(
         _NO_TOOLS
