@@ -1147,6 +1147,10 @@ def generate(
     stop: Annotated[
         Optional[list[str]], typer.Option(help="End before this text; may be given several times.")
     ] = None,
+    thinking_budget: Annotated[
+        Optional[int],
+        typer.Option(help="Tokens of a thought at most, after <think>.", min=0, show_default=False),
+    ] = None,
 ) -> None:
     "Let a saved model continue a text, as it writes it."
     from trainkit.model.generation import stream
@@ -1168,6 +1172,7 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
+        thinking_budget=thinking_budget,
     )
     first = next(pieces, "")  # Errors come before any output
     say(text, nl=False)

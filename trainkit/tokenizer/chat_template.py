@@ -10,7 +10,8 @@ formats, each as a `Template`: the program and its special tokens."""
 
 # %% auto #0
 __all__ = ['STEPS', 'CHARS', 'SECONDS', 'MEMORY', 'GENERATION_MARK', 'TEMPLATES', 'TOOL_FORMATS', 'split_thought',
-           'compile_template', 'render_texts', 'render_text', 'Template', 'parse_tool_calls', 'missing_tokens']
+           'ThoughtSplitter', 'compile_template', 'render_texts', 'render_text', 'Template', 'parse_tool_calls',
+           'missing_tokens']
 
 # %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #imports-chat_templates
 import atexit
@@ -269,6 +270,58 @@ def split_thought(
             if not before.strip():
                 return thought.strip("\n"), rest.lstrip("\n")
     return None, content
+
+
+class ThoughtSplitter:
+    "Splits an answer into thought and words while it is generated, piece by piece."
+
+    def __init__(
+        self,
+        prompt: str = "",  # Before the answer; it may end with the beginning of a thought
+    ):
+        self.closing: str | None = next(  # Of the open thought
+            (
+                closing
+                for opening, closing in _THOUGHT_TAGS
+                if prompt.rstrip().endswith(opening.rstrip())
+            ),
+            None,
+        )
+        self.pending, self.said = "", False
+
+    def push(
+        self,
+        piece: str,  # Of the answer
+    ) -> list[tuple[str, str]]:  # 'thought' or 'answer', and a text that is certain
+        self.pending += piece
+        return self._release(last=False)
+
+    def finish(self) -> list[tuple[str, str]]:  # What was held back
+        return self._release(last=True)
+
+    def _release(self, last: bool) -> list[tuple[str, str]]:
+        out = []
+        while True:
+            inside = self.closing is not None
+            tags = [self.closing] if self.closing else [a for a, _ in _THOUGHT_TAGS]
+            if self.said and not inside:
+                tags = []  # A thought comes before the first word
+            found = min(
+                ((self.pending.find(tag), tag) for tag in tags if tag in self.pending), default=None
+            )
+            if found:
+                at, tag = found
+                out.append(("thought" if inside else "answer", self.pending[:at]))
+                self.pending = self.pending[at + len(tag) :]
+                self.closing = None if inside else dict(_THOUGHT_TAGS)[tag]
+                continue
+            starts = (tag[:n] for tag in tags for n in range(1, len(tag)))
+            begun = max((len(s) for s in starts if self.pending.endswith(s)), default=0)
+            cut = len(self.pending) - (0 if last else begun)
+            out.append(("thought" if inside else "answer", self.pending[:cut]))
+            self.said = self.said or (not inside and bool(self.pending[:cut].strip()))
+            self.pending = self.pending[cut:]
+            return [(kind, text) for kind, text in out if text]
 
 
 def _read_thought(message: dict) -> dict:
