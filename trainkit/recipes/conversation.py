@@ -136,8 +136,8 @@ class Conversation:
                 for kind, piece in self._answer(*self.base):
                     yield "base" + " thinks" * (kind == "thought"), piece
             for kind, piece in self._answer(self.model, self.tokenizer):
-                if kind == "answer" and parts["thought"] and not parts["answer"]:
-                    piece = piece.lstrip("\n")  # Between the thought and the words
+                if not parts[kind] and (parts["thought"] or kind == "thought"):
+                    piece = piece.lstrip("\n")  # Which templates write around a thought
                 if not piece:
                     continue
                 parts[kind] += piece

@@ -468,6 +468,9 @@ def _forgeable(tokenizer: "AnyTokenizer", controls: Mapping[str, int]) -> bool:
     return any(t.normalized and str(t) in controls for t in tokenizer.added_tokens_decoder.values())
 
 # %% ../../nbs/01_tokenizer/08_chat.ipynb #447f89b6
+_CALL_ENDS = ("<|tool_response>", "<|eom_id|>", "<|call|>")
+
+
 def render_batch(
     conversations: Sequence[Sequence[Mapping]],  # Lists of messages
     tokenizer: "AnyTokenizer",  # A `BPETokenizer`, or a fast tokenizer of transformers
@@ -521,6 +524,8 @@ def render_batch(
         coded[i] = _encode_marked(texts[i], spans[i], tokenizer, controls)
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
+    # Gemma, Llama and gpt-oss end a turn that calls a tool with a token of its own
+    ends = {eos, *(controls[t] for t in _CALL_ENDS if t in controls)}
     out = []
     for i, (ids, parts) in enumerate(coded):
         if bos is not None and ids[:2].tolist() == [bos, bos]:
@@ -530,7 +535,7 @@ def render_batch(
             )
         mask = np.zeros(len(ids), bool)
         for a, b in parts:
-            if check_eos and train_on != "all" and (eos is None or ids[b - 1] != eos):
+            if check_eos and train_on != "all" and (eos is None or ids[b - 1] not in ends):
                 raise ValueError(
                     f"an answer of conversation {i} ends with "
                     f"{texts[i][: spans[i][0][1]][-20:]!r}, and the "
