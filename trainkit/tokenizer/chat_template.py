@@ -301,27 +301,27 @@ class ThoughtSplitter:
 
     def _release(self, last: bool) -> list[tuple[str, str]]:
         out = []
-        while True:
-            inside = self.closing is not None
-            tags = [self.closing] if self.closing else [a for a, _ in _THOUGHT_TAGS]
-            if self.said and not inside:
-                tags = []  # A thought comes before the first word
-            found = min(
-                ((self.pending.find(tag), tag) for tag in tags if tag in self.pending), default=None
-            )
-            if found:
-                at, tag = found
-                out.append(("thought" if inside else "answer", self.pending[:at]))
-                self.pending = self.pending[at + len(tag) :]
-                self.closing = None if inside else dict(_THOUGHT_TAGS)[tag]
-                continue
-            starts = (tag[:n] for tag in tags for n in range(1, len(tag)))
-            begun = max((len(s) for s in starts if self.pending.endswith(s)), default=0)
-            cut = len(self.pending) - (0 if last else begun)
-            out.append(("thought" if inside else "answer", self.pending[:cut]))
-            self.said = self.said or (not inside and bool(self.pending[:cut].strip()))
-            self.pending = self.pending[cut:]
-            return [(kind, text) for kind, text in out if text]
+        if self.closing is None and not self.said:  # A thought comes before the first word
+            start = self.pending.lstrip()
+            for opening, closing in _THOUGHT_TAGS:
+                if start.startswith(opening):
+                    self.closing, self.pending = closing, start[len(opening) :]
+                elif opening.startswith(start) and not last:
+                    return []  # It may still become one
+            self.said = self.closing is None
+        if self.closing is not None:
+            thought, tag, rest = self.pending.partition(self.closing)
+            starts = [self.closing[:n] for n in range(1, len(self.closing))]
+            begun = max((len(s) for s in starts if thought.endswith(s)), default=0)
+            cut = len(thought) - (0 if tag or last else begun)
+            out.append(("thought", thought[:cut]))
+            self.pending = rest if tag else thought[cut:]
+            if not tag:
+                return [part for part in out if part[1]]
+            self.closing, self.said = None, True
+        out.append(("answer", self.pending))
+        self.pending = ""
+        return [part for part in out if part[1]]
 
 
 def _read_thought(message: dict) -> dict:
@@ -427,7 +427,12 @@ def _turns(
     text, _ = _run(template, messages, names, **more)
     spans = []
     for i in wanted:
-        before, after = _around(template, messages, names, i, text, **more)
+        try:
+            before, after = _around(template, messages, names, i, text, **more)
+        except ValueError:
+            if more.get("add_generation_prompt"):
+                continue  # A prompt is read and not learned
+            raise
         spans.append((before, _end(text, after, names)))
     return text, spans
 
@@ -558,7 +563,7 @@ def _tags(
 ) -> tuple[str, list[tuple[int, int]]]:
     "The text and the wanted answers of a template with generation tags."
     text, spans = _run(template, chat, names, **more)
-    switch = "enable_thinking" in template
+    switch = "enable_thinking" in template and not more.get("add_generation_prompt")
     if wanted == answers and not switch:
         return text, spans
     if len(spans) != len(answers):
