@@ -596,8 +596,13 @@ def prepare_sft(
     asked = []
     if data.kind != "text" and sft.questions:
         reasoning = sft.reasoning != "drop"
-        how = dict(train_reasoning=reasoning, chat_template_kwargs=sft.chat_template_kwargs)
-        asked = questions(rows["eval"], tokenizer, context_length(model), **how)[: sft.questions]
+        asked = questions(
+            rows["eval"],
+            tokenizer,
+            context_length(model),
+            train_reasoning=reasoning,
+            chat_template_kwargs=sft.chat_template_kwargs,
+        )[: sft.questions]
     longest = length if sft.packing != "none" else min(length, int(train.report.lengths.max()))
     full = packing_efficiency(packed, length)
     form = "a row each"

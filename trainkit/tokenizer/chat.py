@@ -22,7 +22,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from unicodedata import is_normalized, normalize
 from weakref import WeakKeyDictionary
 
@@ -523,7 +523,7 @@ def render_batch(
     for i in marked:
         coded[i] = _encode_marked(texts[i], spans[i], tokenizer, controls)
     bos = tokenizer.bos_token_id
-    eos = tokenizer.eos_token_id
+    eos = cast("int | None", tokenizer.eos_token_id)
     # Gemma, Llama and gpt-oss end a turn that calls a tool with a token of its own
     ends = {eos, *(controls[t] for t in _CALL_ENDS if t in controls)}
     out = []
