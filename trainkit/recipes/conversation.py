@@ -82,7 +82,7 @@ class Conversation:
 
     @property
     def switches(self) -> dict[str, Any]:
-        "What the template is told."
+        "The variables of the template."
         thinks = self.enable_thinking
         return self.chat_template_kwargs | ({} if thinks is None else {"enable_thinking": thinks})
 

@@ -937,8 +937,8 @@ def render_text(
 ) -> tuple[str, list[tuple[int, int]]]:
     """A chat as one text, and the characters that are learned.
 
-    Nothing is learned that a generation prompt supplies, such as the empty thought of a model that
-    is told not to think. A template that does not tell for certain is a `ValueError`."""
+    Nothing is learned that a generation prompt supplies, such as the empty thought with which
+    thinking is switched off. A template that leaves this open is a `ValueError`."""
     how = names, train_on, add_generation_prompt
     [done] = render_texts([messages], template, *how, [tools], chat_template_kwargs)
     return done
