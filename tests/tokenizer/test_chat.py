@@ -220,15 +220,17 @@ def test_one_bos_and_every_answer_ends(name):
         dict(role="user", content="r"),
         dict(role="assistant", content="b"),
     ]
+    chat = readable(name, chat)
+    answers = len(chat) // 2
     for each in (tok, hf):
         ids, mask = render(chat, each)
         assert not any(
             a == b == tok.bos_token_id for a, b in zip(ids, ids[1:], strict=False) if tok.bos_token
         )
-        assert sum(m and i == tok.eos_token_id for i, m in zip(ids, mask, strict=True)) == 2
+        assert sum(m and i == tok.eos_token_id for i, m in zip(ids, mask, strict=True)) == answers
         assert 0 < sum(mask) < len(mask)
         starts = [k for k in range(len(mask)) if mask[k] and not (k and mask[k - 1])]
-        assert len(starts) == 2
+        assert len(starts) == answers
 
 
 @settings(max_examples=100, deadline=None)
