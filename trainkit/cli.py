@@ -467,7 +467,7 @@ _ANSWERS = {  # Flags that no knob replaces -> what to do instead
         "print_param_status quantization_device_map export_legacy_format export_hub_model_id "
         "vllm_maxlen vllm_gpu_util media_dir buffer_size mix_strategy interleave_probs "
         "preprocessing_batch_size eval_num_beams ignore_pad_token_for_loss eval_on_each_dataset "
-        "tool_format enable_thinking data_shared_file_system freeze_trainable_modules "
+        "tool_format data_shared_file_system freeze_trainable_modules "
         "freeze_extra_modules pissa_iter pissa_convert ppo_buffer_size ppo_score_norm ppo_target "
         "ref_model_adapters ref_model_quantization_bit reward_model_adapters reward_model_type "
         "galore_target galore_rank include_effective_tokens_per_second use_swanlab "
@@ -1147,6 +1147,10 @@ def generate(
     stop: Annotated[
         Optional[list[str]], typer.Option(help="End before this text; may be given several times.")
     ] = None,
+    thinking_budget: Annotated[
+        Optional[int],
+        typer.Option(help="Tokens of a thought at most, after <think>.", min=0, show_default=False),
+    ] = None,
 ) -> None:
     "Let a saved model continue a text, as it writes it."
     from trainkit.model.generation import stream
@@ -1168,6 +1172,7 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
+        thinking_budget=thinking_budget,
     )
     first = next(pieces, "")  # Errors come before any output
     say(text, nl=False)

@@ -89,6 +89,12 @@ class SamplingConfig:
     seed: int | None = knob(
         None, "The same seed gives the same text; unset: a new text each time", low=0
     )
+    thinking_budget: int | None = knob(
+        None,
+        "Most tokens of a thought, between <think> and </think>, which is then closed; 0 allows no "
+        "thought, unset any",
+        low=0,
+    )
     use_cache: bool = knob(
         True,
         "Keep keys and values of what was read; else each token costs as much as reading all of "

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.config import ConfigError
-from trainkit.model.generation import TextStreamer, generate, stream, text_to_ids
+from trainkit.model.generation import TextStreamer, ThinkingBudget, generate, stream, text_to_ids
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.model.generation import (
@@ -842,3 +842,44 @@ def test_a_character_that_a_tokenizer_does_not_know_is_no_special_token():
     for text in ("a<unk>", "a<end>b"):
         with pytest.raises(ValueError, match="the text contains the special token '<...>'"):
             text_to_ids(text, Tokenizer())
+
+
+class _Bytes:
+    eos_token_id = None
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, ids):
+        return bytes(ids).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("budget", [0, 3])
+def test_a_thought_is_closed_when_its_budget_is_used_up(budget):
+    "Alone, in a batch and streamed; a text without a thought is left alone."
+    tokenizer = _Bytes()
+    torch.manual_seed(0)
+    model = Transformer(
+        ModelConfig(vocab_size=256, d_model=16, d_ff=32, n_layers=1, n_heads=2, max_seq_len=64)
+    ).eval()
+    prompts = ["q <think>\n", "longer <think>", "none"]
+    how = dict(temperature=0, tokenizer=tokenizer, eos_token_id=(), fast=False)
+    free = generate(model, prompts, 30, **how)
+    closed = generate(model, prompts, 30, thinking_budget=budget, **how)
+    for prompt, before, after in zip(prompts, free, closed, strict=True):
+        assert after == generate(model, prompt, 30, thinking_budget=budget, **how)
+        if prompt == "none":
+            assert after == before
+            continue
+        ids = tokenizer.encode(after[len(prompt) :])
+        assert tokenizer.decode(ids[budget:]).startswith("\n</think>\n\n") or budget
+        assert "\n</think>\n\n" in after and after[: len(prompt)] == prompt
+    pieces = stream(model, prompts[0], 30, thinking_budget=budget, **how)
+    assert "".join(pieces) == closed[0][len(prompts[0]) :]
+    with pytest.raises(ValueError, match="thinking_budget needs a tokenizer"):
+        generate(model, [1, 2], 5, thinking_budget=1)
+    with pytest.raises(ValueError, match="at_least"):
+        ThinkingBudget(tokenizer, 1, at_least=2)
+    longer = ThinkingBudget(tokenizer, 9, at_least=9)
+    out = generate(model, prompts[0], 30, processors=[longer], **how)
+    assert "<" not in out[len(prompts[0]) :][:4]

@@ -146,3 +146,28 @@ def test_own_metrics_join_those_of_the_judge(own, more):
     assert _final_metrics(trainer, judge, True, own) == ({"bits": 8, **more}, ["good"])
     assert told == [("on_eval", {"eval_loss": 1, "best": False})]
     assert _final_metrics(trainer, judge, False, False) == ({}, [])
+
+
+def test_a_thought_is_apart_from_the_answer_and_read_again(chat, monkeypatch):
+    told = []
+
+    def stream(model, ids, **knobs):
+        told.append((chat.tokenizer.decode(ids), knobs.get("thinking_budget")))
+        yield from ("<thi", "nk>\nhm", "\n</thi", "nk>\n\n", "yes")
+
+    monkeypatch.setattr(conversation, "stream", stream)
+    talk = chat(thinking_budget=7)
+    parts = {}
+    for kind, piece in talk.say("a"):
+        parts[kind] = parts.get(kind, "") + piece
+    assert parts["model"] == "yes" and parts["model thinks"].strip() == "hm"
+    assert talk.messages[-1] == dict(role="assistant", content="yes", reasoning_content="hm")
+    set_template(chat.tokenizer, "qwen3")
+    assert talk.command("/think off") == "The model answers without thinking."
+    [*talk.say("b")]
+    prompt, budget = told[-1]
+    assert "hm" not in prompt and prompt.endswith("<think>\n\n</think>\n\n") and budget == 7
+    assert "thinks before" in talk.command("/think on") and "trained" in talk.command("/think")
+    quiet = chat(enable_thinking=False)
+    [*quiet.say("a")]
+    assert told[-1][1] == 0

@@ -137,7 +137,13 @@ def continuation_ids(
         answer = dict(role="assistant", content="", tool_calls=calls)
     chat = [dict(role="user", content="?"), answer, *messages]
     ids, learned = render(chat, tokenizer, add_generation_prompt=True, tools=tools)
-    end = max(place for place, mark in enumerate(learned) if mark)
+    if any(learned):
+        end = max(place for place, mark in enumerate(learned) if mark)
+    else:  # The template leaves out the thoughts of older answers, so that they are not the same
+        head = render(chat[:1], tokenizer, add_generation_prompt=True, tools=tools)[0]
+        pairs = enumerate(zip(ids, head, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), len(head))
+        end = ids.index(tokenizer.eos_token_id, same)
     return ids[end + 1 :]
 
 

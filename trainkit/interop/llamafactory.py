@@ -68,7 +68,17 @@ TEMPLATE_NAMES = {
     "plain": "empty",
     **{
         name: name
-        for name in ("chatml", "smollm2", "qwen", "llama2", "mistral", "llama3", "gemma", "alpaca")
+        for name in (
+            "chatml",
+            "smollm2",
+            "qwen",
+            "qwen3",
+            "llama2",
+            "mistral",
+            "llama3",
+            "gemma",
+            "alpaca",
+        )
     },
 }
 
@@ -463,7 +473,16 @@ def _chat_arguments(config: "RunConfig", stage: str) -> _Arguments:
         arguments["template"] = "chatml"  # As in our run; LLaMA-Factory would take none
     if stage == "sft":
         learned = sft.train_on
+        if learned == "each":
+            raise ValueError(
+                "sft.train_on = each: LLaMA-Factory makes one row of a chat; take last"
+            )
         arguments |= dict(train_on_prompt=learned == "all", mask_history=learned == "last")
+        if switches := set(sft.chat_template_kwargs) - {"enable_thinking"}:
+            raise ValueError(
+                f"sft.chat_template_kwargs: LLaMA-Factory has enable_thinking, not {switches}"
+            )
+        arguments |= sft.chat_template_kwargs
         if sft.packing != "none":
             arguments |= dict(packing=True, neat_packing=True)
     return arguments

@@ -70,6 +70,8 @@ def speculate_row(
     draft_tokens: int = 4,  # Guesses in a round
 ) -> Iterator[tuple[list[int], int]]:  # Tokens of a round, the last one not guessed; its guesses
     "Continue one row, a round at a time, until EOS or until there is no room."
+    if config.thinking_budget is not None:
+        raise ValueError("thinking_budget: a draft model cannot know it; use generate")
     limit = min(
         model.config.max_seq_len, draft_model.config.max_seq_len, len(row) + config.max_new_tokens
     )

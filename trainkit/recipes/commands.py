@@ -481,10 +481,12 @@ def _print_answer(talk: "Conversation", line: str) -> None:
     "Print the answer to a line as it is generated; with the names of both models if they differ."
     speaker = ""
     for name, piece in talk.again() if line == "/retry" else talk.say(line):
+        thinks = name.endswith(" thinks")
         if name != speaker:
-            say("\n" * bool(speaker) + f"[{name}] " * talk.comparing, nl=False)
+            shown = talk.comparing or thinks or speaker.endswith(" thinks")
+            say("\n" * bool(speaker) + f"[{name}] " * shown, nl=False)
         speaker = name
-        say(piece, nl=False)
+        say(typer.style(piece, dim=True) if thinks and sys.stdout.isatty() else piece, nl=False)
         sys.stdout.flush()
 
 
@@ -507,8 +509,23 @@ def chat(
         Optional[int],
         typer.Option(help="The same seed gives the same answers.", show_default=False),
     ] = None,
+    enable_thinking: Annotated[
+        Optional[bool],
+        typer.Option(
+            "--enable-thinking/--no-thinking",
+            help="Whether it thinks before it answers; left out: as it was trained.",
+            show_default=False,
+        ),
+    ] = None,
+    thinking_budget: Annotated[
+        Optional[int],
+        typer.Option(help="Tokens of a thought at most.", min=0, show_default=False),
+    ] = None,
+    reasoning_effort: Annotated[
+        str, typer.Option(help="low, medium or high, where its template reads it.")
+    ] = "",
 ) -> None:
-    """Talk with a model: /retry, /compare, /reset, /system TEXT, /help, /exit.
+    """Talk with a model: /retry, /compare, /think, /reset, /system TEXT, /help, /exit.
 
     Without a terminal each line of input is a question."""
     from trainkit.interop.hf import load_pretrained
@@ -519,8 +536,11 @@ def chat(
         load_pretrained(base) if base else None,
         system,
         max_new_tokens,
+        enable_thinking,
+        dict(reasoning_effort=reasoning_effort) if reasoning_effort else None,
         temperature=temperature,
         seed=seed,
+        **({} if thinking_budget is None else dict(thinking_budget=thinking_budget)),
     )
     interactive, failed = sys.stdin.isatty(), False
     if interactive:

@@ -151,13 +151,18 @@ class SFTConfig:
     )
     train_on: str = knob(
         "assistant",
-        "Which turns are learned: every answer, the last one, or all turns",
-        choices=("assistant", "last", "all"),
+        "Which turns are learned: every answer, the last one, all turns, or each answer in a row "
+        "of its own, with the chat before it as at inference, where old thoughts are left out",
+        choices=("assistant", "last", "each", "all"),
     )
     reasoning: str = knob(
         "train",
         "Chains of thought are learned, only read, or left out",
         choices=("train", "read", "drop"),
+    )
+    chat_template_kwargs: dict = knob(
+        {},
+        "Switches of the template, such as {enable_thinking: false} or {reasoning_effort: low}",
     )
     truncation: str = knob(
         "error",

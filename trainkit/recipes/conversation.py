@@ -5,6 +5,9 @@ chat template for every answer. `say` streams an answer and remembers both sides
 the last question once more, and `command` obeys the slash commands, such as `/reset`, `/system`,
 `/compare` and `/exit`; `COMMANDS` lists them.
 
+A model that thinks before it answers yields its thought apart from its words. `enable_thinking`
+turns this on and off, `thinking_budget` limits it.
+
 Together with a base model, a conversation can show the answers of both models, which is a quick
 way to see what tuning has changed. Sampling settings such as the temperature are passed as
 keywords. In a shell, `trainkit chat` does the same."""
@@ -15,7 +18,7 @@ keywords. In a shell, `trainkit chat` does the same."""
 __all__ = ['COMMANDS', 'Conversation']
 
 # %% ../../nbs/11_recipes/16_conversation.ipynb #imports-conversation
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -23,6 +26,7 @@ from torch import nn
 from ..config import nearest
 from ..model.generation import context_length, stream
 from ..tokenizer.chat import render
+from ..tokenizer.chat_template import ThoughtSplitter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +41,7 @@ COMMANDS = {
     "/reset": "forget the conversation",
     "/system TEXT": "set the system message, and start again",
     "/compare": "show the base model's answers too, or no longer",
+    "/think on|off": "let the model think before it answers, or not; alone: as it was trained",
     "/help": "this list",
     "/exit": "end; so do /quit and Ctrl-D",
 }
@@ -52,8 +57,14 @@ class Conversation:
         base: "tuple[nn.Module, Tokenizer] | None" = None,  # To compare with
         system: str = "",  # The system message
         max_new_tokens: int = 200,  # Of an answer
-        **knobs: Any,  # Of `SamplingConfig`, such as temperature
+        # Whether it thinks before it answers, where its template has this switch; None: as it likes
+        enable_thinking: bool | None = None,
+        # Other switches of the template, such as reasoning_effort
+        chat_template_kwargs: Mapping | None = None,
+        **knobs: Any,  # Of `SamplingConfig`, such as temperature or thinking_budget
     ):
+        self.enable_thinking = enable_thinking
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.model, self.tokenizer, self.base, self.comparing = model, tokenizer, base, False
         self.max_new_tokens, self.knobs, self.messages = max_new_tokens, knobs, []
         if not getattr(tokenizer, "chat_template", None):
@@ -69,13 +80,20 @@ class Conversation:
         text = old if system is None else system
         self.messages = [dict(role="system", content=text)] if text else []
 
+    @property
+    def switches(self) -> dict[str, Any]:
+        "The variables of the template."
+        thinks = self.enable_thinking
+        return self.chat_template_kwargs | ({} if thinks is None else {"enable_thinking": thinks})
+
     def prompt(self, tokenizer: "Tokenizer", model: nn.Module) -> list[int]:  # Ids
         "The chat as the model reads it; the oldest turns are left out until it fits."
         head = [m for m in self.messages if m["role"] == "system"]
         turns = self.messages[len(head) :]
         room = context_length(model) - min(self.max_new_tokens, context_length(model) // 2)
         while True:
-            ids = render([*head, *turns], tokenizer, add_generation_prompt=True)[0]
+            how: dict[str, Any] = dict(chat_template_kwargs=self.switches)
+            ids = render([*head, *turns], tokenizer, add_generation_prompt=True, **how)[0]
             if len(ids) <= room:
                 return ids
             if len(turns) < 3:
@@ -85,39 +103,55 @@ class Conversation:
                 )
             turns = turns[2:]
 
-    def _answer(self, model: nn.Module, tokenizer: "Tokenizer") -> Iterator[str]:
+    def _answer(self, model: nn.Module, tokenizer: "Tokenizer") -> Iterator[tuple[str, str]]:
+        "The pieces of an answer, each a 'thought' or of the 'answer'."
         ids = self.prompt(tokenizer, model)
         limit = int(min(self.max_new_tokens, context_length(model) - len(ids)))
-        yield from stream(
+        knobs = {**self.knobs, "max_new_tokens": limit}
+        if self.enable_thinking is False:
+            knobs.setdefault("thinking_budget", 0)  # Also where the template has no such switch
+        splitter = ThoughtSplitter(tokenizer.decode(ids[-32:]))
+        for piece in stream(
             model,
             ids,
             tokenizer=tokenizer,
             eos_token_id=cast("int | None", tokenizer.eos_token_id),
-            **{**self.knobs, "max_new_tokens": limit},
-        )
+            **knobs,
+        ):
+            yield from splitter.push(piece)
+        yield from splitter.finish()
 
     def say(
         self,
         text: str,
-    ) -> Iterator[tuple[str, str]]:  # 'model' or 'base', and a piece of its answer
-        "Send a message, and stream the answers; the chat continues with the model's."
+    ) -> Iterator[tuple[str, str]]:
+        """Send a message, and stream the answers; the chat continues with the model's.
+
+        Each item is 'model' or 'base', or with a thought 'model thinks' or 'base thinks', and a
+        piece of text."""
         self.messages.append(dict(role="user", content=text))
-        answer = ""
+        parts = dict(thought="", answer="")
         try:
             if self.comparing and self.base:
-                for piece in self._answer(*self.base):
-                    yield "base", piece
-            for piece in self._answer(self.model, self.tokenizer):
-                answer += piece
-                yield "model", piece
+                for kind, piece in self._answer(*self.base):
+                    yield "base" + " thinks" * (kind == "thought"), piece
+            for kind, piece in self._answer(self.model, self.tokenizer):
+                if not parts[kind] and (parts["thought"] or kind == "thought"):
+                    piece = piece.lstrip("\n")  # Which templates write around a thought
+                if not piece:
+                    continue
+                parts[kind] += piece
+                yield "model" + " thinks" * (kind == "thought"), piece
         except BaseException:
-            if not answer:
+            if not any(parts.values()):
                 self.messages.pop()  # A question without an answer is not remembered
             raise
         finally:
-            if answer:
-                self.messages.append(dict(role="assistant", content=answer))
-        if not answer:
+            if any(parts.values()):
+                thought = parts["thought"].strip("\n")
+                own = dict(reasoning_content=thought) if thought else {}
+                self.messages.append(dict(role="assistant", content=parts["answer"], **own))
+        if not any(parts.values()):
             self.messages.pop()
 
     def again(
@@ -153,6 +187,13 @@ class Conversation:
                 )
             self.comparing = not self.comparing
             return f"The base model answers {'too' if self.comparing else 'no longer'}."
+        if word == "/think":
+            self.enable_thinking = {"on": True, "off": False}.get(rest.strip().lower())
+            return {
+                True: "The model thinks before it answers.",
+                False: "The model answers without thinking.",
+                None: "The model thinks as it was trained to.",
+            }[self.enable_thinking]
         names = [name.split()[0] for name in COMMANDS]
         lead = "" if word == "/help" else f"{word} is not a command.{nearest(word, names)}\n"
         return lead + "\n".join(f"{name:13} {what}" for name, what in COMMANDS.items())

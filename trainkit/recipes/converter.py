@@ -67,6 +67,7 @@ WHOLE_VALUES = frozenset(  # Groups that are one value
         "alpha_pattern",
         "columns",
         "lr_factors",
+        "chat_template_kwargs",
         "weight_decays",
         "special_tokens",
         "fsdp_config",
@@ -997,6 +998,15 @@ def _preference(value: object, siblings: Mapping) -> Meaning:
     return {"dpo.loss_type": [value, "sft"], "dpo.loss_weights": [1.0, float(weight)]}
 
 
+_TEMPLATE_SWITCHES = ("enable_thinking", "preserve_thinking", "reasoning_effort")
+
+
+def _switch(value: object, siblings: Mapping) -> Meaning:
+    "Switches of a template, which are one dict here."
+    named = {name: siblings[name] for name in _TEMPLATE_SWITCHES if siblings.get(name) is not None}
+    return {"sft.chat_template_kwargs": named} if named else Implied("the template decides")
+
+
 def _trained(value: object, siblings: Mapping) -> Meaning:
     if not value and siblings.get("mask_history"):
         return Implied("set by mask_history")
@@ -1305,6 +1315,10 @@ WORDS: dict[str, str | Reader | Refused | Implied] = {
     "assistant_only_loss": lambda v, _: {"sft.train_on": "assistant" if v else "all"},
     "completion_only_loss": lambda v, _: {"sft.train_on": "assistant" if v else "all"},
     "mask_history": _if({"sft.train_on": "last"}),
+    "chat_template_kwargs": lambda v, _: {"sft.chat_template_kwargs": v or {}},
+    "mask_reasoning_content": lambda v, _: {"sft.reasoning": "read" if v else "train"},
+    "drop_history_reasoning_content": _if({"sft.train_on": "each"}),
+    **dict.fromkeys(_TEMPLATE_SWITCHES, _switch),
     "overwrite_cache": Implied("there is no stale cache"),
     "train_sampling_strategy": lambda v, _: (
         {"data.group_by_length": True} if v == "group_by_length" else Implied("rows are shuffled")
@@ -1487,7 +1501,7 @@ _UNSUPPORTED = """
     predict_with_generate generation_max_length generation_num_beams model_init_kwargs
     router_aux_loss_coef dataset_kwargs precompute_ref_batch_size
     use_weighting sync_ref_model steps_per_generation
-    generation_kwargs chat_template_kwargs cache_implementation mask_truncated_completions
+    generation_kwargs cache_implementation mask_truncated_completions
     log_completions log_unique_prompts log_completions_hub_repo num_completions_to_print
     off_policy_mask_threshold use_adaptive_entropy normalize_advantages reward_clip_range
     dataset_streaming streaming
@@ -1748,6 +1762,7 @@ _USUAL_GROUP = {  # Of a word that several groups have
     "gradient_checkpointing": "model",
     "train_on": "sft",
     "reasoning": "sft",
+    "chat_template_kwargs": "sft",
 }
 
 

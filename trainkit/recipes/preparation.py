@@ -76,6 +76,7 @@ def questions(
     limit: float,  # Tokens that the model reads and writes
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
     train_reasoning: bool = True,  # The answer holds the chain of thought, too
+    chat_template_kwargs: Mapping | None = None,  # As in `render`
 ) -> list[dict]:  # `prompt` as it is asked, `ids`, `expected`, and how many tokens the answer has
     "What to ask of a model, and what it should say."
     chats = []
@@ -86,7 +87,8 @@ def questions(
             chats.append(messages[: last + 1])
     asked = [chat[:-1] for chat in chats]
     answers = [[dict(role="assistant", content=chat[-1]["content"])] for chat in chats]
-    prompts = render_batch(asked, tokenizer, template, add_generation_prompt=True)
+    how: dict[str, Any] = dict(chat_template_kwargs=chat_template_kwargs)
+    prompts = render_batch(asked, tokenizer, template, add_generation_prompt=True, **how)
     expected = render_batch(answers, tokenizer, "plain")  # Each ends with the EOS
     out = []
     for chat, (ids, _), (answer, _) in zip(chats, prompts, expected, strict=True):
@@ -138,6 +140,8 @@ class RunInputs:
             ("dpo", "converged_threshold"),
         ):
             groups.get(group, {}).pop(name, None)  # these change no row
+        if not c.sft.chat_template_kwargs:  # So that older runs can be resumed
+            groups.get("sft", {}).pop("chat_template_kwargs", None)
         short = dict(min_length=c.data.min_length) if c.data.min_length else {}
         return dict(
             data=self.data.sha256,
@@ -575,6 +579,7 @@ def prepare_sft(
                 sft.train_on,
                 sft.truncation,
                 reasoning=sft.reasoning,
+                chat_template_kwargs=sft.chat_template_kwargs,
                 min_length=max(1, c.min_length),
                 num_workers=c.preprocessing_num_workers,
                 cache=c.cache or None,
@@ -592,7 +597,11 @@ def prepare_sft(
     if data.kind != "text" and sft.questions:
         reasoning = sft.reasoning != "drop"
         asked = questions(
-            rows["eval"], tokenizer, context_length(model), train_reasoning=reasoning
+            rows["eval"],
+            tokenizer,
+            context_length(model),
+            train_reasoning=reasoning,
+            chat_template_kwargs=sft.chat_template_kwargs,
         )[: sft.questions]
     longest = length if sft.packing != "none" else min(length, int(train.report.lengths.max()))
     full = packing_efficiency(packed, length)

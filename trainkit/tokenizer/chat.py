@@ -22,7 +22,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from unicodedata import is_normalized, normalize
 from weakref import WeakKeyDictionary
 
@@ -468,6 +468,9 @@ def _forgeable(tokenizer: "AnyTokenizer", controls: Mapping[str, int]) -> bool:
     return any(t.normalized and str(t) in controls for t in tokenizer.added_tokens_decoder.values())
 
 # %% ../../nbs/01_tokenizer/08_chat.ipynb #447f89b6
+_CALL_ENDS = ("<|tool_response>", "<|eom_id|>", "<|call|>")
+
+
 def render_batch(
     conversations: Sequence[Sequence[Mapping]],  # Lists of messages
     tokenizer: "AnyTokenizer",  # A `BPETokenizer`, or a fast tokenizer of transformers
@@ -478,6 +481,7 @@ def render_batch(
     # For each conversation, the tools for the template to list
     tools: Sequence[Sequence[Mapping] | None] | None = None,
     check_eos: bool = True,  # Raise an error if an answer does not end with the tokenizer's EOS
+    chat_template_kwargs: Mapping | None = None,  # As in `render`
 ) -> list[tuple[np.ndarray, np.ndarray]]:  # ids, int64, and loss mask, bool, of each
     "`render` for many chats at once; a `ValueError` names the chat that cannot be rendered."
     jinja = find_template(tokenizer, template)
@@ -494,7 +498,13 @@ def render_batch(
             raise
         raise ValueError(f"conversation {len(guarded)}: {error}") from None
     rendered = render_texts(
-        guarded, jinja, names, train_on, add_generation_prompt, user.mark(tools) if tools else None
+        guarded,
+        jinja,
+        names,
+        train_on,
+        add_generation_prompt,
+        user.mark(tools) if tools else None,
+        chat_template_kwargs,
     )
     texts = [text for text, _ in rendered]
     spans = [span for _, span in rendered]
@@ -513,7 +523,9 @@ def render_batch(
     for i in marked:
         coded[i] = _encode_marked(texts[i], spans[i], tokenizer, controls)
     bos = tokenizer.bos_token_id
-    eos = tokenizer.eos_token_id
+    eos = cast("int | None", tokenizer.eos_token_id)
+    # Gemma, Llama and gpt-oss end a turn that calls a tool with a token of its own
+    ends = {eos, *(controls[t] for t in _CALL_ENDS if t in controls)}
     out = []
     for i, (ids, parts) in enumerate(coded):
         if bos is not None and ids[:2].tolist() == [bos, bos]:
@@ -523,7 +535,7 @@ def render_batch(
             )
         mask = np.zeros(len(ids), bool)
         for a, b in parts:
-            if check_eos and train_on != "all" and (eos is None or ids[b - 1] != eos):
+            if check_eos and train_on != "all" and (eos is None or ids[b - 1] not in ends):
                 raise ValueError(
                     f"an answer of conversation {i} ends with "
                     f"{texts[i][: spans[i][0][1]][-20:]!r}, and the "
@@ -546,13 +558,14 @@ def render(
     add_generation_prompt: bool = False,  # End with the beginning of an answer
     tools: Sequence[Mapping] | None = None,  # Passed on to the template
     check_eos: bool = True,  # Raise an error if an answer does not end with the tokenizer's EOS
+    # Switches of the template, such as dict(enable_thinking=False) or dict(reasoning_effort="low")
+    chat_template_kwargs: Mapping | None = None,
 ) -> tuple[list[int], list[int]]:  # ids, and 1 where the model learns, else 0
     """A chat as ids and loss mask.
 
     Raises `ValueError` if the mask would be wrong or uncertain."""
-    [(ids, mask)] = render_batch(
-        [messages], tokenizer, template, train_on, add_generation_prompt, [tools], check_eos
-    )
+    how = template, train_on, add_generation_prompt, [tools], check_eos, chat_template_kwargs
+    [(ids, mask)] = render_batch([messages], tokenizer, *how)
     return ids.tolist(), mask.astype(int).tolist()
 
 # %% ../../nbs/01_tokenizer/08_chat.ipynb #fe03883e
@@ -639,7 +652,8 @@ def set_template(
     bos = tokenizer.bos_token or (form.bos if "bos_token" in form.jinja else None)
     new = [str(token) for token in (*form.tokens, eos, bos) if token is not None]
     if is_bpe_tokenizer(tokenizer):
-        tokenizer.add_special_tokens(new)
+        tokenizer.add_special_tokens([*new, *form.shown])
+        tokenizer.plain |= {*form.shown}
     else:
         from tokenizers import AddedToken
 
@@ -650,6 +664,10 @@ def set_template(
             if token not in present
         ]
         tokenizer.add_tokens(added, special_tokens=True)
+        known = {str(t) for t in tokenizer.added_tokens_decoder.values()}
+        tokenizer.add_tokens(
+            [AddedToken(t, special=False, normalized=False) for t in form.shown if t not in known]
+        )
     tokenizer.eos_token = str(eos)
     tokenizer.chat_template = form.jinja
     if bos is not None:

@@ -1327,7 +1327,9 @@ def preview_data(
     if kind in ("preference", "unpaired"):
         length = config.dpo.max_length
         return Picture(head + "".join(_answers_html(row, tokenizer, length) for row in first))
-    how = dict(kind=kind, train_on=config.sft.train_on, reasoning=config.sft.reasoning)
+    sft = config.sft
+    how = dict(kind=kind, train_on=sft.train_on, reasoning=sft.reasoning)
+    how["chat_template_kwargs"] = sft.chat_template_kwargs
     length = config.data.max_length
     pages = [show_mask(row, tokenizer, length, **how) for row in first]
     return Picture(head + _cut_html(config) + "".join(pages))
