@@ -33,7 +33,7 @@ LAYERS = {
     "lora": "model",
     "quant": "model",
     "memory": "train lora quant",
-    "align": "data train lora",
+    "align": "data train lora eval",
     "eval": "data train",
     "interop": "align quant",
     "recipes": "memory eval interop",
