@@ -120,6 +120,7 @@ class TokenGame:
         levels, level = self.rewards.unique(return_inverse=True)
         mass = torch.zeros(len(levels)).to(reference).index_add_(0, level, reference.exp())
         up_to = mass.cumsum(0)
+        up_to = up_to / up_to[-1]  # Exactly 1, whose powers are 1
         # The chance that the best of n is at a level, over the chance of the level
         inside = -torch.expm1(n * torch.log1p(-(mass / up_to).clamp(max=1.0)))
         return reference + (n * up_to.log() + inside.log() - mass.log())[level]

@@ -358,7 +358,8 @@ def budget_forcing(
     sampling = sampling or SamplingConfig(max_new_tokens=256)
     _check_samples(prompts, n, sampling)
     heads = [prompt_to_ids(prompt, tokenizer) for prompt in prompts]  # type: ignore
-    end_ids, wait_ids = _marker_ids(end, tokenizer), _marker_ids(wait, tokenizer)
+    end_ids = _marker_ids(end, tokenizer)
+    wait_ids = _marker_ids(wait, tokenizer) if waits else []
     longest = max(map(len, heads)) + len(end_ids) + sampling.max_new_tokens
     if budget < 1 or longest + budget > context_length(model):
         raise ValueError(
