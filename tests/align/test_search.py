@@ -1,5 +1,6 @@
 "Search at inference: samples equal those of `generate`, ties count honestly, budgets hold."
 
+import io
 import itertools
 import math
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from trainkit import ModelConfig, SamplingConfig, Transformer, generate
+from trainkit import ModelConfig, SamplingConfig, Transformer, generate, load_pretrained
 from trainkit.align import RewardModel, token_scores
 from trainkit.align.search import (
     Candidate,
@@ -204,3 +205,37 @@ def test_a_curve_is_measured_from_one_sample():
     assert ax.get_xscale() == "log" and len(ax.collections) == 1
     with pytest.raises(ValueError, match="size 8"):
         accuracy_curve(groups, rows, search, lambda value, row: True, (8,))
+
+
+def test_a_chat_answers_with_the_best_of_several(tmp_path, monkeypatch, capsys):
+    from trainkit import BPETokenizer, save_pretrained
+    from trainkit.recipes.commands import chat
+    from trainkit.recipes.conversation import Conversation
+    from trainkit.recipes.saving import load_reward_model, save_reward_model, score_answers
+    from trainkit.tokenizer import set_template
+
+    torch.manual_seed(0)
+    tok = BPETokenizer.train(["hello you"] * 9, 262, special_tokens=["<|endoftext|>"])
+    shape = dict(d_model=16, n_heads=2, n_layers=1, d_ff=32, max_seq_len=96)
+    model = Transformer(ModelConfig(vocab_size=tok.vocab_size, **shape))
+    set_template(tok, "chatml", model)
+    save_pretrained(model, tok, tmp_path / "model")
+    base = Transformer(model.config)
+    save_reward_model(RewardModel(base), tok, tmp_path / "judge", base)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    knobs = dict(max_new_tokens=6, temperature=1.0, seed=3)
+    chat(tmp_path / "model", best_of=4, reward_model=tmp_path / "judge", **knobs)
+    judge = load_reward_model(tmp_path / "judge")
+    seen = []
+
+    def score(messages, answers):
+        seen.append((score_answers(*judge, [messages] * len(answers), answers), answers))
+        return seen[0][0]
+
+    talk = Conversation(*load_pretrained(tmp_path / "model"), best_of=4, score=score, **knobs)
+    answer = "".join(piece for _, piece in talk.say("hello"))
+    scores, answers = seen[0]
+    assert answer == answers[scores.index(max(scores))] and len({*scores}) == 4
+    assert capsys.readouterr().out.rstrip("\n") == answer.rstrip("\n")
+    with pytest.raises(ValueError, match="belong together"):
+        chat(tmp_path / "model", best_of=4, **knobs)

@@ -21,7 +21,7 @@ __all__ = ['Candidate', 'sample_candidates', 'pass_at_k_intervals', 'SearchResul
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,21 +35,13 @@ from ..display import number
 from ..eval.code_eval import pass_at_k
 from ..eval.metrics import last_number
 from ..eval.stats import Interval, bootstrap, proportion
-from ..model.generation import SamplingConfig, check_request, context_length
+from ..model.generation import SamplingConfig, Tokenizer, check_request, context_length
 from ..model.generation import decode_rows, eval_mode
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # %% ../../nbs/08_align/20_search.ipynb #sample-code
-class _Tokenizer(Protocol):
-    "What a search needs of a tokenizer, ours or one of transformers."
-
-    def encode(self, text: str, /) -> list[int]: ...
-
-    def decode(self, ids: list[int], /) -> str: ...
-
-
 @dataclass(frozen=True)
 class Candidate:
     "One answer to a prompt."
@@ -74,7 +66,7 @@ class _Part:
 
 def _continue(
     model: nn.Module,
-    tokenizer: "_Tokenizer | None",
+    tokenizer: Tokenizer | None,
     contexts: Sequence[Sequence[int]],
     budgets: Sequence[int],  # The most tokens for each context
     sampling: SamplingConfig,
@@ -122,7 +114,7 @@ def _check_samples(prompts: Sequence[Prompt], n: int, sampling: SamplingConfig) 
 
 def sample_candidates(
     model: nn.Module,  # `Transformer` or any causal model of transformers
-    tokenizer: "_Tokenizer | None",  # None: prompts are ids, and candidates have no text
+    tokenizer: Tokenizer | None,  # None: prompts are ids, and candidates have no text
     prompts: Sequence[Prompt],  # Texts, lists of messages, or lists of ids
     n: int = 8,  # Answers to each prompt
     sampling: SamplingConfig | None = None,  # None: 256 tokens at most, temperature 1
@@ -322,13 +314,13 @@ def weighted_vote(
     return results
 
 # %% ../../nbs/08_align/20_search.ipynb #budget-code
-def _marker_ids(text: str, tokenizer: _Tokenizer) -> list[int]:
+def _marker_ids(text: str, tokenizer: Tokenizer) -> list[int]:
     if hasattr(tokenizer, "added_tokens_decoder"):  # Of transformers: no BOS
         return list(tokenizer.encode(text, add_special_tokens=False))  # type: ignore
     return list(tokenizer.encode(text))
 
 
-def _without_end(part: _Part, end: str, tokenizer: _Tokenizer) -> list[int]:
+def _without_end(part: _Part, end: str, tokenizer: Tokenizer) -> list[int]:
     "The ids of a thought without EOS, or without the last tokens, which contain its end."
     size = len(part.ids)
     if part.end == "eos":
@@ -340,7 +332,7 @@ def _without_end(part: _Part, end: str, tokenizer: _Tokenizer) -> list[int]:
 
 def budget_forcing(
     model: nn.Module,  # `Transformer` or any causal model of transformers
-    tokenizer: _Tokenizer,
+    tokenizer: Tokenizer,
     prompts: Sequence[Prompt],  # After each the model begins to think
     budget: int,  # The most tokens of a thought; then its end is written
     n: int = 1,  # Answers to each prompt
