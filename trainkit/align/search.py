@@ -213,7 +213,7 @@ def _highest(scores: Sequence[float]) -> list[int]:  # Places of the highest; Na
 def mean_probability(
     log_probs: Sequence[float], completion_ids: Sequence[Sequence[int]], **columns: Sequence
 ) -> list[float]:
-    "The probability of an answer per token, to weight votes with (Wang et al. 2023, section 3.1)."
+    "The probability of an answer per token, to weight votes with (Wang et al. 2023)."
     pairs = zip(log_probs, completion_ids, strict=True)
     return [math.exp(total / max(1, len(ids))) for total, ids in pairs]
 
@@ -300,7 +300,7 @@ def weighted_vote(
     rows: Sequence[Mapping] | None = None,  # As in `score_candidates`
     extract: Callable[[str], Hashable | None] = last_number,
 ) -> list[SearchResult]:
-    "The answer whose candidates have the highest sum of weights (Li et al. 2023, section 3.2)."
+    "The answer whose candidates have the highest sum of weights (Li et al. 2023)."
     results = []
     for group, scores in zip(groups, score_candidates(groups, score, rows), strict=True):
         if isinstance(score, nn.Module):
@@ -326,7 +326,8 @@ def _without_end(part: _Part, end: str, tokenizer: Tokenizer) -> list[int]:
     if part.end == "eos":
         size -= 1
     if part.end == "stop":
-        size = next(k for k in range(size - 1, -1, -1) if end in tokenizer.decode(part.ids[k:]))
+        starts = range(size - 1, -1, -1)
+        size = next((k for k in starts if end in tokenizer.decode(part.ids[k:])), size)
     return part.ids[:size]
 
 
