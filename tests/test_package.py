@@ -34,7 +34,7 @@ LAYERS = {
     "quant": "model",
     "memory": "train lora quant",
     "engine": "tokenizer lora quant",
-    "align": "data train lora",
+    "align": "data train lora eval",
     "eval": "data train",
     "interop": "align quant",
     "recipes": "memory eval interop engine",

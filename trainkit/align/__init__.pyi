@@ -12,6 +12,7 @@ from . import (
     rewards as rewards,
     rl as rl,
     rollouts as rollouts,
+    search as search,
 )
 from .dpo import (
     DPOConfig as DPOConfig,
@@ -73,3 +74,15 @@ from .rl import (
     rloo_objective as rloo_objective,
 )
 from .rollouts import Rollouts as Rollouts
+from .search import (
+    SearchResult as SearchResult,
+    accuracy_chart as accuracy_chart,
+    accuracy_curve as accuracy_curve,
+    best_of_n as best_of_n,
+    budget_forcing as budget_forcing,
+    mean_probability as mean_probability,
+    pass_at_k_intervals as pass_at_k_intervals,
+    sample_candidates as sample_candidates,
+    self_consistency as self_consistency,
+    weighted_vote as weighted_vote,
+)

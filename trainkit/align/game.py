@@ -3,7 +3,8 @@
 `TokenGame` is a reward on short strings of few letters. All answers can be listed, so the
 expected reward of a policy is computed exactly and not estimated from samples. The best reward is
 known, and with a penalty on the divergence from a reference model the best policy is known in
-closed form.
+closed form. `place`, `ceiling` and `best_of` compare any policy with the best one that is as far
+from the reference.
 
 Use it to test an algorithm before you spend time on a language model, and to see what a reward, a
 KL penalty or a value function does. The game serves the objectives of `trainkit.align.rl`, and
@@ -16,6 +17,7 @@ __all__ = ['TokenGame']
 
 # %% ../../nbs/08_align/13_game.ipynb #imports-game
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -73,7 +75,7 @@ class TokenGame:
         beta: float,  # Price of the divergence
     ) -> tuple[float, Tensor]:  # Its expected reward less the price; its log-probabilities (N,)
         "The best policy with a KL penalty: the reference, tilted (Rafailov et al. 2023, eq. 4)."
-        tilted = reference + self.rewards / beta
+        tilted = reference + self.rewards.to(reference) / beta
         return float(beta * tilted.logsumexp(0)), tilted.log_softmax(0)
 
     def earned(
@@ -85,3 +87,40 @@ class TokenGame:
         "Expected reward less beta times the divergence from the reference, exactly."
         own = self.log_probs(policy)
         return float((own.exp() * (self.rewards - beta * (own - reference))).sum())
+
+    def place(
+        self,
+        log_probs: Tensor,  # (N,) of a policy
+        reference: Tensor,  # (N,)
+    ) -> tuple[float, float]:  # Divergence from the reference in nats; expected reward
+        "Where a policy stands on the plane of divergence and reward, exactly."
+        chances = log_probs.exp()
+        ratio = torch.where(chances > 0, log_probs - reference, 0.0)  # 0·log 0 is 0
+        return float((chances * ratio).sum()), float((chances * self.rewards).sum())
+
+    def ceiling(
+        self,
+        reference: Tensor,  # (N,), in float64
+        divergence: float,  # From the reference, in nats
+    ) -> float:
+        "The highest expected reward of any policy that is no further from the reference."
+        low, high = -14.0, 14.0  # β(log Z + KL) is no less for any β, and equal for one: find it
+        for _ in range(100):
+            beta = math.exp((low + high) / 2)
+            spent = self.place(self.leashed(reference, beta)[1], reference)[0]
+            low, high = ((low + high) / 2, high) if spent > divergence else (low, (low + high) / 2)
+        return self.leashed(reference, beta)[0] + beta * divergence
+
+    def best_of(
+        self,
+        n: int,
+        reference: Tensor,  # (N,), in float64
+    ) -> Tensor:  # (N,), log-probabilities
+        "The policy that draws n answers from the reference and keeps the best, ties at random."
+        levels, level = self.rewards.unique(return_inverse=True)
+        mass = torch.zeros(len(levels)).to(reference).index_add_(0, level, reference.exp())
+        up_to = mass.cumsum(0)
+        up_to = up_to / up_to[-1]  # Exactly 1, whose powers are 1
+        # The chance that the best of n is at a level, over the chance of the level
+        inside = -torch.expm1(n * torch.log1p(-(mass / up_to).clamp(max=1.0)))
+        return reference + (n * up_to.log() + inside.log() - mass.log())[level]

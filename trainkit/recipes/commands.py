@@ -20,7 +20,7 @@ __all__ = ['config', 'tokenizer', 'export', 'Folder', 'show_config', 'convert_co
 # %% ../../nbs/11_recipes/17_commands.ipynb #imports-commands
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -490,6 +490,21 @@ def _print_answer(talk: "Conversation", line: str) -> None:
         sys.stdout.flush()
 
 
+def _open_judge(
+    folder: Path | None,  # Of a reward model
+    best_of: int,  # Answers to choose from
+) -> Callable[[list[dict], Sequence[str]], list[float]] | None:
+    "The scores that a saved reward model gives to answers."
+    if (best_of > 1) != (folder is not None):
+        raise ValueError("--best-of N, above 1, and --reward-model FOLDER belong together")
+    if folder is None:
+        return None
+    from trainkit.recipes.saving import load_reward_model, score_answers
+
+    model, tok = load_reward_model(folder)
+    return lambda messages, answers: score_answers(model, tok, [messages] * len(answers), answers)
+
+
 @with_model_name
 def chat(
     model: Annotated[
@@ -524,6 +539,13 @@ def chat(
     reasoning_effort: Annotated[
         str, typer.Option(help="low, medium or high, where its template reads it.")
     ] = "",
+    best_of: Annotated[
+        int, typer.Option(help="Answers to sample; --reward-model chooses the best.", min=1)
+    ] = 1,
+    reward_model: Annotated[
+        Optional[Path],
+        typer.Option(help="A reward model, such as runs/NAME/model.", show_default=False),
+    ] = None,
 ) -> None:
     """Talk with a model: /retry, /compare, /think, /reset, /system TEXT, /help, /exit.
 
@@ -538,6 +560,8 @@ def chat(
         max_new_tokens,
         enable_thinking,
         dict(reasoning_effort=reasoning_effort) if reasoning_effort else None,
+        best_of,
+        _open_judge(reward_model, best_of),
         temperature=temperature,
         seed=seed,
         **({} if thinking_budget is None else dict(thinking_budget=thinking_budget)),

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
-from ..align.reward_model import RewardModel
+from ..align.reward_model import RewardModel, score_ids
 from ..data.tokenization import tokenize_examples
 from ..files import atomic_folder, making_model, open_with, write_atomic
 from ..lora.adapters import adapter_tensors, peft_config, save_adapter
@@ -32,7 +32,6 @@ from ..lora.inject import replace_layer
 from ..lora.merge import merge_lora
 from ..model.generation import context_length
 from ..model.transformer import Transformer
-from ..train.step import evaluating
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -205,19 +204,7 @@ def score_answers(
             "and answers that are too long even so their end",
             stacklevel=2,
         )
-    rewards, device = [], next(model.parameters()).device
-    pad = getattr(model.config, "pad_token_id", None)
-    if pad is None and not isinstance(model, RewardModel):
-        batch_size = 1
-    for start in range(0, len(texts), batch_size):
-        batch = texts[start : start + batch_size]
-        ids: Tensor = nn.utils.rnn.pad_sequence(batch, True, pad or 0).to(device)
-        mask = nn.utils.rnn.pad_sequence([torch.ones_like(t) for t in batch], True, 0).to(device)
-        with evaluating(model):
-            output = model(ids, attention_mask=mask)
-        scores = output if isinstance(output, Tensor) else output.logits[:, 0]
-        rewards += scores.float().tolist()
-    return rewards
+    return score_ids(model, texts, batch_size)
 
 # %% ../../nbs/11_recipes/09_saving.ipynb #64763ceb
 class _Inputs(Protocol):
