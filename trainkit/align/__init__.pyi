@@ -1,4 +1,5 @@
 from . import (
+    distillation as distillation,
     dpo as dpo,
     environments as environments,
     episodes as episodes,
@@ -12,6 +13,16 @@ from . import (
     rewards as rewards,
     rl as rl,
     rollouts as rollouts,
+)
+from .distillation import (
+    DistillBatches as DistillBatches,
+    DistillConfig as DistillConfig,
+    Teacher as Teacher,
+    TeacherCache as TeacherCache,
+    distill_objective as distill_objective,
+    divergence as divergence,
+    shared_vocabulary as shared_vocabulary,
+    write_answers as write_answers,
 )
 from .dpo import (
     DPOConfig as DPOConfig,

@@ -1597,6 +1597,7 @@ CONTEXTS = {
     "rl": "rl",
     **dict.fromkeys(("grpo", "grpoconfig", "grpo_config"), "grpo"),
     **dict.fromkeys(("rloo", "rlooconfig", "rloo_config"), "grpo"),
+    **dict.fromkeys(("distill", "gkd", "gkdconfig", "gkd_config"), "distill"),
     "fine_tuner": "fine_tuner",
     "checkpointer": "checkpointer",
     "metric_logger": "metric_logger",
@@ -1849,7 +1850,7 @@ def takes_list(
 
 def _contexts_of(method: object) -> tuple[str, ...]:
     "Where a word stands that has no group, in a config of this method."
-    return ("grpo",) if method in RL_METHODS else ()
+    return ("distill",) if method == "distill" else ("grpo",) if method in RL_METHODS else ()
 
 
 def _try_look_up(word: str, value: object, above: tuple[str, ...] = ()) -> Meaning:
@@ -1926,6 +1927,8 @@ METHOD_GROUPS = {
     "grpo",
     "rloo",
     "kto",
+    "gkd",
+    "distill",
 }
 _TRAINING = {"training", "train", "training_config"}
 
@@ -2262,7 +2265,7 @@ def _is_wrong_alone(values: Mapping[str, Any], path: str) -> bool:
     return False
 
 
-_TRL_CLASSES = re.compile("(SFT|DPO|KTO|ORPO|CPO|GRPO|RLOO|Reward)(?:Config|Trainer)")
+_TRL_CLASSES = re.compile("(SFT|DPO|KTO|ORPO|CPO|GRPO|RLOO|GKD|Reward)(?:Config|Trainer)")
 
 
 def _trl_kinds(settings: list[Setting]) -> set[str]:
