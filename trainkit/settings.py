@@ -762,7 +762,7 @@ class DistillConfig:
     teacher: str = knob(
         "",
         "The model to learn from: a folder, a .gguf file or a name on the hub",
-        aliases=("teacher_model_name_or_path",),
+        aliases=("teacher_model_name_or_path", "teacher_model"),
     )
     teacher_bits: int | None = knob(
         None, "Keep the teacher in 4 or 8 bits a weight; empty: as it is", choices=(4, 8)

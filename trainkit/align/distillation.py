@@ -343,7 +343,8 @@ class TeacherCache:
             raise ValueError(
                 f"the teacher's top {self.teacher.config.top_k} of {sum(counts.values()):,} tokens "
                 f"take {show_bytes(held + needs)}, and teacher_cache_gib allows "
-                f"{show_bytes(int(most))}: raise it, take a smaller top_k or fewer rows, or leave distill.teacher_cache empty"
+                f"{show_bytes(int(most))}: raise it, take a smaller top_k or fewer rows, "
+                "or leave distill.teacher_cache empty"
             )
         group: list[bytes] = []
         order = sorted(missing, key=lambda key: len(missing[key]["input_ids"]))

@@ -2265,6 +2265,7 @@ def _is_wrong_alone(values: Mapping[str, Any], path: str) -> bool:
     return False
 
 
+_DISTILLED = ("beta", "temperature", "max_new_tokens", "max_completion_length")
 _TRL_CLASSES = re.compile("(SFT|DPO|KTO|ORPO|CPO|GRPO|RLOO|GKD|Reward)(?:Config|Trainer)")
 
 
@@ -2345,6 +2346,8 @@ class _Conversion:
             self.reason = f"follows from the classes of {kind.upper()} in the script"
         if self.method in RL_METHODS:
             self._move_sampling()
+        if self.method == "distill":
+            self._move_distill()
         if self.only_launch:
             self.reason = (
                 "the file only tells how processes share the work: "
@@ -2390,6 +2393,14 @@ class _Conversion:
                     remedy = f"contradicts an earlier setting of the file: {words[key[1:]]!r}"
                     raise ConfigError([Problem(s.name, value, remedy, s.line)], self.file)
         return words
+
+    def _move_distill(self) -> None:
+        "In distillation these words are about the teacher, unless they stand in a group."
+        for i, (s, _) in enumerate(self.meanings):
+            grouped = any(name.lower() in CONTEXTS for name in s.path[:-1])
+            if s.path[-1] in _DISTILLED and not grouped:
+                meaning = _meaning(s._replace(path=("distill", s.path[-1])), self.file)
+                self.meanings[i] = s, meaning
 
     def _move_sampling(self) -> None:
         "In RL, settings of the sampling are about answers that are scored, and so are others."
