@@ -326,9 +326,9 @@ class TeacherCache:
         "Ask the teacher about all rows that are missing; raises `ValueError` if they do not fit."
         missing: dict[bytes, Mapping] = {}
         for row in rows:
-            columns = [np.asarray(row[name]) for name in ("input_ids", "labels")]
+            ids, labels = (np.asarray(row[name]) for name in ("input_ids", "labels"))
             places = row.get("position_ids")
-            key = row_key(*columns, None if places is None else np.asarray(places))
+            key = row_key(ids, labels, None if places is None else np.asarray(places))
             if key is not None and key not in self.places:
                 missing[key] = row
         counts = {

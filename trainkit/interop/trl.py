@@ -743,7 +743,7 @@ class TRLTrainer(Trainer):
         if self.kind in ("sft", "gkd"):
             arguments["data_collator"] = self.collate
         if self.kind == "gkd":
-            teacher = getattr(self.objective, "reference", None)
+            teacher: Any = getattr(self.objective, "reference", None)
             if getattr(teacher, "model", None) is None or teacher.vocab_size is not None:
                 raise ValueError(
                     "TRL's GKDTrainer needs a teacher with as many logits as the student: "

@@ -230,7 +230,7 @@ def _teacher_bytes(config: "RunConfig") -> int:
 
     shape: Any = find_model(d.teacher, config)
     with torch.device("meta"):
-        model = shape() if callable(shape) else Transformer(shape)
+        model: Any = shape() if callable(shape) else Transformer(shape)
     bits = d.teacher_bits or (16 if config.train.mixed_precision == "bf16" else 32)
     return sum(p.numel() for p in model.parameters()) * bits // 8
 
