@@ -79,8 +79,6 @@ LABELS: dict[str, str] = {  # Knob -> its name in plain words
     "dpo.loss_type": "Loss",
     "distill.teacher": "Learn from",
     "distill.lmbda": "Share of own answers",
-    "distill.beta": "Kind of divergence",
-    "distill.max_completion_length": "Longest answer, in tokens",
     "train.num_train_epochs": "Passes over the data",
     "train.max_steps": "Steps at most",
     "optim.learning_rate": "Learning rate",
@@ -130,7 +128,7 @@ def find_models(
 ) -> list[tuple[str, str]]:  # (text, value of `init_from`)
     "The models that a run can start from: new ones, the course's, your runs, and files nearby."
     recipe, out = config.recipe, []
-    if recipe.trains in ("model", "blocks"):
+    if recipe.trains in ("model", "blocks") or config.method == "distill":
         out.append(("A new model", ""))
     if recipe.learns_from == "text":
         out += [(f"A new model, shaped like {name}", _NEW + name) for name in _SHAPES]
@@ -329,12 +327,14 @@ def visible_sections(
     if config.adapts:
         model.append("lora.r")
     data = {"answers": ["sft.template"], "prompts": ["rl.rewards"]}.get(learned, [])
+    if config.method == "distill":
+        data = []  # The format of the teacher
     columns = ["data.columns"] if unknown_columns(config) else []
     training = []
     if config.method == "dpo":
         training = ["dpo.beta", "dpo.loss_type"]
     if config.method == "distill":
-        training = ["distill.lmbda", "distill.beta"]
+        training = ["distill.lmbda"]
     if learned == "prompts":
         training = ["rl.num_generations", "rl.beta"]
     memory = ["data.max_length", "model.gradient_checkpointing"]
