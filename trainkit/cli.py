@@ -768,6 +768,8 @@ def check_start(
     recipe = config.recipe
     if config.init_from or recipe.learns_from == "text":
         return
+    if config.method == "distill" and not config.use_lora:
+        return  # A new student takes the tokenizer of its teacher
     fresh = recipe.learns_from == "answers" and recipe.trains != "adapter"
     if fresh and _names_shape(source, overrides):
         return
@@ -872,7 +874,8 @@ def train(
         typer.Option(
             show_default=False,
             help="What is learned: pretrain (text), sft (answers), freeze, lora, qlora, "
-            "dpo and reward (pairs), grpo, rloo, ppo, reinforce (scores) [default: pretrain]",
+            "dpo and reward (pairs), grpo, rloo, ppo, reinforce (scores), distill (a teacher) "
+            "[default: pretrain]",
         ),
     ] = None,
     engine: Annotated[
@@ -891,6 +894,14 @@ def train(
             show_default=False,
             help="A trained model to start from, such as runs/demo/model; "
             "without one, a new one is made.",
+        ),
+    ] = None,
+    teacher: Annotated[
+        Optional[str],
+        typer.Option(
+            "--teacher",
+            show_default=False,
+            help="The model that method distill learns from: a folder, a .gguf file or a name.",
         ),
     ] = None,
     dataset: Annotated[
@@ -949,6 +960,7 @@ def train(
         "method": method,
         "engine": engine,
         "init_from": model,
+        "distill.teacher": teacher,
         "data.path": dataset,
         "train.num_train_epochs": epochs,
         "train.max_steps": None if epochs is None else -1,
@@ -958,6 +970,7 @@ def train(
         "--method": method,
         "--engine": engine,
         "--model": model,
+        "--teacher": teacher,
         "--dataset": dataset,
         "--resume": resume,
     }

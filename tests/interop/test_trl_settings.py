@@ -127,7 +127,8 @@ def test_a_quantized_layer_that_this_processor_cannot_pack(
 def test_the_trainer_of_a_method_gets_the_settings_of_the_method():
     for method in TRL_KINDS:
         config = method_config({"method": method})
-        own = {"dpo": config.dpo, "grpo": config.rl, "rloo": config.rl}.get(method)
+        own = {"dpo": config.dpo, "grpo": config.rl, "rloo": config.rl, "distill": config.distill}
+        own = own.get(method)
         kind, settings = trl_kind(config)
         assert kind == TRL_KINDS[method] and settings is own
     kto = method_config({"method": "dpo", "dpo": {"loss_type": ["kto"]}})

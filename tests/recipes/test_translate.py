@@ -530,6 +530,8 @@ def with_preset(name, method, home):
         if KINDS.get(method) == "asks"
         else {}
     )
+    if method == "distill":
+        groups = {"distill": {"teacher": str(home / "base"), "lmbda": 0.0}}
     return method_config(
         {
             "preset": name,

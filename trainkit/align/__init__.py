@@ -1,4 +1,4 @@
-"""Alignment: DPO and related losses, KTO, reward models, PPO, GRPO and rollouts."""
+"""Alignment: DPO and related losses, KTO, reward models, PPO, GRPO, rollouts and distillation."""
 
 from trainkit._lazy import attach_stub
 

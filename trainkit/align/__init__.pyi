@@ -1,4 +1,5 @@
 from . import (
+    distillation as distillation,
     dpo as dpo,
     environments as environments,
     episodes as episodes,
@@ -13,6 +14,16 @@ from . import (
     rl as rl,
     rollouts as rollouts,
     search as search,
+)
+from .distillation import (
+    DistillBatches as DistillBatches,
+    DistillConfig as DistillConfig,
+    Teacher as Teacher,
+    TeacherCache as TeacherCache,
+    distill_objective as distill_objective,
+    divergence as divergence,
+    shared_vocabulary as shared_vocabulary,
+    write_answers as write_answers,
 )
 from .dpo import (
     DPOConfig as DPOConfig,

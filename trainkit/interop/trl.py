@@ -2,8 +2,8 @@
 
 `engine` in a config selects the training loop: ours, TRL's or LLaMA-Factory's. `make_loop`
 returns the loop that a config names, and `run_trl` runs it. `TRLTrainer` is a `Trainer` in which
-a trainer of TRL takes the steps (SFT, DPO, reward, KTO, GRPO or RLOO) on a model of transformers
-with PEFT and bitsandbytes. Logs, evaluation, samples and files are those of our loop.
+a trainer of TRL takes the steps (SFT, DPO, reward, KTO, GRPO, RLOO or GKD) on a model of
+transformers with PEFT and bitsandbytes. Logs, evaluation, samples and files are those of our loop.
 
 `trl_arguments` translates a config into TRL's arguments and `trl_rows` our rows into its columns;
 `BatchOrderSampler` keeps our order, and `as_trl_reward` wraps a reward function. `trl_kind`
@@ -13,13 +13,14 @@ returns which trainer of TRL is used, and `check_trl` checks that TRL is install
 
 # %% auto #0
 __all__ = ['ENGINES', 'TRL_KINDS', 'TRL_TRAINER_KINDS', 'OPTIMIZERS', 'DPO_LOSSES', 'METRICS', 'SETTINGS', 'trl_kind',
-           'check_trl', 'engine_line', 'check_trl_config', 'trl_arguments', 'trl_rows', 'as_trl_reward',
-           'BatchOrderSampler', 'PairsAsSingles', 'TRLTrainer', 'make_loop', 'run_trl']
+           'check_trl', 'engine_line', 'find_trl_class', 'check_trl_config', 'trl_arguments', 'trl_rows',
+           'as_trl_reward', 'BatchOrderSampler', 'PairsAsSingles', 'TRLTrainer', 'make_loop', 'run_trl']
 
 # %% ../../nbs/10_interop/05_trl.ipynb #imports-trl
 import importlib
 import json
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,10 +62,11 @@ if TYPE_CHECKING:
     from trainkit.align.rl import RLConfig
     from trainkit.recipes.config import RunConfig
     from trainkit.recipes.preparation import RunInputs
+    from trainkit.settings import DistillConfig
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
     # Of the method: the weight of centring for 'reward'
-    Settings = DPOConfig | RLConfig | float | None
+    Settings = DPOConfig | RLConfig | DistillConfig | float | None
 
 _Values: TypeAlias = dict[str, Any]  # Arguments, columns of a row, numbers to log
 
@@ -80,6 +82,7 @@ TRL_KINDS = {
     "reward": "reward",
     "grpo": "grpo",
     "rloo": "rloo",
+    "distill": "gkd",
 }
 
 
@@ -95,6 +98,8 @@ def trl_kind(
     kind = TRL_KINDS[config.method]
     if kind == "dpo":
         return ("kto" if list(config.dpo.loss_type) == ["kto"] else "dpo"), config.dpo
+    if kind == "gkd":
+        return ("sft", None) if config.distill.loss_type == "sft" else (kind, config.distill)
     return kind, config.rl if kind in ("grpo", "rloo") else None
 
 
@@ -138,6 +143,7 @@ TRL_TRAINER_KINDS = {
     "kto": ("KTOTrainer", "KTOConfig"),
     "grpo": ("GRPOTrainer", "GRPOConfig"),
     "rloo": ("RLOOTrainer", "RLOOConfig"),
+    "gkd": ("GKDTrainer", "GKDConfig"),
 }
 # Ours -> that of transformers; the rest we make ourselves
 OPTIMIZERS = {
@@ -237,6 +243,30 @@ def _rl(s: "RLConfig", kind: str) -> _Values:
     )
 
 
+def _gkd(s: "DistillConfig") -> _Values:
+    for name, unsupported, why in (
+        ("lmbda", s.lmbda, "draws the student's answers from its own random numbers: set 0, or"),
+        ("temperature", s.temperature != 1, "does not use it in the divergence:"),
+        ("top_k", s.top_k, "compares every token:"),
+    ):
+        if unsupported:
+            value = getattr(s, name)
+            raise ValueError(
+                f"distill.{name} = {value!r}: TRL's GKDTrainer {why} take engine: trainkit"
+            )
+    return dict(
+        beta=s.beta,
+        lmbda=0.0,
+        temperature=1.0,
+        seq_kd=False,  # The teacher's answers are in the rows already
+        disable_dropout=False,
+        max_length=None,
+        packing=False,
+        shuffle_dataset=False,
+        dataset_kwargs=dict(skip_prepare_dataset=True),
+    )
+
+
 SETTINGS = {  # kind -> our settings of the method under TRL's names
     "sft": lambda s: dict(
         max_length=None,
@@ -260,7 +290,18 @@ SETTINGS = {  # kind -> our settings of the method under TRL's names
         )
     ),
     "rloo": lambda s: _rl(s, "rloo"),
+    "gkd": _gkd,
 }
+
+
+def find_trl_class(
+    name: str,  # Of `TRL_TRAINER_KINDS`
+) -> Any:
+    "A class of TRL; its trainer for distillation is among the experimental ones."
+    if name.startswith("GKD"):
+        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+        return getattr(importlib.import_module("trl.experimental.gkd"), name)
+    return getattr(importlib.import_module("trl"), name)
 
 
 def check_trl_config(
@@ -327,7 +368,7 @@ def trl_arguments(
     if values["gradient_checkpointing"]:
         values["gradient_checkpointing_kwargs"] = dict(use_reentrant=False)
     try:
-        return getattr(trl, TRL_TRAINER_KINDS[kind][1])(**values, **SETTINGS[kind](settings))
+        return find_trl_class(TRL_TRAINER_KINDS[kind][1])(**values, **SETTINGS[kind](settings))
     except TypeError as error:
         raise RuntimeError(
             f'trl {trl.__version__} has changed a name ({error}): pip install "trl==1.16.*", '
@@ -367,7 +408,7 @@ def trl_rows(
     rows: Sequence,  # Of our batches; for 'grpo' and 'rloo' texts or messages with further columns
 ) -> list[_Values]:  # In the same order; two of each for 'kto'
     "Rows as TRL's trainers read them."
-    if kind == "sft":
+    if kind in ("sft", "gkd"):
         names = ("input_ids", "labels", "position_ids")
         columns = [row if isinstance(row, dict) else dict(input_ids=row) for row in rows]
         return [{k: _ids(v) for k, v in row.items() if k in names} for row in columns]
@@ -678,7 +719,7 @@ class TRLTrainer(Trainer):
             tokenizer.pad_token = cast(Any, tokenizer).convert_ids_to_tokens(unused)
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         twin = to_peft_model(self.model, **{name: getattr(tokenizer, name) for name in names})
-        base = getattr(importlib.import_module("trl"), TRL_TRAINER_KINDS[self.kind][0])
+        base = find_trl_class(TRL_TRAINER_KINDS[self.kind][0])
         steps, callback = _subclass(base, self)
         arguments = self._arguments(twin)
         with transformers_lock, warnings.catch_warnings():  # The filters of the process
@@ -699,8 +740,16 @@ class TRLTrainer(Trainer):
         "The arguments of TRL's trainer that depend on the method."
         arguments: _Values = {}
         has_adapter = hasattr(twin, "peft_config")
-        if self.kind == "sft":
+        if self.kind in ("sft", "gkd"):
             arguments["data_collator"] = self.collate
+        if self.kind == "gkd":
+            teacher: Any = getattr(self.objective, "reference", None)
+            if getattr(teacher, "model", None) is None or teacher.vocab_size is not None:
+                raise ValueError(
+                    "TRL's GKDTrainer needs a teacher with as many logits as the student: "
+                    "take engine: trainkit"
+                )
+            arguments["teacher_model"] = to_peft_model(teacher.model).eval()
         if self.kind in ("dpo", "kto") and not has_adapter:
             arguments["ref_model"] = deepcopy(twin).eval().requires_grad_(False)
         if self.kind in ("grpo", "rloo"):

@@ -34,7 +34,7 @@ from ..data.dataset import DataConfig
 from ..interop.hub import HubConfig
 from ..model.config import ModelConfig
 from .methods import ALIGNED, METHODS, Method, defaults_of
-from ..settings import RL_METHODS, CurriculumConfig, DPOConfig, LoRAConfig
+from ..settings import RL_METHODS, CurriculumConfig, DistillConfig, DPOConfig, LoRAConfig
 from ..settings import OptimConfig, QuantConfig, RLConfig, SamplingConfig
 from ..train.config import TrainConfig
 
@@ -48,6 +48,8 @@ METHOD_NAMES = {
     "rm": "reward",
     "reward_model": "reward",
     "reward_modeling": "reward",
+    "gkd": "distill",
+    "distillation": "distill",
 }  # what other libraries call them
 NAMING = ("method", "training_type", "stage", "finetuning_type")
 FAMILY = ("kto", "orpo", "simpo", "cpo", "ipo")  # losses of dpo that are known as methods
@@ -225,7 +227,7 @@ class RunConfig:
         "or answers, by the whole model (sft), some blocks "
         "(freeze), an adapter (lora) or an adapter over 4 bits (qlora); "
         "which of two answers is better, by the model (dpo) or by a judge of it (reward); "
-        "or what a reward says (grpo, rloo, ppo, reinforce)",
+        "what a reward says (grpo, rloo, ppo, reinforce); or what another model says (distill)",
         choices=tuple(METHODS),
         aliases=NAMING[1:],
         reads=read_method,
@@ -283,10 +285,15 @@ class RunConfig:
         "How scores are learned from, for methods grpo, rloo, ppo and reinforce",
         bare=lambda said: said.get("method") in RL_METHODS,
     )
+    distill: DistillConfig = knob(
+        DistillConfig(),
+        "Learning from a teacher, for method distill",
+        bare=lambda said: said.get("method") == "distill",
+    )
     use_lora: bool | None = knob(
         None,
         "An adapter learns, for the methods dpo, reward, grpo, rloo, "
-        "ppo and reinforce; unset: if the config has a group lora",
+        "ppo, reinforce and distill; unset: if the config has a group lora",
         aliases=("lora.enabled",),
     )
     lora: LoRAConfig = knob(

@@ -1611,6 +1611,7 @@ CONTEXTS = {
     "rl": "rl",
     **dict.fromkeys(("grpo", "grpoconfig", "grpo_config"), "grpo"),
     **dict.fromkeys(("rloo", "rlooconfig", "rloo_config"), "grpo"),
+    **dict.fromkeys(("distill", "gkd", "gkdconfig", "gkd_config"), "distill"),
     "fine_tuner": "fine_tuner",
     "checkpointer": "checkpointer",
     "metric_logger": "metric_logger",
@@ -1864,7 +1865,7 @@ def takes_list(
 
 def _contexts_of(method: object) -> tuple[str, ...]:
     "Where a word stands that has no group, in a config of this method."
-    return ("grpo",) if method in RL_METHODS else ()
+    return ("distill",) if method == "distill" else ("grpo",) if method in RL_METHODS else ()
 
 
 def _try_look_up(word: str, value: object, above: tuple[str, ...] = ()) -> Meaning:
@@ -1941,6 +1942,8 @@ METHOD_GROUPS = {
     "grpo",
     "rloo",
     "kto",
+    "gkd",
+    "distill",
 }
 _TRAINING = {"training", "train", "training_config"}
 
@@ -2277,7 +2280,8 @@ def _is_wrong_alone(values: Mapping[str, Any], path: str) -> bool:
     return False
 
 
-_TRL_CLASSES = re.compile("(SFT|DPO|KTO|ORPO|CPO|GRPO|RLOO|Reward)(?:Config|Trainer)")
+_DISTILLED = ("beta", "temperature", "max_new_tokens", "max_completion_length")
+_TRL_CLASSES = re.compile("(SFT|DPO|KTO|ORPO|CPO|GRPO|RLOO|GKD|Reward)(?:Config|Trainer)")
 
 
 def _trl_kinds(settings: list[Setting]) -> set[str]:
@@ -2358,6 +2362,8 @@ class _Conversion:
             self.reason = f"follows from the classes of {kind.upper()} in the script"
         if self.method in RL_METHODS:
             self._move_sampling()
+        if self.method == "distill":
+            self._move_distill()
         if self.only_launch:
             self.reason = (
                 "the file only tells how processes share the work: "
@@ -2403,6 +2409,14 @@ class _Conversion:
                     remedy = f"contradicts an earlier setting of the file: {words[key[1:]]!r}"
                     raise ConfigError([Problem(s.name, value, remedy, s.line)], self.file)
         return words
+
+    def _move_distill(self) -> None:
+        "In distillation these words are about the teacher, unless they stand in a group."
+        for i, (s, _) in enumerate(self.meanings):
+            grouped = any(name.lower() in CONTEXTS for name in s.path[:-1])
+            if s.path[-1] in _DISTILLED and not grouped:
+                meaning = _meaning(s._replace(path=("distill", s.path[-1])), self.file)
+                self.meanings[i] = s, meaning
 
     def _move_sampling(self) -> None:
         "In RL, settings of the sampling are about answers that are scored, and so are others."

@@ -42,6 +42,7 @@ from ..eval.scoring import baselines, bits_per_byte, perplexity
 from ..model.generation import SamplingConfig, context_length, generate, text_to_ids
 from trainkit.recipes.preparation import (
     AnswerInputs,
+    DistillInputs,
     LabelInputs,
     PairInputs,
     PromptInputs,
@@ -104,6 +105,9 @@ class TextEvaluator:
     ) -> tuple[dict[str, float], list[str]]:  # Metrics, and what to say of them
         "Judge the trained model."
         p, loss = self.inputs, evaluation["eval_loss"]
+        if isinstance(p, DistillInputs) and p.teacher is not None:
+            words = "Divergence from the teacher on held-out examples"
+            return {"eval_loss": loss}, [f"{words}: {loss:.3f} nats per token"]
         if isinstance(p, AnswerInputs):
             return {"eval_loss": loss, "perplexity": perplexity(loss)}, [
                 f"Loss of held-out examples: {loss:.3f}"
@@ -130,7 +134,7 @@ class TextEvaluator:
     ) -> list[tuple[str, str]]:  # (heading, HTML)
         "What the report shows besides."
         p = self.inputs
-        if not isinstance(p, AnswerInputs):
+        if not isinstance(p, AnswerInputs) or not p.examples:
             return []
         return [
             (

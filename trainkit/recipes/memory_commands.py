@@ -127,6 +127,8 @@ def read_setup(
     if config.method in ("dpo", "reward"):
         rows *= 2
         note = "each row is a pair of answers, counted as two; a reference model is not counted"
+    elif config.method == "distill":
+        note = "the teacher is counted by its weights; it keeps no gradients"
     elif config.method not in ("pretrain", "sft", "freeze", "lora", "qlora"):
         note = "the training step alone; generation has a cache of its own"
     new = _new_tokens(config)
@@ -197,19 +199,40 @@ def predict_needs(
     "The peak of a step, without data and weights."
     from trainkit.memory.planner import predict_setup
 
-    needs = read_setup(config)
+    needs, teacher = read_setup(config), _teacher_bytes(config)
     if not resident:
-        return predict_setup(needs.model, needs.setup)
-    from trainkit.memory.estimate import library_memory
+        found = predict_setup(needs.model, needs.setup)
+    else:
+        from trainkit.memory.estimate import library_memory
 
-    found = predict_setup(
-        needs.model,
-        needs.setup,
-        _saves(config),
-        lambda products: _products_kept(config, len(products)),
-    )
-    found.beside["libraries"] = library_memory()
+        found = predict_setup(
+            needs.model,
+            needs.setup,
+            _saves(config),
+            lambda products: _products_kept(config, len(products)),
+        )
+        found.beside["libraries"] = library_memory()
+    if teacher:
+        found.parts["other"] = found.parts.get("other", 0) + teacher
+        found.peak += teacher
     return found
+
+
+def _teacher_bytes(config: "RunConfig") -> int:
+    "The weights of the teacher, which stays in memory while the student learns."
+    d = config.distill
+    kept = d.teacher_cache and not d.lmbda  # Its numbers are on the disk
+    if config.method != "distill" or not d.teacher or d.loss_type == "sft" or kept:
+        return 0
+    import torch
+
+    from trainkit.model.transformer import Transformer
+
+    shape: Any = find_model(d.teacher, config)
+    with torch.device("meta"):
+        model: Any = shape() if callable(shape) else Transformer(shape)
+    bits = d.teacher_bits or (16 if config.train.mixed_precision == "bf16" else 32)
+    return sum(p.numel() for p in model.parameters()) * bits // 8
 
 
 def _saves(config: "RunConfig") -> bool:

@@ -84,6 +84,7 @@ METHODS: dict[str, Method] = {
     "rloo": _rl("rloo", beta=0.05),
     "ppo": _rl("ppo", num_prompts=64, num_generations=1, num_iterations=4, beta=0.05),
     "reinforce": _rl("reinforce", num_prompts=64, num_generations=1, beta=0.05),
+    "distill": Method("answers", "either", _aligned(2e-5, 8, 1, warmup_ratio=0.03), 2e-4),
 }
 ALIGNED = tuple(name for name, method in METHODS.items() if method.trains == "either")
 

@@ -57,6 +57,7 @@ from trainkit.recipes.preparation import (
     PromptInputs,
     RunInputs,
     TextInputs,
+    prepare_distill,
     prepare_pairs,
     prepare_prompts,
     prepare_sft,
@@ -141,6 +142,8 @@ def prepare(
         return prepare_pairs(config, base, saved)
     if recipe.learns_from == "prompts":
         return prepare_prompts(config, base, rewards)
+    if config.method == "distill":
+        return prepare_distill(config, base, saved)
     if recipe.learns_from == "answers":
         return prepare_sft(config, base, saved)
     if (Path(config.data.path) / "index.json").is_file():

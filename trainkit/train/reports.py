@@ -138,6 +138,7 @@ _READS: dict[str, Callable[[_Config], bool]] = {
     ),
     "dpo": lambda config: config.get("method") in ("dpo", "reward"),
     "rl": lambda config: config.get("method") in _FROM_SCORES,
+    "distill": lambda config: config.get("method") == "distill",
 }
 _ALWAYS_READ = ("model.gradient_checkpointing", "tokenizer.path")
 

@@ -47,6 +47,7 @@ METHODS_IN_WORDS: dict[str, tuple[str, str]] = {
     "rloo": ("RLOO", "as GRPO, each answer compared with the others"),
     "ppo": ("PPO", "as GRPO, with a second network that predicts the scores"),
     "reinforce": ("REINFORCE", "the simplest way to learn from scores"),
+    "distill": ("Distillation", "a small model learns what a larger one expects"),
 }
 # What a method learns from -> what its data must be, in plain words
 DATA_IN_WORDS = {
@@ -76,6 +77,8 @@ LABELS: dict[str, str] = {  # Knob -> its name in plain words
     "rl.beta": "Pull to the start model",
     "dpo.beta": "Pull to the start model",
     "dpo.loss_type": "Loss",
+    "distill.teacher": "Learn from",
+    "distill.lmbda": "Share of own answers",
     "train.num_train_epochs": "Passes over the data",
     "train.max_steps": "Steps at most",
     "optim.learning_rate": "Learning rate",
@@ -125,7 +128,7 @@ def find_models(
 ) -> list[tuple[str, str]]:  # (text, value of `init_from`)
     "The models that a run can start from: new ones, the course's, your runs, and files nearby."
     recipe, out = config.recipe, []
-    if recipe.trains in ("model", "blocks"):
+    if recipe.trains in ("model", "blocks") or config.method == "distill":
         out.append(("A new model", ""))
     if recipe.learns_from == "text":
         out += [(f"A new model, shaped like {name}", _NEW + name) for name in _SHAPES]
@@ -313,6 +316,8 @@ def visible_sections(
     recipe = config.recipe
     learned = recipe.learns_from
     model = ["init_from"]
+    if config.method == "distill":
+        model.append("distill.teacher")
     if learned == "text" and not config.init_from:
         model += ["model.d_model", "model.n_layers"]
     if recipe.trains == "blocks":
@@ -322,10 +327,14 @@ def visible_sections(
     if config.adapts:
         model.append("lora.r")
     data = {"answers": ["sft.template"], "prompts": ["rl.rewards"]}.get(learned, [])
+    if config.method == "distill":
+        data = []  # The format of the teacher
     columns = ["data.columns"] if unknown_columns(config) else []
     training = []
     if config.method == "dpo":
         training = ["dpo.beta", "dpo.loss_type"]
+    if config.method == "distill":
+        training = ["distill.lmbda"]
     if learned == "prompts":
         training = ["rl.num_generations", "rl.beta"]
     memory = ["data.max_length", "model.gradient_checkpointing"]
@@ -460,6 +469,12 @@ def _model_advice(config: "RunConfig") -> Iterator[Advice]:
         yield Advice("init_from", text, "missing")
     if missing_file(start):
         yield Advice("init_from", f"There is no {short_path(start)}.", "missing")
+    if config.method == "distill" and not config.distill.teacher:
+        text = "Choose the model to learn from: a larger one of the same family."
+        yield Advice("distill.teacher", text, "missing")
+    if config.method == "distill" and missing_file(config.distill.teacher):
+        text = f"There is no {short_path(config.distill.teacher)}."
+        yield Advice("distill.teacher", text, "missing")
     if config.adapts and config.lora.r > 256:
         text = f"{config.lora.r} is more than most tasks can use: 8 to 64 is usual."
         yield Advice("lora.r", text)
@@ -530,6 +545,7 @@ def run_guide() -> Guide:
             "sft.template": find_templates,
             "rl.rewards": find_rewards,
             "dpo.loss_type": find_losses,
+            "distill.teacher": lambda c: [m for m in find_models(c) if m[1] and _NEW not in m[1]],
         },
         parts={"data.columns": (unknown_columns, COLUMNS_IN_WORDS)},
         uploads={"data.path": save_upload},
