@@ -526,6 +526,8 @@ class TrainerPanel:
             if not self.rehearsing:
                 self._put(self.time, "")  # That of other settings
         if self.handle is not None or self.inside:
+            with self.lock:
+                self._put(self.memory, notice(_MEMORY_PENDING, _GREY, "status"))
             self.predict_soon()
 
     def rehearse_soon(self) -> bool:  # False while a run or another rehearsal goes on

@@ -457,8 +457,37 @@ def _model_advice(config: "RunConfig") -> Iterator[Advice]:
         yield Advice("lora.r", text)
 
 
+_SHORT = 300_000  # Bytes of a text: a longer one has merges enough for a vocabulary
+
+
+@lru_cache(maxsize=8)
+def _most_tokens(path: Path, changed: float, pattern: str) -> int:
+    "The largest vocabulary that a short text allows: each merge shortens a word by one."
+    from trainkit.tokenizer.pretokenize import split_words
+
+    words = {*split_words(path.read_text(encoding="utf-8", errors="replace"), pattern)}
+    return 257 + sum(len(word.encode()) - 1 for word in words)
+
+
+def _vocabulary_advice(config: "RunConfig") -> Iterator[Advice]:
+    path, tokens = Path(config.data.path), config.tokenizer
+    learns = config.recipe.learns_from == "text" and not (config.init_from or tokens.path)
+    if not learns or path.suffix != ".txt" or not path.is_file():
+        return
+    about = path.stat()
+    if about.st_size < _SHORT:
+        most = _most_tokens(path, about.st_mtime, tokens.pattern)
+        if most < tokens.vocab_size:
+            text = (
+                f"Too little text for {tokens.vocab_size:,} tokens. Set tokenizer.vocab_size to "
+                f"{most:,} or less (More settings, tokenizer), or take more text."
+            )
+            yield Advice("data.path", text, "missing")
+
+
 def _data_advice(config: "RunConfig") -> Iterator[Advice]:
     path, learned = config.data.path, config.recipe.learns_from
+    yield from _vocabulary_advice(config)
     if missing_file(path):
         yield Advice("data.path", f"There is no {short_path(path)}.", "missing")
     others = {n for names in _CORPORA.values() for n in names} - {*_CORPORA[learned]}
