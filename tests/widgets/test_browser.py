@@ -1227,7 +1227,7 @@ def test_from_a_file_to_a_gguf_by_clicks(browser, lab, start):
     restart_kernel(page)
     page.locator(".jp-Cell .cm-content").first.click()
     page.keyboard.press("Shift+Enter")
-    seen("`?meine`? stopped at step [\\d,]+ of")
+    seen("meine stopped at step [\\d,]+ of")
     button("Continue").click()
     seen("^done · step")
 

@@ -174,6 +174,8 @@ class TrainerPanel:
 
     def look_at_found(self) -> bool:
         "Show the run of an earlier kernel, with its curves, its samples and the tab Next."
+        if self.found is not None and str(self.session.folder) == str(self.found.folder):
+            return True  # It is shown already
         if not self._take_found():
             return False
         self._watch()  # Which ends at once, and shows the end, where nothing runs
