@@ -54,6 +54,7 @@ def test_wheel_holds_lessons_and_profiles(wheel):
         for p in (ROOT / "trainkit").rglob(f"*.{kind}")
     } <= names
     assert {"trainkit/settings.ini", "trainkit/py.typed", "trainkit/charts.mplstyle"} <= names
+    assert {"trainkit/widgets/studio.ipynb", "trainkit/widgets/studio.html.j2"} <= names
 
 
 def test_wheel_works_elsewhere(wheel, tmp_path):

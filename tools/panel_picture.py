@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "tests" / "widgets"), str(ROOT / "tests"), str(ROOT)]
 
 import test_browser  # noqa: E402
 from PIL import Image  # noqa: E402
@@ -46,12 +46,12 @@ def main(step=400):
             place,
             "panel.ipynb",
             [PANEL],
-            viewport=dict(width=1100, height=1500),
+            viewport=dict(width=1100, height=1800),
             color_scheme="light",
         )
         start = page.locator("button:text-is('Start')")
         start.wait_for()
-        page.wait_for_timeout(3000)  # for the line about memory
+        page.locator("text=/A step will take about/").first.wait_for()
         start.click()
         page.wait_for_function(
             (
@@ -62,7 +62,7 @@ def main(step=400):
         )
         box = page.locator(".jp-OutputArea-output").first.bounding_box()
         shot = page.screenshot(
-            clip=dict(x=box["x"], y=box["y"], width=box["width"], height=min(box["height"], 900))
+            clip=dict(x=box["x"], y=box["y"], width=box["width"], height=min(box["height"], 1150))
         )
         browser.close()
     next(server, None)

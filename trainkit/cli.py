@@ -752,11 +752,27 @@ def _names_shape(source: Path | dict | None, overrides: list[str]) -> bool:
     return bool(keys & _SHAPE)
 
 
+def _check_file(path: object) -> None:
+    "What is written like a file of data must be there."
+    from trainkit.data.readers import READERS, plain_suffix
+
+    file = Path(path).expanduser() if isinstance(path, str) else Path()
+    local = not re.search(r"[*?\[]|://|::", str(path))
+    if local and plain_suffix(file) in READERS and not os.path.lexists(file):
+        from trainkit.config import nearest
+
+        folder = file.parent
+        near = nearest(file.name, [p.name for p in folder.glob("*")] if folder.is_dir() else [])
+        raise FileNotFoundError(f"data.path = '{path}': there is no such file.{near}")
+
+
 def check_start(
     source: Path | dict | None,  # A config file or what it says
     overrides: list[str],  # `group.knob=value`
-) -> None:  # Raises `ValueError`
-    "A method that tunes needs a trained model, or in some methods the shape of a new one."
+) -> None:  # Raises `ValueError`, or `FileNotFoundError`
+    """A method that tunes needs a trained model, or in some methods the shape of a new one.
+
+    A file of data must be there: both are said before torch is loaded."""
     from trainkit.config import ConfigError
     from trainkit.recipes.config import method_config
 
@@ -766,12 +782,12 @@ def check_start(
     except ConfigError:
         return  # `read_run_config` reports it
     recipe = config.recipe
-    if config.init_from or recipe.learns_from == "text":
-        return
-    if config.method == "distill" and not config.use_lora:
-        return  # A new student takes the tokenizer of its teacher
     fresh = recipe.learns_from == "answers" and recipe.trains != "adapter"
-    if fresh and _names_shape(source, overrides):
+    # A new student takes the tokenizer of its teacher
+    student = config.method == "distill" and not config.use_lora
+    named = config.init_from or student or (fresh and _names_shape(source, overrides))
+    if named or recipe.learns_from == "text":
+        _check_file(config.data.path)
         return
     other = ", or describe a new one, as in model.d_model=256 model.n_layers=4" * fresh
     raise ValueError(

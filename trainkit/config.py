@@ -707,6 +707,9 @@ class _Reader:
             return f"may be {_either(places)}: name the group too"
         group, _, name = key.rpartition(".")
         if group and not find_knobs(self.cls, group):
+            places = find_knobs(self.cls, name)  # The knob of this name, if only one has it
+            if name != "name" and len(places) == 1 and len(places[0].path) > 1:
+                return f"unknown key. Did you mean '{_either(places)}'?"
             return self._where(group, ())
         if group and (places := find_knobs(self.cls, name)):
             return f"is {_either(places)}{', at the top' * (len(places[0].path) == 1)}"

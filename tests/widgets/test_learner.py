@@ -292,6 +292,41 @@ def test_a_run_that_is_quicker_than_its_prediction(panel, monkeypatch):
     assert "The run began before it was known" in panel.memory.value
 
 
+def test_a_forecast_of_earlier_settings_is_not_shown(panel, monkeypatch):
+    steps = panel.form.field("train.max_steps").widget
+
+    def slow(config):  # A field changes while it is worked out
+        text = f"{config.train.max_steps} steps"
+        steps.value = "9"
+        return SimpleNamespace(text=text, fits=True)
+
+    monkeypatch.setattr("trainkit.widgets.panel.expect_memory", slow)
+    panel.predict()
+    assert "2000 steps" not in panel.memory.value
+    panel.predict()
+    assert "9 steps" in panel.memory.value
+
+
+def test_a_run_in_a_kernel_saves_by_time(panel):
+    "Only while it trains, and not when a checkpoint is new."
+
+    def session(mode="thread", state="running", step=5, saved=None):
+        return SimpleNamespace(
+            mode=mode,
+            config=panel.session.config,
+            snapshot=lambda: SimpleNamespace(state=state, step=step),
+            run_state=SimpleNamespace(checkpoint=saved, phase="training"),
+            save=lambda: asks.append(step),
+        )
+
+    asks: list[int] = []
+    old = (-1e9, None)
+    for one in (session("process"), session(state="paused"), session(step=0)):
+        panel._save_by_time(one, old)
+    assert panel._save_by_time(session(saved=3), old)[1] == 3 and not asks
+    assert panel._save_by_time(session(), old)[0] > 0 and asks == [5]
+
+
 def test_a_question_that_fails_is_not_lost():
     from trainkit.tokenizer.chat import set_template
     from trainkit.widgets.chat_compare import ChatCompare

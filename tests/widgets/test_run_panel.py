@@ -166,7 +166,7 @@ def stopped(tmp_path_factory):
 def test_a_run_of_an_earlier_kernel_is_found(stopped):
     found = find_run(stopped)
     assert (found.state, found.total, found.checkpoint) == ("stopped", 8, 4)
-    assert str(found).startswith("`small` stopped at step ") and "of 8." in str(found)
+    assert str(found).startswith("small stopped at step ") and "of 8." in str(found)
     assert find_run(replace(stopped, name="another")) is None
     assert find_run(replace(stopped, method="sft")) is None
 

@@ -42,7 +42,7 @@ from trainkit.files import (
 from .families import CONSTANTS, check_family_weights, from_hf, from_hf_config
 from .families import from_hf_weights, hf_architecture, unsupported_knobs, stored_as
 from .families import take_weights, to_hf_config, to_hf_weights
-from .hub import fetch_model
+from .hub import COURSE_MODEL, course_model, fetch_model
 from ..model.config import MAX_LAYERS, ModelConfig
 from ..model.transformer import Transformer
 from ..quant.ggml import gguf_version
@@ -187,6 +187,8 @@ def _find(
     "The path of a folder or a GGUF file; what is not on this machine is downloaded from the Hub."
     path = Path(source).expanduser()
     name = str(source)
+    if name == COURSE_MODEL and not path.exists() and (file := course_model()):
+        return Path(file)
     if path.suffix == ".gguf" and path.is_file() and not path.stat().st_size:
         raise ValueError(f"{path} is empty: copy or download it again")
     if path.is_dir():

@@ -38,7 +38,6 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 import yaml
 
 from ..config import ConfigError, Problem, check_config, dump_config, knob, pick_device
@@ -46,8 +45,8 @@ from ..config import to_dict
 from ..display import plural
 from ..files import write_atomic
 from ..progress import SafeStream, note
+from ..settings import STRATEGIES
 from ..train.runs import free_folders, mask_secrets, new_folder
-from ..train.sharding import STRATEGIES
 
 if TYPE_CHECKING:
     from trainkit.recipes.config import RunConfig
@@ -470,6 +469,8 @@ def _child(
         packed = pickle.dumps(result)
     except Exception as error:
         packed = pickle.dumps((False, (f"its result cannot be sent: {error}", "")))
+    import torch
+
     if torch.distributed.is_initialized() and result[0]:  # Nobody leaves while another still asks
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -501,6 +502,7 @@ def _check_forks(num_processes: int) -> int:
             "This system cannot fork a process: write the function to a file "
             "and use trainkit.recipes.launcher.start"
         )
+    import torch
     from accelerate.utils import parse_flag_from_env
 
     gpus = 0 if parse_flag_from_env("ACCELERATE_USE_CPU") else torch.cuda.device_count()
@@ -776,6 +778,8 @@ def as_script(
 
 
 def _check_start(launch: LaunchConfig, gpu: bool) -> None:
+    import torch
+
     if gpu and launch.num_processes > torch.cuda.device_count():
         raise ValueError(
             f"num_processes = {launch.num_processes}, and this machine has "

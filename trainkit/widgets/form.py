@@ -55,6 +55,8 @@ _STYLE = """<style>
 .trainkit-knob .widget-dropdown > select { height: 28px }
 .trainkit-knob .widget-checkbox { width: 100%; height: auto }
 .trainkit-knob .widget-checkbox .widget-label { display: none }
+.trainkit-knob .widget-checkbox .widget-label-basic { /* A long name takes two lines */
+  white-space: normal; height: auto; line-height: 1.4; overflow: visible }
 .trainkit-key { font-size: 11px; opacity: .6; margin-left: 4px }
 .trainkit-help { display: none }
 .trainkit-knob:focus-within .trainkit-help { /* Over what follows, so that nothing moves */

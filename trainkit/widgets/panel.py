@@ -99,6 +99,7 @@ class TrainerPanel:
     key: str  # The key of this panel in `panels`
     cell: tuple[str, int]  # Id of its cell and the number of the run
     every = 0.2  # Seconds between two refreshes
+    checkpoint_seconds = 180  # Between two checkpoints, at most, of a run in this kernel
     predicting = threading.Lock()  # One prediction at a time, so the latest one is shown
 
     def __init__(
@@ -173,6 +174,8 @@ class TrainerPanel:
 
     def look_at_found(self) -> bool:
         "Show the run of an earlier kernel, with its curves, its samples and the tab Next."
+        if self.found is not None and str(self.session.folder) == str(self.found.folder):
+            return True  # It is shown already
         if not self._take_found():
             return False
         self._watch()  # Which ends at once, and shows the end, where nothing runs
@@ -428,11 +431,27 @@ class TrainerPanel:
         ).start()
 
     def _refresh_loop(self, session: TrainSession):
+        saved: tuple[float, int | None] = (time.monotonic(), None)  # When, and after which step
         while session is self.session and not self.closed and session.snapshot().state in ACTIVE:
             self.refresh()
+            saved = self._save_by_time(session, saved)
             time.sleep(self.every)
         if session is self.session:
             self.finish()
+
+    def _save_by_time(
+        self, session: TrainSession, saved: tuple[float, int | None]
+    ) -> tuple[float, int | None]:
+        "A run in a kernel ends with it: no more than a few minutes of its work may be lost."
+        now, state, when = session.snapshot(), session.run_state, time.monotonic()
+        train = getattr(session.config, "train", None)
+        if state.checkpoint != saved[1] or now.state != "running" or session.mode == "process":
+            return when, state.checkpoint
+        due = when - saved[0] > self.checkpoint_seconds and now.step > (state.checkpoint or 0)
+        if not due or state.phase != "training" or getattr(train, "save_strategy", "no") == "no":
+            return saved
+        session.save()
+        return when, saved[1]
 
     def toggle(self):
         "Pause, with a checkpoint, since a paused run may not outlive its kernel; or resume."
@@ -509,6 +528,8 @@ class TrainerPanel:
             if not self.rehearsing:
                 self._put(self.time, "")  # That of other settings
         if self.handle is not None or self.inside:
+            with self.lock:
+                self._put(self.memory, notice(_MEMORY_PENDING, _GREY, "status"))
             self.predict_soon()
 
     def rehearse_soon(self) -> bool:  # False while a run or another rehearsal goes on
@@ -559,16 +580,18 @@ class TrainerPanel:
                     return
                 text, colour = _MEMORY_TOO_LATE, _GREY
             else:
-                self.memory_known = True
-                text, colour = self._memory_text()
+                config, self.memory_known = self.form.config, True
+                text, colour = self._memory_text(config)
+                if self.form.config != config:
+                    return  # The forecast for what it is now comes next
         with self.lock:
             self._put(self.memory, notice(text, colour, "status"))
         self.preview_soon()
 
-    def _memory_text(self) -> tuple[str, str]:
+    def _memory_text(self, config: "RunConfig") -> tuple[str, str]:
         "The predicted memory in a sentence, and its colour."
         try:
-            expected = expect_memory(self.form.config)
+            expected = expect_memory(config)
         except Exception as error:
             return f"How much memory a step will take is not known: {error}", _GREY
         return expected.text, _GREEN if expected.fits else _RED

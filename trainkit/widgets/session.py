@@ -887,7 +887,7 @@ class FoundRun(NamedTuple):
 
     def __str__(self) -> str:
         steps = f"step {self.step:,} of {self.total:,}" if self.total else f"step {self.step:,}"
-        name = f"`{self.folder.name}`"
+        name = self.folder.name
         if self.state == "running":
             return f"{name} runs in {self.where}, and this panel follows it."
         if self.state == "done":
