@@ -672,13 +672,19 @@ class RLConfig:
     batch_invariant: bool = knob(
         False,
         "Compute answers and updates in blocks of one size, so that recorded and recomputed "
-        "log-probabilities are equal bit by bit (He et al. 2025); float32 on a CPU only, and slower",
+        "log-probabilities are equal bit by bit (He et al. 2025); slower, and only for float32 on "
+        "a CPU",
     )
     dynamic_sampling: int = knob(
         0,
         "How often prompts whose answers all have the same reward are replaced by others "
         "(Yu et al. 2025); 0: never",
         low=0,
+    )
+    environment: str = knob(
+        "",
+        "The environment in which each answer is an episode, by name, as in guess_number or "
+        "guess_number(1, 9, guesses=3); for a run from a config",
     )
     max_turns: int = knob(8, "In an environment: answers of an episode, at most", low=1)
     mask_truncated_completions: bool = knob(
