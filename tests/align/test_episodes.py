@@ -9,7 +9,7 @@ from trainkit import BPETokenizer, ModelConfig, OptimConfig, RLConfig, Rollouts,
 from trainkit import TrainConfig, Trainer, Transformer, rl_objective
 from trainkit.align import ActorCritic, Calculator, Environment, GuessNumber, Reply, batch_invariant
 from trainkit.align import pack_episodes, play_episodes, token_scores
-from trainkit.align.environments import call_tool, parse_tool_calls
+from trainkit.align.environments import ReasoningGym, TextArena, call_tool, parse_tool_calls
 from trainkit.align.episodes import Episode, continuation_ids, sample_answers
 from trainkit.align.rl import discount, gae
 from trainkit.tokenizer.chat import render, set_template
@@ -449,3 +449,51 @@ def test_the_memory_of_the_largest_batch_is_that_of_the_batches():
         assert largest[name].dtype == batch[name].dtype
         assert largest[name].shape[2:] == batch[name].shape[2:]
         assert largest[name].numel() >= batch[name].numel()
+
+
+TASKS = (
+    "chain_sum basic_arithmetic gcd lcm leg_counting number_sorting word_sorting spell_backward "
+    "simple_equations syllogism letter_counting base_conversion"
+).split()
+
+
+def test_a_dozen_tasks_of_reasoning_gym():
+    pytest.importorskip("reasoning_gym")
+    game = ReasoningGym()
+    for seed, task in enumerate(TASKS, 2**31 - 3):
+        [message] = game.reset(dict(task=task), seed)
+        assert message == dict(role="user", content=game.entry["question"])
+        right = game.entry["answer"]
+        assert game.step(f"So: <answer>\n{right}</answer>") == Reply([], 1.0, True), task
+        assert game.step(right).reward == 1
+        assert game.step("<answer>¿?</answer>").reward < 0.5
+        assert game.reset(dict(task=task), seed) == [message]
+    assert ReasoningGym("gcd", chat=False).reset({}, 3).endswith("\n")
+
+
+def test_a_game_of_textarena():
+    pytest.importorskip("textarena")
+    game = TextArena()
+    for seed in range(3):
+        [message] = game.reset({}, seed)
+        assert "between 1 and 20" in message["content"]
+        low, high, seen = 1, 20, []
+        while True:
+            guess = (low + high) // 2
+            reply = game.step(f"[{guess}]")
+            if reply.done:
+                break
+            seen.append(reply.observation)
+            assert "between 1 and 20" not in reply.observation  # Only what is new
+            if "higher" in reply.observation:
+                low = guess + 1
+            else:
+                high = guess - 1
+        assert reply == Reply([], 1.0, True) and len(seen) < 5
+
+
+@pytest.mark.parametrize("maker", [ReasoningGym, TextArena])
+def test_a_missing_package_is_named(maker, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="trainkit-llm.gym"):
+        maker()
