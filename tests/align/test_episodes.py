@@ -377,12 +377,12 @@ def test_ten_thousand_episodes():
     model = tiny(vocab=40, length=128)
     for exact in (False, True):
         wrong, gap = 0, 0.0
-        for seed in range(0, 10_000, 500):
-            seeds = range(seed, seed + 500)
+        for seed in range(0, 10_000, 2_500):
+            seeds = range(seed, seed + 2_500)
             sampling = SamplingConfig(max_new_tokens=60, seed=seed)
             games = [Talk() for _ in seeds]
             episodes = play_episodes(
-                model, None, games, [{}] * 500, seeds, sampling, batch_invariant=exact
+                model, None, games, [{}] * 2_500, seeds, sampling, batch_invariant=exact
             )
             batch = pack_episodes(episodes)
             with torch.no_grad(), batch_invariant(exact):
