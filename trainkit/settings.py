@@ -678,11 +678,22 @@ class RLConfig:
         low=0.0,
         aliases=("vllm_importance_sampling_cap",),
     )
+    batch_invariant: bool = knob(
+        False,
+        "Compute answers and updates in blocks of one size, so that recorded and recomputed "
+        "log-probabilities are equal bit by bit (He et al. 2025); slower, and only for float32 on "
+        "a CPU",
+    )
     dynamic_sampling: int = knob(
         0,
         "How often prompts whose answers all have the same reward are replaced by others "
         "(Yu et al. 2025); 0: never",
         low=0,
+    )
+    environment: str = knob(
+        "",
+        "The environment in which each answer is an episode, by name, as in guess_number or "
+        "guess_number(1, 9, guesses=3); for a run from a config",
     )
     max_turns: int = knob(8, "In an environment: answers of an episode, at most", low=1)
     mask_truncated_completions: bool = knob(
@@ -747,6 +758,9 @@ class RLConfig:
         if self.sampler_weights and self.old_log_probs == "sampler":
             why = "must be trainer where sampler_weights are others than those that are trained"
             problems.append(Problem("old_log_probs", "sampler", why))
+        if self.batch_invariant and self.sampler_weights:
+            why = "must be False with sampler_weights: rounded weights give other numbers"
+            problems.append(Problem("batch_invariant", True, why))
         for name, users in READ_BY.items():
             if changed(name) and self.method not in users:
                 verb = "reads" if len(users) == 1 else "read"

@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
-from trainkit import BPETokenizer, ModelConfig, RLConfig, Rollouts, SamplingConfig, Transformer
-from trainkit import rl_objective
-from trainkit.align import ActorCritic, Calculator, Environment, GuessNumber, Reply
+from trainkit import BPETokenizer, ModelConfig, OptimConfig, RLConfig, Rollouts, SamplingConfig
+from trainkit import TrainConfig, Trainer, Transformer, rl_objective
+from trainkit.align import ActorCritic, Calculator, Environment, GuessNumber, Reply, batch_invariant
 from trainkit.align import pack_episodes, play_episodes, token_scores
-from trainkit.align.environments import call_tool, parse_tool_calls
+from trainkit.align.environments import ReasoningGym, TextArena, call_tool, parse_tool_calls
 from trainkit.align.episodes import Episode, continuation_ids, sample_answers
 from trainkit.align.rl import discount, gae
 from trainkit.tokenizer.chat import render, set_template
@@ -308,3 +308,192 @@ def test_cut_off_episodes_can_be_left_out():
 def test_knobs_that_would_be_ignored_are_refused(knobs, message):
     with pytest.raises(ValueError, match=message):
         RLConfig(**knobs)
+
+
+class Talk(Echo):
+    "Prompts and observations of different lengths."
+
+    def reset(self, row, seed):
+        self.rng = random.Random(seed)
+        return super().reset(row, seed) + self.rng.choices(range(8, 12), k=self.rng.randint(1, 8))
+
+    def step(self, answer):
+        words = self.rng.choices(range(8, 12), k=self.rng.randint(1, 5))
+        return super().step(answer)._replace(observation=words)
+
+
+def test_blocks_of_one_size_make_sampler_and_trainer_equal():
+    "Not close: equal. So the ratio of probabilities is exactly 1 before the first update."
+    model = ActorCritic(tiny())
+    sizes = dict(num_prompts=3, num_generations=2, max_completion_length=16, max_turns=2)
+    config = RLConfig(
+        "ppo", **sizes, batch_invariant=True, old_log_probs="sampler", top_p=0.9, temperature=0.7
+    )
+    rollouts = Rollouts(model, None, [{}] * 8, config=config, environment=Talk, batch_size=5)
+    batch = rollouts.collect([0, 1, 2], 5)
+    assert len({*batch["attention_mask"].sum(1).tolist()}) > 2
+    with batch_invariant():
+        scores = token_scores(model, batch, 0.7)
+    assert torch.equal(scores.log_probs, batch["old_log_probs"])
+    ratio, tokens = rl_objective(config)(model, batch).metrics["ratio"]
+    assert ratio == tokens
+    assert not torch.equal(token_scores(model, batch, 0.7).log_probs, batch["old_log_probs"])
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    "Sizes that no vector register divides."
+    torch.manual_seed(0)
+    shape = dict(vocab_size=301, d_model=48, n_heads=6, n_kv_heads=2, n_layers=2, d_ff=100)
+    model = Transformer(ModelConfig(**shape, max_seq_len=160, tie_embeddings=True)).eval()
+    ids = torch.randint(0, 301, (7, 150))
+    mask = torch.ones_like(ids)
+    mask[3:, 70:] = 0
+    with torch.no_grad(), batch_invariant():
+        whole = model(ids).logits
+        for rows, length in [(1, 2), (2, 33), (5, 65)]:
+            assert torch.equal(model(ids[:rows, :length]).logits, whole[:rows, :length])
+        assert torch.equal(model(ids, attention_mask=mask).logits[3:, :70], whole[3:, :70])
+        cache = model(ids[:3, :60], use_cache=True).past_key_values
+        for at in range(60, 70):
+            step = model(ids[:3, at : at + 1], past_key_values=cache, use_cache=True)
+            assert torch.equal(step.logits[:, 0], whole[:3, at])
+    with torch.no_grad():
+        assert (model(ids).logits - whole).abs().max() < 1e-5
+
+
+def test_batch_invariance_says_what_it_cannot_do():
+    with pytest.raises(ValueError, match="needs float32 on a CPU"):
+        config = RLConfig(batch_invariant=True, max_completion_length=9)
+        Rollouts(tiny().bfloat16(), None, [[1]], len, config)
+    with pytest.raises(ValueError, match="must be False with sampler_weights"):
+        RLConfig(batch_invariant=True, sampler_weights="int8")
+    with batch_invariant(), pytest.raises(NotImplementedError, match="attention is 'sdpa'"):
+        torch.ones(2, 3, 3) @ torch.ones(2, 3, 3)
+
+
+@pytest.mark.slow
+def test_ten_thousand_episodes():
+    "No id differs, log-probabilities are within 1e-5, and equal with blocks of one size."
+    model = tiny(vocab=40, length=128)
+    for exact in (False, True):
+        wrong, gap = 0, 0.0
+        for seed in range(0, 10_000, 2_500):
+            seeds = range(seed, seed + 2_500)
+            sampling = SamplingConfig(max_new_tokens=60, seed=seed)
+            games = [Talk() for _ in seeds]
+            episodes = play_episodes(
+                model, None, games, [{}] * 2_500, seeds, sampling, batch_invariant=exact
+            )
+            batch = pack_episodes(episodes)
+            with torch.no_grad(), batch_invariant(exact):
+                scores = token_scores(model, batch)
+            gap = max(gap, (scores.log_probs - batch["sampling_log_probs"]).abs().max().item())
+            for row, episode in enumerate(episodes):
+                own = zip(episode.ids, episode.written, strict=True)
+                wrong += written(batch, row) != [i for i, mine in own if mine]
+        print(f"batch-invariant {exact}: {wrong} episodes with other ids, gap {gap:.1e}")
+        assert wrong == 0 and gap < (1e-9 if exact else 1e-5)
+
+
+def test_a_run_that_is_killed_within_an_episode_resumes_to_the_same_bits(tmp_path):
+    "Between two turns, in the third round: its episodes are played again from their seeds."
+    sizes = dict(num_prompts=2, num_generations=4, max_completion_length=24, max_turns=3)
+    config = RLConfig(**sizes)
+    turns = []
+
+    def train(folder, last=None, resume=None):
+        class Noted(Talk):
+            def step(self, answer):
+                turns.append(tuple(answer))
+                if len(turns) == last:
+                    raise KeyboardInterrupt
+                return super().step(answer)
+
+        turns.clear()
+        model = tiny()
+        rollouts = Rollouts(model, None, [{}] * 6, config=config, environment=Noted, batch_size=4)
+        plan = TrainConfig(
+            output_dir=str(tmp_path / folder),
+            max_steps=6,
+            progress=False,
+            save_steps=2,
+            save_strategy="steps",
+        )
+        trainer = Trainer(
+            model,
+            rl_objective(config),
+            rollouts,
+            config=plan,
+            optim=OptimConfig(learning_rate=1e-2),
+            save_model=lambda model, folder: None,
+        )
+        trainer.train(resume)
+        return model.state_dict(), [*turns]
+
+    whole, played = train("whole")
+    with pytest.raises(KeyboardInterrupt):
+        train("again", last=len(played) * 3 // 5)
+    before = len(turns)
+    again, rest = train("again", resume=True)
+    assert 0 < len(rest) < len(played) < before + len(rest)  # Some turns were played twice
+    assert rest == played[-len(rest) :]
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_the_memory_of_the_largest_batch_is_that_of_the_batches():
+    "Same columns of the same types and sizes, so a prediction from it covers `kept`, too."
+    config = RLConfig(num_prompts=2, num_generations=4, max_completion_length=30, top_p=0.5)
+    rollouts = Rollouts(tiny(), None, [{}] * 4, config=config, environment=Echo)
+    largest, batch = rollouts.largest(), rollouts.collect([0, 1], 1)
+    for name in ("input_ids", "labels", "kept", "advantages"):
+        assert largest[name].dtype == batch[name].dtype
+        assert largest[name].shape[2:] == batch[name].shape[2:]
+        assert largest[name].numel() >= batch[name].numel()
+
+
+TASKS = (
+    "chain_sum basic_arithmetic gcd lcm leg_counting number_sorting word_sorting spell_backward "
+    "simple_equations syllogism letter_counting base_conversion"
+).split()
+
+
+def test_a_dozen_tasks_of_reasoning_gym():
+    pytest.importorskip("reasoning_gym")
+    game = ReasoningGym()
+    for seed, task in enumerate(TASKS, 2**31 - 3):
+        [message] = game.reset(dict(task=task), seed)
+        assert message == dict(role="user", content=game.entry["question"])
+        right = game.entry["answer"]
+        assert game.step(f"So: <answer>\n{right}</answer>") == Reply([], 1.0, True), task
+        assert game.step(right).reward == 1
+        assert game.step("<answer>¿?</answer>").reward < 0.5
+        assert game.reset(dict(task=task), seed) == [message]
+    assert ReasoningGym("gcd", chat=False).reset({}, 3).endswith("\n")
+
+
+def test_a_game_of_textarena():
+    pytest.importorskip("textarena")
+    game = TextArena()
+    for seed in range(3):
+        [message] = game.reset({}, seed)
+        assert "between 1 and 20" in message["content"]
+        low, high, seen = 1, 20, []
+        while True:
+            guess = (low + high) // 2
+            reply = game.step(f"[{guess}]")
+            if reply.done:
+                break
+            seen.append(reply.observation)
+            assert "between 1 and 20" not in reply.observation  # Only what is new
+            if "higher" in reply.observation:
+                low = guess + 1
+            else:
+                high = guess - 1
+        assert reply == Reply([], 1.0, True) and len(seen) < 5
+
+
+@pytest.mark.parametrize("maker", [ReasoningGym, TextArena])
+def test_a_missing_package_is_named(maker, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="trainkit-llm.gym"):
+        maker()

@@ -45,6 +45,7 @@ from .episodes import (
     play_episodes as play_episodes,
 )
 from .game import TokenGame as TokenGame
+from .invariant import batch_invariant as batch_invariant
 from .kto import (
     UnpairedBatches as UnpairedBatches,
     kto_objective as kto_objective,

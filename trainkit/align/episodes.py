@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from .environments import CALL_ID, Environment, Prompt, tool_schema
+from .invariant import batch_invariant as in_blocks
 from ..model.generation import SamplingConfig, context_length, decode_rows, eval_mode
 from ..model.generation import text_to_ids
 from ..tokenizer.chat import render
@@ -65,8 +66,11 @@ def sample_answers(
     sampling: SamplingConfig,  # `max_new_tokens` is not read
     eos: Sequence[int] = (),  # An answer ends with any of these
     weights: str | None = None,  # As in `generate`
+    batch_invariant: bool = False,  # See `trainkit.align.invariant`
 ) -> list[Answer]:
     "One answer to each context, with the log-probabilities of its tokens."
+    if batch_invariant and len({*map(len, contexts)}) > 1:
+        return _sample_by_length(policy, contexts, budgets, sampling, eos)
     answers = [Answer([], [], []) for _ in contexts]
     waiting = [*range(len(contexts))]
     seed, parts = sampling.seed, 0
@@ -85,8 +89,16 @@ def sample_answers(
         )
         recorder = _Recorder(config)
         unfinished = {*range(len(rows))}
-        with eval_mode(policy):
-            tokens = decode_rows(policy, rows, config, eos, weights=weights, watch=recorder)
+        with eval_mode(policy), in_blocks(batch_invariant):
+            tokens = decode_rows(
+                policy,
+                rows,
+                config,
+                eos,
+                fast=not batch_invariant,
+                weights=weights,
+                watch=recorder,
+            )
             for ids, alive in tokens:
                 new = ids.tolist()
                 for place in sorted(unfinished):
@@ -103,6 +115,24 @@ def sample_answers(
         # A short context is stopped where the longest one fills the model's memory: it goes on
         waiting = [waiting[place] for place in sorted(unfinished)]
     return answers
+
+
+def _sample_by_length(
+    policy: nn.Module,
+    contexts: Sequence[Sequence[int]],
+    budgets: Sequence[int],
+    sampling: SamplingConfig,
+    eos: Sequence[int],
+) -> list[Answer]:
+    "As `sample_answers`, batch-invariant: contexts of equal length together, without padding."
+    answers: dict[int, Answer] = {}
+    for length in sorted({*map(len, contexts)}):
+        places = [i for i, context in enumerate(contexts) if len(context) == length]
+        config = replace(sampling, seed=derive_seed(sampling.seed, length))
+        some = [contexts[i] for i in places], [budgets[i] for i in places]
+        group = sample_answers(policy, *some, config, eos, batch_invariant=True)
+        answers |= dict(zip(places, group, strict=True))
+    return [answers[i] for i in range(len(contexts))]
 
 
 def derive_seed(
@@ -230,6 +260,7 @@ def play_episodes(
     sampling: SamplingConfig | None = None,  # `max_new_tokens` is the length of an episode
     max_turns: int = 8,  # Answers of an episode, at most
     weights: str | None = None,  # As in `generate`
+    batch_invariant: bool = False,  # See `trainkit.align.invariant`
 ) -> list[Episode]:
     "Let a model act in environments until all episodes are over."
     sampling = sampling or SamplingConfig(max_new_tokens=256)
@@ -254,6 +285,7 @@ def play_episodes(
             replace(sampling, seed=derive_seed(sampling.seed, turn)) if turn else sampling,
             eos,
             weights,
+            batch_invariant,
         )
         going = []
         for i, answer in zip(live, answers, strict=True):

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from .invariant import is_batch_invariant
 from ..model.layers import autocast_dtype, use_manual_backward, fast_products
 from ..model.transformer import Transformer
 from ..train.objectives import to_model_device, forward_inputs, names_argument
@@ -160,7 +161,8 @@ def token_scores(
         head = inner.get_output_embeddings()  # type: ignore
     learn = torch.is_grad_enabled()
     kept = batch.get("kept")
-    plain = _is_plain(inner, head) and not (learn_entropy and learn) and kept is None
+    exact = is_batch_invariant()  # The formula must be the sampler's, too
+    plain = _is_plain(inner, head) and not (learn_entropy and learn or exact) and kept is None
 
     def pick(layer: nn.Module, args: tuple) -> tuple:
         states.append(args[0][before])  # (B, T, d) -> (N, d)
@@ -187,9 +189,10 @@ def token_scores(
         assert head is not None
         args = states[0], head.weight, ids, temperature, learn
         log_probs, entropy = _LogProbFromHidden.apply(*args)  # type: ignore
-    elif learn_entropy and learn:
+    elif learn_entropy and learn or exact:
         every = logits.log_softmax(-1)  # (N, V)
         log_probs = every.gather(-1, ids[:, None]).squeeze(-1)
+        every = every if learn_entropy else every.detach()
         entropy = -(every.exp() * every).nan_to_num(0.0).sum(-1)  # 0·log 0 is 0
     else:
         log_probs, entropy = _LogProb.apply(logits, ids)  # type: ignore

@@ -23,6 +23,7 @@ from functools import wraps
 import torch
 from torch import Tensor, nn
 
+from .invariant import batch_invariant
 from .policy import KL_ESTIMATORS, TokenScores, token_scores
 from ..settings import RL_METHODS as METHODS  # noqa: F401
 from ..settings import READ_BY as READ_BY, RLConfig as RLConfig
@@ -261,6 +262,11 @@ def _counting(count: Callable[[dict], int]) -> Callable[[dict], dict[str, int]]:
     )
 
 # %% ../../nbs/08_align/11_rl.ipynb #grpo-objective
+def _scores(model: nn.Module, batch: dict, config: RLConfig) -> TokenScores:
+    with batch_invariant(config.batch_invariant):
+        return token_scores(model, batch, config.temperature, config.entropy_coef > 0)
+
+
 def _sampler_weight(batch: dict, config: RLConfig) -> Tensor | float:  # (B, T), or 1
     "Probability before the update over probability at sampling, cut off above a cap."
     if not config.sampler_weights:
@@ -284,7 +290,7 @@ def grpo_objective(
     @objective(counts=_counting(count))
     def grpo(model: nn.Module, batch: dict) -> Loss:
         batch = to_model_device(model, batch)
-        scores = token_scores(model, batch, config.temperature, config.entropy_coef > 0)
+        scores = _scores(model, batch, config)
         mask, n = _mask(batch), count(batch)
         log_ratio = scores.log_probs - batch.get("old_log_probs", scores.log_probs.detach())
         weight = log_ratio
@@ -313,7 +319,7 @@ def reinforce_objective(
     @objective(counts=_counting(_count_answers))
     def reinforce(model: nn.Module, batch: dict) -> Loss:
         batch = to_model_device(model, batch)
-        scores = token_scores(model, batch, config.temperature, config.entropy_coef > 0)
+        scores = _scores(model, batch, config)
         log_ratio = scores.log_probs - batch.get("old_log_probs", scores.log_probs.detach())
         n = len(batch["labels"])
         weighted = scores.log_probs * _sampler_weight(batch, config)
@@ -333,7 +339,7 @@ def rloo_objective(
     @objective(counts=_counting(_count_answers))
     def rloo(model: nn.Module, batch: dict) -> Loss:
         batch = to_model_device(model, batch)
-        scores = token_scores(model, batch, config.temperature, config.entropy_coef > 0)
+        scores = _scores(model, batch, config)
         mask, n = _mask(batch), len(batch["labels"])
         tokens = scores.log_probs - batch.get("old_log_probs", scores.log_probs.detach())
         log_ratio = tokens.sum(1)
@@ -360,7 +366,7 @@ def ppo_objective(
     @objective(counts=_counting(_count_tokens))
     def ppo(model: nn.Module, batch: dict) -> Loss:
         batch = to_model_device(model, batch)
-        scores = token_scores(model, batch, config.temperature, config.entropy_coef > 0)
+        scores = _scores(model, batch, config)
         mask, n = _mask(batch), _count_tokens(batch)
         if scores.values is None:
             raise ValueError(

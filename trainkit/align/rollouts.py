@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from .environments import Environment, tool_schema
 from .episodes import Answer, Episode, derive_seed, pack_episodes, play_episodes
 from .episodes import prompt_to_ids, sample_answers
+from .invariant import batch_invariant, check_invariant
 from .policy import TokenScores, dropout_layers, token_scores
 from .reference import Reference, make_reference
 from .rewards import Reward, score
@@ -189,6 +190,8 @@ class Rollouts:
                 "it is asked: take model.dropout=0 "
                 "(in Python: trainkit.align.policy.disable_dropout(model))"
             )
+        if config.batch_invariant:
+            check_invariant(model)
         if (config.method == "ppo") != hasattr(model, "value_head"):
             raise ValueError(
                 f"method is {config.method!r} and the model a {type(model).__name__}: "
@@ -239,7 +242,8 @@ class Rollouts:
         device = next(self.policy.parameters()).device
         parts = []
         context = precision(self.accelerator) if self.accelerator else nullcontext()
-        with torch.no_grad(), eval_mode(self.model), context:
+        exact = batch_invariant(self.config.batch_invariant)
+        with torch.no_grad(), eval_mode(self.model), context, exact:
             for at in range(0, len(batch["labels"]), self.batch_size):
                 part = take_rows(batch, range(at, min(at + self.batch_size, len(batch["labels"]))))
                 parts.append(scorer(to_device(part, device)))
@@ -256,6 +260,8 @@ class Rollouts:
         weight = next(policy.parameters())
         if self.config.sampler_weights:
             return self.config.sampler_weights
+        if self.config.batch_invariant:
+            return None
         if rows <= 8 or self.config.max_completion_length < 32:
             return None
         if weight.device.type != "cpu" or weight.dtype != torch.float32:
@@ -479,11 +485,14 @@ class Rollouts:
                     sampling,
                     c.max_turns,
                     weights,
+                    c.batch_invariant,
                 )
             episodes = [Episode(self.prompt_ids[i]) for i in rows]
             budgets = [c.max_completion_length] * len(rows)
             prompts = [episode.prompt for episode in episodes]
-            answers = sample_answers(self.policy, prompts, budgets, sampling, ends, weights)
+            answers = sample_answers(
+                self.policy, prompts, budgets, sampling, ends, weights, c.batch_invariant
+            )
         for episode, answer in zip(episodes, answers, strict=True):
             episode.write(answer)
             episode.truncated = bool(ends) and answer.ids[-1] not in ends

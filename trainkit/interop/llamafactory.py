@@ -282,6 +282,11 @@ def _method(config: Any, stage: str) -> _Arguments:
         )
     if stage == "ppo":
         r = config.rl
+        if r.environment:
+            raise ValueError(
+                f"rl.environment = {r.environment!r}: LLaMA-Factory's ppo has single answers and "
+                "no environments; take engine: trainkit"
+            )
         rewards = [str(name) for name in getattr(r, "rewards", None) or ()]
         if len(rewards) != 1:
             raise ValueError(

@@ -220,6 +220,10 @@ def _rl(s: "RLConfig", kind: str) -> _Values:
         ("kl_in_reward", s.beta and in_reward != (kind == "rloo")),
         ("kl_estimator", s.beta and not in_reward and s.kl_estimator != "k3"),
         ("entropy_coef", s.entropy_coef and kind == "rloo"),
+        ("environment", s.environment),
+        ("batch_invariant", s.batch_invariant),
+        ("sampler_weights", s.sampler_weights),
+        ("dynamic_sampling", s.dynamic_sampling),
     ):
         if unsupported:
             raise ValueError(
@@ -237,6 +241,7 @@ def _rl(s: "RLConfig", kind: str) -> _Values:
         epsilon_high=s.epsilon_high,
         num_iterations=s.num_iterations,
         reward_weights=s.reward_weights,
+        mask_truncated_completions=s.mask_truncated_completions,
         disable_dropout=False,
         shuffle_dataset=False,
         generation_batch_size=s.num_prompts * s.num_generations,

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..align.environments import Environment
 from ..align.rl import with_reward_metrics
 from ..charts import curves, draw_svg
 from ..config import dump_config, recheck
@@ -66,7 +67,7 @@ from trainkit.recipes.preparation import (
     timed,
 )
 from .saving import save_trained
-from ..system import environment
+from ..system import environment as collect_facts
 from ..tokenizer.bpe_tokenizer import BPETokenizer
 from ..train.checkpoint import run_lock
 from ..train.config import EXIT_CODES, Control, Result, TrainConfig, check_callbacks
@@ -113,6 +114,7 @@ def prepare(
     saved: Path | None = None,  # The folder of an interrupted run, whose tokenizer is used again
     base: tuple[Any, Any] | None = None,  # A loaded model and its tokenizer, instead of `init_from`
     rewards: Sequence[Callable] = (),  # Reward functions in addition to `config.rl.rewards`
+    environment: Callable[[], Environment] | None = None,  # Instead of `config.rl.environment`
 ) -> RunInputs:
     "Everything that is needed before the first step."
     shape = base and getattr(base[0], "config", None)
@@ -128,10 +130,10 @@ def prepare(
         )
     base = base or (open_trained(config) if config.init_from else None)
     recipe = config.recipe
-    if rewards and recipe.learns_from != "prompts":
+    if (rewards or environment) and recipe.learns_from != "prompts":
         raise ValueError(
-            "rewards are for the methods grpo, rloo, ppo and reinforce, "
-            f"and this is {config.method}"
+            f"{'rewards are' if rewards else 'an environment is'} for the methods grpo, rloo, ppo "
+            f"and reinforce, and this is {config.method}"
         )
     if recipe.trains == "adapter" and base is None:
         raise ValueError(
@@ -141,7 +143,7 @@ def prepare(
     if recipe.learns_from == "pairs":
         return prepare_pairs(config, base, saved)
     if recipe.learns_from == "prompts":
-        return prepare_prompts(config, base, rewards)
+        return prepare_prompts(config, base, rewards, environment)
     if config.method == "distill":
         return prepare_distill(config, base, saved)
     if recipe.learns_from == "answers":
@@ -204,6 +206,14 @@ def _new_tokens_note(
         + " trained too"
         + ", and saved with the adapter" * c.adapts
     ]
+
+
+def _check_environment(config: RunConfig, own: Callable | None) -> None:
+    if config.engine != "trainkit" and (own or config.rl.environment):
+        raise ValueError(
+            f"engine: {config.engine} gets single answers from here, and no episodes in an "
+            "environment: take engine: trainkit, or leave rl.environment empty"
+        )
 
 
 def _engine(config: RunConfig) -> str:
@@ -315,7 +325,7 @@ def run_elsewhere(
 ) -> RunResult:  # From its log; nothing is trained if the program is not installed
     "Write the run's files for another program, and start the program if it is installed."
     began = time.monotonic()
-    with RunFolder(config.folder, dump_config(config), environment()) as folder:
+    with RunFolder(config.folder, dump_config(config), collect_facts()) as folder:
         found = run_llamafactory(config, folder.path)
         for record in (
             history := [
@@ -516,6 +526,8 @@ def run(
     base: tuple[Any, Any]
     | None = None,  # A loaded model and its tokenizer, instead of `config.init_from`
     rewards: Sequence[Callable] = (),  # Reward functions in addition to `config.rl.rewards`
+    # A class of your own, instead of the one that `config.rl.environment` names
+    environment: Callable[[], Environment] | None = None,
     objective: Callable
     | None = None,  # Your own loss instead of the method's: (model, batch) -> `Loss`
     # (predictions, references) -> numbers, for the answers to held-out questions
@@ -530,6 +542,7 @@ def run(
     check_report_to(config.report_to)  # now, not after an hour of preparation
     check_callbacks(callbacks)
     _engine(config)
+    _check_environment(config, environment)
     if config.engine == "llamafactory":
         return run_elsewhere(config)
     config, resume, launched = _in_launched_folder(config, resume)
@@ -548,9 +561,9 @@ def run(
         )
         hearing.enter_context(listen(stages.hear))
         hearing.enter_context(listen(control.hear))
-        inputs = prepare(config, config.folder if resume else None, base, rewards)
+        inputs = prepare(config, config.folder if resume else None, base, rewards, environment)
         _add_own(inputs, objective, compute_metrics)
-        facts, judge = environment(), make_judge(inputs)
+        facts, judge = collect_facts(), make_judge(inputs)
         seconds, model, tokenizer = inputs.seconds, inputs.model, inputs.tokenizer
         trainer = make_trainer(
             inputs,

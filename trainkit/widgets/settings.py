@@ -11,9 +11,9 @@ are unusual, and `run_guide` combines it all for a `Form`. Nothing here needs a 
 
 # %% auto #0
 __all__ = ['METHODS_IN_WORDS', 'DATA_IN_WORDS', 'LABELS', 'WORDS', 'COLUMNS_IN_WORDS', 'find_models', 'corpora_for', 'find_data',
-           'find_templates', 'find_rewards', 'find_losses', 'save_upload', 'first_row', 'unknown_columns',
-           'visible_sections', 'visible_fields', 'switch_method', 'follow_change', 'missing_file', 'advise_run',
-           'run_guide']
+           'find_templates', 'find_rewards', 'find_environments', 'find_losses', 'save_upload', 'first_row',
+           'unknown_columns', 'visible_sections', 'visible_fields', 'switch_method', 'follow_change', 'missing_file',
+           'advise_run', 'run_guide']
 
 # %% ../../nbs/12_widgets/17_settings.ipynb #imports-settings
 import os
@@ -73,6 +73,7 @@ LABELS: dict[str, str] = {  # Knob -> its name in plain words
     "data.max_length": "Longest row, in tokens",
     "sft.template": "Chat format",
     "rl.rewards": "Scores",
+    "rl.environment": "Environment",
     "rl.num_generations": "Answers per question",
     "rl.max_completion_length": "Longest answer, in tokens",
     "rl.beta": "Pull to the start model",
@@ -210,6 +211,15 @@ def find_rewards(
     return out
 
 
+def find_environments(
+    config: "RunConfig",
+) -> list[tuple[str, str]]:
+    "The environments by name; in none, the model answers once."
+    from trainkit.align.environments import ENVIRONMENTS
+
+    return [("None: one answer to each question", ""), *((name, name) for name in ENVIRONMENTS)]
+
+
 def find_losses(
     config: "RunConfig",
 ) -> list[tuple[str, list[str]]]:
@@ -318,7 +328,9 @@ def visible_sections(
         model.append("use_lora")
     if config.adapts:
         model.append("lora.r")
-    data = {"answers": ["sft.template"], "prompts": ["rl.rewards"]}.get(learned, [])
+    data = {"answers": ["sft.template"], "prompts": ["rl.rewards", "rl.environment"]}.get(
+        learned, []
+    )
     if config.method == "distill":
         data = []  # The format of the teacher
     columns = ["data.columns"] if unknown_columns(config) else []
@@ -506,10 +518,10 @@ def _data_advice(config: "RunConfig") -> Iterator[Advice]:
     if missing_file(path):
         yield Advice("data.path", f"There is no {short_path(path)}.", "missing")
     others = {n for names in _CORPORA.values() for n in names} - {*_CORPORA[learned]}
-    if path in others:
+    if path in others and not (path == "auto" and config.rl.environment):
         text = f"{path} is data of another kind. {DATA_IN_WORDS[learned]}"
         yield Advice("data.path", text, "missing")
-    if learned == "prompts" and not config.rl.rewards:
+    if learned == "prompts" and not (config.rl.rewards or config.rl.environment):
         text = "Name at least one score: right_answer compares with the answer of a row."
         yield Advice("rl.rewards", text, "missing")
     if config.data.max_length < 16:
@@ -567,6 +579,7 @@ def run_guide() -> Guide:
             "data.path": find_data,
             "sft.template": find_templates,
             "rl.rewards": find_rewards,
+            "rl.environment": find_environments,
             "dpo.loss_type": find_losses,
             "distill.teacher": lambda c: [m for m in find_models(c) if m[1] and _NEW not in m[1]],
         },
