@@ -173,7 +173,7 @@ def continuation_ids(
         head = render(chat[:1], tokenizer, add_generation_prompt=True, tools=tools)[0]
         pairs = enumerate(zip(ids, head, strict=False))
         same = next((i for i, (a, b) in pairs if a != b), len(head))
-        end = ids.index(tokenizer.eos_token_id, same)
+        end = ids.index(cast(int, tokenizer.eos_token_id), same)
     return ids[end + 1 :]
 
 

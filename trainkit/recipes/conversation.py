@@ -116,7 +116,7 @@ class Conversation:
         ids = self.prompt(tokenizer, model)
         limit = int(min(self.max_new_tokens, context_length(model) - len(ids)))
         knobs = {**self.knobs, "max_new_tokens": limit}
-        splitter = ThoughtSplitter(tokenizer.decode(ids[-32:]))
+        splitter = ThoughtSplitter(cast(str, tokenizer.decode(ids[-32:])))
         if score := self.score:
             groups = sample_candidates(
                 model, tokenizer, [ids], self.best_of, SamplingConfig(**knobs)

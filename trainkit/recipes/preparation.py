@@ -982,7 +982,7 @@ def _by_name(
         call: Any = ast.parse(text.strip(), mode="eval").body
     except SyntaxError:
         call = None
-    name = getattr(call if isinstance(call, ast.Name) else getattr(call, "func", None), "id", None)
+    name = getattr(call if isinstance(call, ast.Name) else getattr(call, "func", None), "id", "")
     if name not in table:
         raise ValueError(
             f"{knob}: {text!r} is {folders}one of "

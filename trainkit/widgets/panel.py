@@ -30,7 +30,7 @@ from fnmatch import fnmatchcase
 from html import escape
 from pathlib import Path
 from pprint import pformat
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config import ConfigError, knobs, load_config, to_dict
 from ..display import PLAIN, Picture, clean, grid, notice, number, table
@@ -1351,7 +1351,7 @@ def preview_data(
         length = config.dpo.max_length
         return Picture(head + "".join(_answers_html(row, tokenizer, length) for row in first))
     sft = config.sft
-    how = dict(kind=kind, train_on=sft.train_on, reasoning=sft.reasoning)
+    how = dict[str, Any](kind=kind, train_on=sft.train_on, reasoning=sft.reasoning)
     how["chat_template_kwargs"] = sft.chat_template_kwargs
     length = config.data.max_length
     pages = [show_mask(row, tokenizer, length, **how) for row in first]
