@@ -609,6 +609,8 @@ def test_every_error_reaches_another_process_as_it_was_said(tmp_path):
         "_Gone": ("ended",),
         "_Unknown": (),
         "_Complete": (),
+        "QueueFull": ("64 requests wait",),
+        "APIError": ("no such model", 404),
     }
 
     def raised(name):

@@ -432,8 +432,8 @@ DIAGRAMS = {
     ],
     "08_align": [
         [("pairs", "1"), ("log-probs", "2, 3"), ("DPO, KTO", "4–6"), ("reward model", "7")],
-        [("prompts", "13, 14"), ("rollouts", "12, 15"), ("rewards", "8"), ("PPO, GRPO", "9–11")],
-        [("distillation", "18, 19"), ("search", "20"), ("frontier", "21"), ("thinking", "22")],
+        [("prompts", "13, 14"), ("rollouts", "12, 15–17"), ("rewards", "8"), ("PPO, GRPO", "9–11")],
+        [("distillation", "18, 19"), ("search, frontier", "20, 21"), ("thinking", "22")],
     ],
     "09_eval": [
         [("held-out rows", ""), ("likelihoods", "4, 5"), ("answers", "1, 2, 8")],
