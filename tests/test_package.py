@@ -610,7 +610,7 @@ def test_every_error_reaches_another_process_as_it_was_said(tmp_path):
         "_Unknown": (),
         "_Complete": (),
         "QueueFull": ("64 requests wait",),
-        "APIError": ("no such model", 404),
+        "APIError": (404, "no such model"),
     }
 
     def raised(name):

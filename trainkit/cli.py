@@ -772,7 +772,7 @@ def check_start(
 ) -> None:  # Raises `ValueError`, or `FileNotFoundError`
     """A method that tunes needs a trained model, or in some methods the shape of a new one.
 
-    A file of data must be there: both are said before torch is loaded."""
+    A file of data must be there. Both are checked before torch is loaded."""
     from trainkit.config import ConfigError
     from trainkit.recipes.config import method_config
 

@@ -68,11 +68,15 @@ class APIError(Exception):
         code: str | None = None,  # For programs, such as 'model_not_found'
         headers: Mapping[str, str] | None = None,
     ):
-        super().__init__(message)
+        super().__init__(status, message, param, code, headers)
+        self.message = message
         self.status = status
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def type(self) -> str:
