@@ -1,4 +1,4 @@
-"Continuous batching: every row gets its own text, whoever else is in the batch."
+"Continuous batching: every row gets its own text, no matter what else is in the batch."
 
 import threading
 
