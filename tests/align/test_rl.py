@@ -319,9 +319,9 @@ def test_an_adapter_answers_folded_in(monkeypatch):
     plain = generate(model, [p for p in prompts for _ in range(4)], 40, eos_token_id=(), seed=5)
     asked, calls = rollouts.sample_answers, []
 
-    def listen(policy, prompts, budgets, sampling, eos, weights):
+    def listen(policy, prompts, budgets, sampling, eos, weights, *more):
         calls.append((rollouts.unsupported_reason(policy.eval()), weights))
-        return asked(policy, prompts, budgets, sampling, eos, weights)
+        return asked(policy, prompts, budgets, sampling, eos, weights, *more)
 
     monkeypatch.setattr(rollouts, "sample_answers", listen)
     batch_source = Rollouts(

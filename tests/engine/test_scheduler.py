@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trainkit.engine.scheduler import BatchEngine, QueueFull, Scheduler
 from trainkit.lora.adapters import use_adapter
 from trainkit.lora.inject import add_lora
-from trainkit.lora.targets import LoRAConfig
+from trainkit.lora.inject import LoRAConfig
 from trainkit.model.config import ModelConfig
 from trainkit.model.generation import generate
 from trainkit.model.transformer import Transformer

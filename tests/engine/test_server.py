@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from trainkit.lora.inject import add_lora
-from trainkit.lora.targets import LoRAConfig
+from trainkit.lora.inject import LoRAConfig
 from trainkit.model.config import ModelConfig
 from trainkit.model.generation import generate
 from trainkit.model.transformer import Transformer

@@ -1347,6 +1347,7 @@ def test_fp16_with_zero_becomes_bf16_and_says_so(where, tmp_path):
 def test_launch_takes_bf16_for_fp16_with_zero(words, tmp_path, recwarn):
     "As `config convert` does, and says so."
     (tmp_path / "ds.json").write_text(json.dumps(HALVES))
+    (tmp_path / "rows.jsonl").touch()
     run = {"method": "sft", "init_from": "x", "data": {"path": "rows.jsonl"}}
     (tmp_path / "l.yaml").write_text(yaml.safe_dump({**run, "deepspeed_config": "ds.json"}))
     (tmp_path / "own.yaml").write_text(

@@ -42,6 +42,7 @@ CHAT_FORMATS: dict[str, re.Pattern] = {
         "chatml": r"<\|im_start\|>\s*(?:system|user|assistant|tool)\b",
         "llama3": r"<\|start_header_id\|>\s*\w+\s*<\|end_header_id\|>",
         "gemma": r"<start_of_turn>\s*(?:user|model)\b",
+        "gemma4": r"<\|turn>\s*(?:system|user|model)\b",
         "llama2 or mistral": r"\[INST\]",
         "alpaca": r"(?m)(?:^|(?<=>))### Instruction:[^\S\n]*\n",
         "zephyr or phi": r"<\|(?:system|user|assistant)\|>",
