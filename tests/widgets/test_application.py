@@ -95,7 +95,14 @@ def kernels(process):
         children = psutil.Process(process.pid).children()
     except psutil.NoSuchProcess:
         return []
-    return [c for c in children if "ipykernel_launcher" in " ".join(c.cmdline())]
+
+    def command(child):
+        try:
+            return " ".join(child.cmdline())
+        except psutil.Error:  # It has ended in between
+            return ""
+
+    return [c for c in children if "ipykernel_launcher" in command(c)]
 
 
 def status_of(address):
