@@ -30,6 +30,7 @@ import threading, time
 def begin():
     while panel.session.snapshot().step < 2:
         time.sleep(0.01)
+    time.sleep(1)  # The panel is drawn, and the cell waits
     print('BEGUN', flush=True)
 threading.Thread(target=begin, daemon=True).start()
 result = await panel.arun()

@@ -741,7 +741,7 @@ class TrainerPanel:
         if self.session.state == "idle":
             self.start()
         self.blocked = why_blocked(awaiting=False)
-        self.refresh(force=True)
+        self._show_start()
         try:
             while True:
                 session = self.session
@@ -753,6 +753,13 @@ class TrainerPanel:
         self.finish()
         return session.result()
 
+    def _show_start(self) -> None:
+        "Draw the panel; an interrupt meanwhile stops the run, which keeps what it has learned."
+        try:
+            self.refresh(force=True)
+        except KeyboardInterrupt:
+            self.session.stop()
+
     async def arun(self) -> "RunResult":  # What `run` returns
         """Show the panel, start it, and wait while buttons work: `result = await panel.arun()`.
 
@@ -762,7 +769,7 @@ class TrainerPanel:
         if self.session.state == "idle" and not self.form.obstacle:
             self.start()
         self.blocked = why_blocked(awaiting=True)
-        self.refresh(force=True)
+        self._show_start()
         try:
             await await_until(lambda: self.closed or self.session.state != "idle")
             while True:
