@@ -37,7 +37,8 @@ LAYERS = {
     "align": "data train lora eval",
     "eval": "data train",
     "interop": "align quant",
-    "recipes": "memory eval interop engine",
+    "audit": "interop",
+    "recipes": "memory eval interop engine audit",
     "widgets": "recipes",
     "cli": "widgets",
 }

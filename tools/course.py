@@ -47,6 +47,10 @@ CHAPTERS = {  # folder -> title, what a reader can do after it
         "Engine",
         "serve a model to many clients at once, in the form that they ask for",
     ),
+    "15_audit": (
+        "Audit",
+        "check any training loop for silent errors, and repeat what was found",
+    ),
     "90_toolbox": (
         "Toolbox",
         "look up files, configs, charts and progress bars; nothing here must be read first",

@@ -468,6 +468,10 @@ DIAGRAMS = {
     "14_engine": [
         [("requests", ""), ("rows of a batch", "1"), ("allowed tokens", "2"), ("HTTP", "3")],
     ],
+    "15_audit": [
+        [("a trainer", "2"), ("invariants", "1"), ("a page", "3")],
+        [("planted bugs", "4")],
+    ],
 }
 
 

@@ -303,7 +303,7 @@ app.add_typer(data, name="data")
 app.add_typer(runs, name="runs")
 for group in (needs.memory, tools.config, tools.tokenizer, tools.export):
     app.add_typer(group)
-for command in (tools.chat, tools.serve, tools.merge):
+for command in (tools.chat, tools.serve, tools.merge, tools.audit):
     app.command()(command)
 app.command(name="eval")(tools.evaluate)
 course.command(name="check")(tools.check_project_command)

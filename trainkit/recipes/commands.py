@@ -1,7 +1,7 @@
 """Show configs, train tokenizers, merge, export, evaluate, chat and serve from a shell.
 
 The groups `config` (show, convert, presets), `tokenizer` (train, encode, show) and `export`
-(gguf, hf) and the single commands `merge`, `evaluate`, `chat` and `serve` are defined here;
+(gguf, hf) and the single commands `merge`, `evaluate`, `chat`, `serve` and `audit` are defined here;
 `trainkit.cli` adds them to the program `trainkit`. Each command is a thin layer over a function of the kit:
 `train_tokenizer` trains a tokenizer from a shell, `convert_command` converts a config of another
 library, and `export_gguf_command` writes a GGUF file. Several of them can print their result as
@@ -15,7 +15,7 @@ Python, call the functions behind the commands instead."""
 # %% auto #0
 __all__ = ['config', 'tokenizer', 'export', 'Folder', 'show_config', 'convert_command', 'presets_command', 'train_tokenizer',
            'encode_command', 'show_tokenizer', 'merge', 'check_project_command', 'export_gguf_command',
-           'export_hf_command', 'with_model_name', 'evaluate', 'chat', 'serve']
+           'export_hf_command', 'with_model_name', 'evaluate', 'chat', 'serve', 'audit']
 
 # %% ../../nbs/11_recipes/17_commands.ipynb #imports-commands
 import json
@@ -695,3 +695,50 @@ def serve(
     name = name or (path.parent.name if path.name == "model" else path.stem)
     engine = BatchEngine(Scheduler(network, tok, rows, max_length), queue)
     answer(ChatServer(engine, name, config), bound)
+
+# %% ../../nbs/11_recipes/17_commands.ipynb #audit-command
+def audit(
+    trainers: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TRAINER...",
+            show_default=False,
+            help="trainkit, transformers, trl, loop (a plain loop), or a class in a file of yours: "
+            "FILE.py:CLASS.",
+        ),
+    ],
+    only: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            metavar="NAME",
+            show_default=False,
+            help="A group such as loss or resume, or one invariant; may be given several times.",
+        ),
+    ] = None,
+    page: Annotated[
+        Optional[Path],
+        typer.Option(help="Write a page with a column for each trainer.", show_default=False),
+    ] = None,
+) -> None:
+    """Check training loops for silent errors, by invariants that hold for every trainer.
+
+    Ends with 1 if a trainer violates one that is more than a convention."""
+    from trainkit.audit.report import STATUSES, Finding, find_subject, run_audit
+    from trainkit.audit.report import select_invariants, write_audit_page
+
+    count = len(select_invariants(only or ()))
+    subjects = [find_subject(name) for name in trainers]  # A wrong name is said first
+    audits = []
+
+    def show(finding: Finding) -> None:
+        typer.echo(f"  {STATUSES[finding.status]} {finding.invariant.name:34} {finding.text}")
+
+    for subject in subjects:
+        typer.echo(f"{subject.name} {subject.version}: {count} invariants")
+        audits.append(run_audit(subject, only or (), show))
+    for done in audits:
+        typer.echo(f"\n{done}")
+    if page is not None:
+        typer.echo(f"\nPage: {write_audit_page(audits, page)}")
+    if not all(done.passed for done in audits):
+        raise typer.Exit(1)

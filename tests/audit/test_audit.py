@@ -1,0 +1,69 @@
+"Audits: trainers of a user's own, exit codes, pages, and adapters that leave something out."
+
+import torch
+from typer.testing import CliRunner
+
+from trainkit.audit import PlainLoop, Subject, run_audit, write_audit_page
+from trainkit.audit.invariants import INVARIANTS, distance, expected_loss, random_rows
+from trainkit.audit.report import check_invariant
+from trainkit.cli import app
+
+MINE = """
+from trainkit.audit import PlainLoop
+
+class Mine(PlainLoop):
+    name = "mine"
+
+    def denominator(self, batch, window):
+        return max(1, self.count(batch)) * len(window)
+"""
+
+
+def test_a_loop_of_a_users_file_is_audited_from_the_shell(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    page = tmp_path / "page.html"
+    words = ["audit", f"{tmp_path}/mine.py:Mine", "loop", "--only", "loss", "--page", str(page)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1, done.output
+    assert "✗ accumulation_changes_no_gradient" in done.output
+    text = page.read_text()
+    assert "def accumulation_changes_no_gradient" in text and "def model_is_causal" not in text
+    fine = CliRunner().invoke(app, ["audit", "loop", "--only", "model_is_causal"])
+    assert fine.exit_code == 0 and "1 holds" in fine.output
+
+
+def test_what_a_trainer_lacks_or_raises_is_a_finding():
+    class Silent(Subject):
+        pass
+
+    class Fragile(PlainLoop):
+        def fit(self, *_, **__):
+            raise RuntimeError("no data\nat all")
+
+    causal = INVARIANTS["model_is_causal"]
+    assert check_invariant(Silent(), causal).status == "not offered"
+    finding = check_invariant(Fragile(), INVARIANTS["packed_is_alone"])
+    assert (finding.status, finding.text) == ("failed", "RuntimeError: no data")
+    audit = run_audit(Fragile(), ["packed_is_alone"])
+    assert not audit.passed and "! packed_is_alone" in str(audit)
+
+
+def test_an_audit_leaves_the_random_numbers_as_they_were(tmp_path):
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    audit = run_audit(PlainLoop(), ["seeds_differ"])
+    assert audit.passed and torch.equal(torch.get_rng_state(), state)
+    assert "<script" not in write_audit_page([audit], tmp_path / "a.html").read_text()
+
+
+def test_the_expected_loss_and_the_distance():
+    loop = PlainLoop()
+    model = loop.model()
+    rows = random_rows(3)
+    batch = loop.collate(rows)
+    with torch.no_grad():
+        ours = float(loop.summed_loss(model.eval(), batch)) / loop.count(batch)
+    assert abs(expected_loss(loop, model, rows) - ours) < 1e-5
+    a = dict(x=torch.tensor([1.0, 2.0]))
+    assert distance(a, a) == 0 and distance({}, a) == 1 and distance(dict(x=a["x"] * 2), a) == 1
+    assert distance(dict(x=torch.tensor([float("nan"), 0])), a) == float("inf")
