@@ -1224,6 +1224,8 @@ def test_from_a_file_to_a_gguf_by_clicks(browser, lab, start):
     seen("^running · step [\\d,]+ of")
     button("Pause").click()
     seen("^paused · step")
+    while not [*(folder / runs / "meine").glob("checkpoints/checkpoint-*/*")]:
+        page.wait_for_timeout(200)  # Written after the step that the pause lets end
     button("Resume").click()
     seen("^running · step [\\d,]+ of")
     restart_kernel(page)

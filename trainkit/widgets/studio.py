@@ -38,6 +38,7 @@ from ..recipes.control import read_state, send
 from .form import Page, widgets
 from .panel import PROCESS, TrainerPanel
 from .run_browser import RunBrowser
+from .session import FoundRun, latest_run
 from .settings import find_data, find_models
 
 if TYPE_CHECKING:
@@ -78,7 +79,11 @@ def active_runs(
         return []
     states = {folder: read_state(folder) for folder in folders}
     active = [folder for folder in folders if states[folder].get("state", "gone") != "gone"]
-    return sorted(active, key=lambda folder: states[folder].get("time", 0.0), reverse=True)
+
+    def began(folder: Path) -> float:  # `time` changes with each pause
+        return states[folder].get("born") or states[folder].get("time", 0.0)
+
+    return sorted(active, key=began, reverse=True)
 
 
 def remember_run(
@@ -145,6 +150,10 @@ class StudioPanel(TrainerPanel):
         if started and self.session.folder is not None:
             remember_run(self.session.folder)
         return started
+
+    def _search(self, config: "RunConfig") -> FoundRun | None:
+        "The run to offer: the latest one of the folder, whatever its name and method."
+        return latest_run(config.runs_dir)
 
     def show_in_page(self):
         "Begin to predict the memory: the page around this panel shows it."
