@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from support.contrast import faint_texts
 from support.processes import ROOT, call
 
 from trainkit.train.runs import read_run
@@ -57,6 +58,40 @@ def test_the_lesson_of_the_panel_begins_with_a_live_panel():
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     first = next(text for text in code if not text.startswith("#|"))
     assert "TrainerPanel(" in first and first.splitlines()[-1].endswith(".show()")
+
+
+def test_questions_of_a_file_with_columns_of_its_own(tmp_path, monkeypatch):
+    "The tab Label asks where the questions are, and the tab Train lists the labels."
+    from trainkit.config import load_config
+    from trainkit.recipes.config import RunConfig
+    from trainkit.widgets.settings import find_data
+
+    pytest.importorskip("ipywidgets")
+    monkeypatch.chdir(tmp_path)
+    Path("fragen.csv").write_text("Frage,Antwort\nWas ist 1 und 1?,Zwei.\n")
+    Path("known.csv").write_text("prompt,completion\nWas ist 1 und 1?,Zwei.\n")
+    Path("labels").mkdir()
+    for name in ("mine.jsonl", "mine.journal.jsonl"):
+        Path("labels", name).write_text(json.dumps(dict(prompt="a", chosen="b", rejected="c")))
+    page, samples = studio.LabelPage("columns"), []
+    monkeypatch.setattr(page, "_sample", lambda *words: samples.append(words))
+    page.model.options = [("a model", "model")]
+    page.data.value = "known.csv"
+    assert page.column.layout.display == "none"
+    page.data.value = "fragen.csv"
+    assert page.column.layout.display is None
+    page.begin_button.click()
+    assert "Choose the column" in page.page.alert.value and not samples
+    page.column.value = "Frage"
+    page.begin_button.click()
+    page.page.wait(60)
+    [(_, _, path, _, columns)] = samples
+    assert studio.read_questions(path, 1, columns) == ["Was ist 1 und 1?"]
+    page.close()
+    dpo = load_config(RunConfig, dict(method="dpo", init_from="any"))
+    offered = [value for _, value in find_data(dpo)]
+    assert str(Path("labels/mine.jsonl")) in offered
+    assert not any("journal" in value for value in offered)
 
 
 @contextmanager
@@ -129,13 +164,14 @@ def fill(page, label, value):
 
 
 def shoot(page, name):
-    "At both widths nothing sticks out to the side; a picture is saved if asked."
+    "At both widths nothing sticks out, and all can be read; a picture is saved if asked."
     for width in (1280, 420):
         page.set_viewport_size(dict(width=width, height=1100))
         page.wait_for_timeout(500)
         if shots := os.environ.get("TRAINKIT_SHOTS"):
             page.screenshot(path=f"{shots}/studio-{name}-{width}.png")
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1"), name
+        assert not (faint := faint_texts(page)), f"{name} at {width}: {faint}"
     page.set_viewport_size(dict(width=1280, height=1100))
 
 

@@ -59,7 +59,8 @@ _STYLE = """<style>
 .trainkit-others, .trainkit-others .widget-html-content, .trainkit-others [role=group] {
   display: contents !important } /* All in one grid */
 .trainkit-tabs .lm-TabBar-tab, .trainkit-tabs .p-TabBar-tab { /* As wide as their words */
-  flex: 0 1 auto !important; min-width: 0 !important; padding: 0 8px !important }
+  flex: 0 1 auto !important; min-width: 0 !important; padding: 0 8px !important;
+  color: var(--jp-ui-font-color1) !important }
 .trainkit-panel.trainkit-panel.trainkit-panel :focus-visible {
   outline: 2px solid #1f77c9 !important; outline-offset: 1px }
 </style>"""
