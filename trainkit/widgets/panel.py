@@ -36,7 +36,8 @@ from ..config import ConfigError, knobs, load_config, to_dict
 from ..display import PLAIN, Picture, clean, grid, notice, number, table
 from ..progress import duration
 from .drawing import live_curves
-from .form import Form, close_all, notebook, claim_cell, replaced_by, widgets
+from .form import BUTTON_STYLE, Form, close_all, notebook, claim_cell
+from .form import replaced_by, widgets
 from .next_steps import NextSteps, TrainedRun
 from .session import ACTIVE, FoundRun, RunSnapshot, TrainSession, capture_output
 from .session import find_run, look_at_run, note_origin
@@ -51,7 +52,9 @@ if TYPE_CHECKING:
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
 # %% ../../nbs/12_widgets/01_panel.ipynb #panel-html
-_STYLE = """<style>
+_STYLE = (
+    f"<style>{BUTTON_STYLE}</style>"
+    + """<style>
 .trainkit-charts {
   display: grid !important; gap: 20px; align-items: start;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 280px), 1fr)) }
@@ -64,6 +67,7 @@ _STYLE = """<style>
 .trainkit-panel.trainkit-panel.trainkit-panel :focus-visible {
   outline: 2px solid #1f77c9 !important; outline-offset: 1px }
 </style>"""
+)
 _HEADLINE = (
     '<div style="font:600 14px/1.6 system-ui,sans-serif;font-variant-numeric:tabular-nums">{}</div>'
 )

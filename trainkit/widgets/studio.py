@@ -347,7 +347,8 @@ class LabelPage:
         except ValueError:
             known = False
         names = [] if known else list(map(str, row))
-        self.column.options = [("choose the column with the questions …", ""), *zip(names, names)]
+        first = ("choose the column with the questions …", "")
+        self.column.options = [first, *((name, name) for name in names)]
         self.page.put(self.column.layout, None if names else "none", "display")
 
     def look(self):
