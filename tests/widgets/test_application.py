@@ -18,6 +18,7 @@ import pytest
 from support.contrast import faint_texts
 from support.processes import ROOT, call
 
+from trainkit.recipes.control import read_state
 from trainkit.train.runs import read_run
 from trainkit.widgets import studio
 
@@ -188,7 +189,7 @@ def wait_for_step(page, least):
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_application_in_a_browser(browser, tmp_path, scheme):
-    """Train, close the page, find the run again, look at it, chat with it, and end by Ctrl-C.
+    """Train, close the page, find the run again, kill it, continue it, and end by Ctrl-C.
 
     Without the token nothing is shown and no kernel starts. Everything comes from this machine.
     """
@@ -247,6 +248,23 @@ def test_the_application_in_a_browser(browser, tmp_path, scheme):
         press(page, "Resume")
         page.locator("text=/^running · step/").first.wait_for()
         shoot(page, f"running-{scheme}")
+        page.reload()  # What was saved by Pause is enough to continue from
+        page.locator("text=/^running · step/").first.wait_for()
+        folder = work / "runs" / "mine"
+        while not [*folder.glob("checkpoints/checkpoint-*/*")]:
+            page.wait_for_timeout(200)
+        os.kill(read_state(folder)["pid"], signal.SIGKILL)
+        for kernel in kernels(process):
+            kernel.kill()
+        page.locator(".jupyter-widgets-disconnected").first.wait_for(state="attached")
+        page.reload()
+        page.locator("text=/mine stopped at step [\\d,]+ of 100,000/").first.wait_for()
+        press(page, "Look at it")
+        page.locator("text=/^stopped · step/").first.wait_for()
+        page.wait_for_function("[...document.querySelectorAll('input')].some(e => e.value == 36)")
+        shoot(page, f"looked-{scheme}")
+        press(page, "Continue")
+        page.locator("text=/^running · step/").first.wait_for()
         tab(page, "Runs")
         page.locator("text=1 run").first.wait_for()
         shoot(page, f"runs-{scheme}")

@@ -1071,8 +1071,9 @@ def resume_check_text(
     ]
     first, last = snapshot.proof[0][0], snapshot.proof[-1][0]
     if all(same):
+        losses = f"{len(same)} losses of steps {first} to {last}"
         return (
-            f"Killed and resumed: the {len(same)} losses of steps {first} to {last} "
+            f"Killed and resumed: the {losses if len(same) > 1 else f'loss of step {first}'} "
             "came out the same, to the last bit."
         )
     step, before, after = snapshot.proof[same.index(False)]
