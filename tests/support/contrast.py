@@ -48,7 +48,8 @@ _FAINT = """([selector, least]) => {
         colour[3] *= opacity
         const [a, b] = [light(over(colour, below)), light(below)]
         const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)
-        if (contrast < least)
+        const drawn_only = !/[\\p{L}\\p{N}]/u.test(text) // A sign is no text: 3 is enough
+        if (contrast < (drawn_only ? 3 : least))
             found.set(text.trim().slice(0, 40), Math.round(100 * contrast) / 100)
     }
     for (const root of document.querySelectorAll(selector)) {
