@@ -5,7 +5,9 @@ and writes its charts into widgets, which serialize them as for a page (there is
 cost of a browser is not in these figures). Runs with a panel and without take turns; a click
 is timed from `click()` to the widget that shows the new state.
 
-    python benchmarks/panel.py [--steps 600] [--rounds 5]
+Then the widgets that list many things: a labeler with 200,000 pairs, a browser of 500 runs.
+
+    python benchmarks/panel.py [--steps 600] [--rounds 5] [--many-only]
 """
 
 import argparse
@@ -32,12 +34,62 @@ def rate(session):
     return end.step / end.seconds
 
 
+def cpu_seconds(do):
+    "What a call takes on the processor, and what it returns."
+    start = time.process_time()
+    result = do()
+    return time.process_time() - start, result
+
+
+def measure_many(folder, pairs=200_000, runs=500, steps=200):
+    "What the labeler and the run browser take where there is much to list."
+    from trainkit.train.runs import RunFolder
+    from trainkit.widgets.labeler import PreferenceLabeler, PreferenceLabels
+    from trainkit.widgets.run_browser import RunBrowser
+
+    rows = [
+        dict(prompt=f"Question {i}?", answers=[f"yes {i} " * 20, f"no {i} " * 20])
+        for i in range(pairs)
+    ]
+    path = folder / "labels.jsonl"
+    yield f"labeler: {pairs:,} new pairs, s", cpu_seconds(lambda: PreferenceLabels(path, rows))[0]
+    seconds, labeler = cpu_seconds(lambda: PreferenceLabeler(path, key="many"))
+    labeler.apart = 0.0  # No click is taken for the second half of a double click
+    yield f"labeler: open the file with {pairs:,} pairs, s", seconds
+    clicks = [cpu_seconds(labeler.buttons["left"].click)[0] for _ in range(50)]
+    assert labeler.labels.count == len(clicks)
+    labeler.close()
+    yield "labeler: from a verdict to the next pair, ms", 1000 * statistics.median(clicks)
+    for i in range(runs):
+        with RunFolder(folder / f"runs/run{i}", f"optim:\n  learning_rate: {i / 1e5}\n") as run:
+            for step in range(1, steps + 1):
+                run.record("log", dict(step=step, loss=9 / step, grad_norm=0.5, learning_rate=0.1))
+            run.record("end", dict(step=steps, reason="finished"))
+    for what in ("first time, all logs are read", "from the index"):
+        seconds, page = cpu_seconds(lambda: RunBrowser(folder / "runs", key="many"))
+        yield f"run browser: {runs} runs of {steps} lines, {what}, s", seconds
+    yield (
+        "run browser: a filter by a knob, s",
+        cpu_seconds(lambda: setattr(page.words, "value", "learning_rate>4e-3"))[0],
+    )
+    page.close()
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--many-only", action="store_true")
     args = parser.parse_args()
+    if not args.many_only:
+        measure_panel(args)
+    print("\n| CPU time | |\n|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for what, value in measure_many(Path(folder)):
+            print(f"| {what} | {value:.2f} |")
 
+
+def measure_panel(args):
     import ipywidgets
     import torch
 

@@ -20,6 +20,7 @@ import ast
 import contextlib
 import io
 import json
+import logging
 import os
 import re
 import subprocess
@@ -332,10 +333,18 @@ def _without_slow(lines: list[str]) -> list[str]:
     return [f"print({SLOW_SENTENCE!r})\n"]
 
 
+def _turn_off_warnings():
+    "Show only the errors of libraries that warn of what a lesson does on purpose."
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # Read when it is imported
+    for library in ("bitsandbytes", "tensorboard", "transformers"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+
+
 def skip_slow_cells(
     shell: "InteractiveShell | None" = None,  # The one that runs this when None
 ) -> None:
     "Skip cells that begin with `#| slow`, unless the environment has TRAINKIT_SLOW."
+    _turn_off_warnings()
     if shell is None:
         from IPython.core.getipython import get_ipython
 

@@ -15,8 +15,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from support.contrast import faint_texts
 from support.processes import ROOT, call
 
+from trainkit.recipes.control import read_state
 from trainkit.train.runs import read_run
 from trainkit.widgets import studio
 
@@ -57,6 +59,40 @@ def test_the_lesson_of_the_panel_begins_with_a_live_panel():
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     first = next(text for text in code if not text.startswith("#|"))
     assert "TrainerPanel(" in first and first.splitlines()[-1].endswith(".show()")
+
+
+def test_questions_of_a_file_with_columns_of_its_own(tmp_path, monkeypatch):
+    "The tab Label asks where the questions are, and the tab Train lists the labels."
+    from trainkit.config import load_config
+    from trainkit.recipes.config import RunConfig
+    from trainkit.widgets.settings import find_data
+
+    pytest.importorskip("ipywidgets")
+    monkeypatch.chdir(tmp_path)
+    Path("fragen.csv").write_text("Frage,Antwort\nWas ist 1 und 1?,Zwei.\n")
+    Path("known.csv").write_text("prompt,completion\nWas ist 1 und 1?,Zwei.\n")
+    Path("labels").mkdir()
+    for name in ("mine.jsonl", "mine.journal.jsonl"):
+        Path("labels", name).write_text(json.dumps(dict(prompt="a", chosen="b", rejected="c")))
+    page, samples = studio.LabelPage("columns"), []
+    monkeypatch.setattr(page, "_sample", lambda *words: samples.append(words))
+    page.model.options = [("a model", "model")]
+    page.data.value = "known.csv"
+    assert page.column.layout.display == "none"
+    page.data.value = "fragen.csv"
+    assert page.column.layout.display is None
+    page.begin_button.click()
+    assert "Choose the column" in page.page.alert.value and not samples
+    page.column.value = "Frage"
+    page.begin_button.click()
+    page.page.wait(60)
+    [(_, _, path, _, columns)] = samples
+    assert studio.read_questions(path, 1, columns) == ["Was ist 1 und 1?"]
+    page.close()
+    dpo = load_config(RunConfig, dict(method="dpo", init_from="any"))
+    offered = [value for _, value in find_data(dpo)]
+    assert str(Path("labels/mine.jsonl")) in offered
+    assert not any("journal" in value for value in offered)
 
 
 @contextmanager
@@ -129,13 +165,14 @@ def fill(page, label, value):
 
 
 def shoot(page, name):
-    "At both widths nothing sticks out to the side; a picture is saved if asked."
+    "At both widths nothing sticks out, and all can be read; a picture is saved if asked."
     for width in (1280, 420):
         page.set_viewport_size(dict(width=width, height=1100))
         page.wait_for_timeout(500)
         if shots := os.environ.get("TRAINKIT_SHOTS"):
             page.screenshot(path=f"{shots}/studio-{name}-{width}.png")
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1"), name
+        assert not (faint := faint_texts(page)), f"{name} at {width}: {faint}"
     page.set_viewport_size(dict(width=1280, height=1100))
 
 
@@ -152,7 +189,7 @@ def wait_for_step(page, least):
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_application_in_a_browser(browser, tmp_path, scheme):
-    """Train, close the page, find the run again, look at it, chat with it, and end by Ctrl-C.
+    """Train, close the page, find the run again, kill it, continue it, and end by Ctrl-C.
 
     Without the token nothing is shown and no kernel starts. Everything comes from this machine.
     """
@@ -211,6 +248,23 @@ def test_the_application_in_a_browser(browser, tmp_path, scheme):
         press(page, "Resume")
         page.locator("text=/^running · step/").first.wait_for()
         shoot(page, f"running-{scheme}")
+        page.reload()  # What was saved by Pause is enough to continue from
+        page.locator("text=/^running · step/").first.wait_for()
+        folder = work / "runs" / "mine"
+        while not [*folder.glob("checkpoints/checkpoint-*/*")]:
+            page.wait_for_timeout(200)
+        os.kill(read_state(folder)["pid"], signal.SIGKILL)
+        for kernel in kernels(process):
+            kernel.kill()
+        page.locator(".jupyter-widgets-disconnected").first.wait_for(state="attached")
+        page.reload()
+        page.locator("text=/mine stopped at step [\\d,]+ of 100,000/").first.wait_for()
+        press(page, "Look at it")
+        page.locator("text=/^stopped · step/").first.wait_for()
+        page.wait_for_function("[...document.querySelectorAll('input')].some(e => e.value == 36)")
+        shoot(page, f"looked-{scheme}")
+        press(page, "Continue")
+        page.locator("text=/^running · step/").first.wait_for()
         tab(page, "Runs")
         page.locator("text=1 run").first.wait_for()
         shoot(page, f"runs-{scheme}")
@@ -225,9 +279,10 @@ def test_the_application_in_a_browser(browser, tmp_path, scheme):
         page.get_by_role("alert").filter(has_text="Choose a model first").first.wait_for()
         shoot(page, f"chat-{scheme}")
 
+        before = len((tmp_path / "log").read_text())  # With what the killed kernel has left
         process.send_signal(signal.SIGINT)
         process.wait(240)
-        text = (tmp_path / "log").read_text()
+        text = (tmp_path / "log").read_text()[before:]
         assert "mine finishes its step and saves its model" in text, text
         assert process.returncode in (0, 130) and "Traceback" not in text, text
         run = read_run(work / "runs" / "mine")

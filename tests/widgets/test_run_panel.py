@@ -176,10 +176,13 @@ def test_the_cell_offers_to_continue(stopped, tmp_path):
 
     shutil.copytree(stopped.folder, tmp_path / "small")
     config = replace(stopped, runs_dir=str(tmp_path))
-    panel = TrainerPanel(config, presets={}, key="found")
+    cell = replace(config, optim=replace(config.optim, learning_rate=0.5))
+    panel = TrainerPanel(cell, presets={}, key="found")
     assert panel.found_box.layout.display is None and not panel.continue_button.disabled
     assert "stopped at step" in panel.found_text.value and not panel.start_button.disabled
+    assert panel.form.config.optim.learning_rate == 0.5
     panel.look_button.click()
+    assert panel.form.config.optim == config.optim, "its curves are shown with its own settings"
     assert panel.session.snapshot().step >= 4 and 'aria-label="Loss' in panel.chart.value
     panel.continue_button.click()
     result = panel.result()
@@ -195,6 +198,25 @@ def test_the_cell_offers_to_continue(stopped, tmp_path):
     attached = TrainerPanel.attach(tmp_path / "small")
     until(lambda: attached.next is not None)
     attached.close()
+
+
+def test_the_application_offers_the_latest_run(stopped, tmp_path):
+    "Also one of another name and method; of two that are active, the one that began last."
+    import os
+
+    from trainkit.widgets.studio import StudioPanel, active_runs
+
+    for i, name in enumerate(("small", "later")):
+        shutil.copytree(stopped.folder, tmp_path / name)
+        os.utime(tmp_path / name / "metrics.jsonl", (i, i))
+    panel = StudioPanel.open(replace(stopped, runs_dir=str(tmp_path)))
+    assert panel.found is not None and panel.found.folder.name == "later"
+    panel.close()
+    for name, born, changed in (("small", 1, 20), ("later", 10, 10)):
+        state = dict(state="running", pid=1, born=born, host="another", time=changed)
+        (tmp_path / name / ".control").mkdir()
+        (tmp_path / name / ".control" / "state.json").write_text(json.dumps(state))
+    assert [folder.name for folder in active_runs(tmp_path)] == ["later", "small"]
 
 
 def test_a_run_renamed_in_the_form_is_found_by_its_cell(tmp_path):

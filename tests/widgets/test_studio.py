@@ -406,6 +406,9 @@ def small_start(folder):
             )
         if method == "freeze":
             more = ("trainable_layers=1", *more)
+        if method == "distill":
+            teacher = f"distill.teacher={base.model_path}"
+            more = (teacher, "distill.max_completion_length=12", "sft.template=plain", *more)
         return method_config(settings, [*SMALL, *more])
 
     judge = run(config("reward", "name=judge"), verbose=False)

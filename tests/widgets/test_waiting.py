@@ -1,6 +1,8 @@
 "Waiting in a cell: clicks arrive, an interrupt keeps the work, and a kernel that hears nothing."
 
 import queue
+import signal
+import threading
 import time
 
 import nbformat
@@ -106,6 +108,30 @@ def test_an_interrupt_keeps_the_work(kernel, waits):
     manager.interrupt_kernel()
     text = printed(client, request)
     assert "stopped" in text and "ENDED 100000" not in text and "Error" not in text
+
+
+@pytest.mark.parametrize("place", ["the form is read", "the session starts", "the thread starts"])
+def test_an_interrupt_while_a_run_is_started_keeps_the_work(monkeypatch, place):
+    "Wherever it comes, the run is stopped, and neither lost nor left behind unseen."
+    config = load_config(RunConfig, dict(train=dict(max_steps=100_000, seed=0)))
+    panel = TrainerPanel(config, job=count, key="interrupted", presets={})
+    owner, name = {
+        "the form is read": (panel.form, "read"),
+        "the session starts": (panel.session.run_state, "begin_stages"),
+        "the thread starts": (threading.Thread, "start"),
+    }[place]
+    do, pressed = getattr(owner, name), []
+
+    def interrupted(*arguments):
+        if not pressed:
+            pressed.append(signal.raise_signal(signal.SIGINT))
+        return do(*arguments)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    session = panel.session if place == "the session starts" else panel
+    assert session.result().stop_reason == "stopped"
+    assert pressed and threading.current_thread() is threading.main_thread()
+    panel.close()
 
 
 def test_a_click_is_heard_while_a_cell_awaits(kernel):

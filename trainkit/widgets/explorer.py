@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..config import ConfigError, Knob, Problem, check_config, knobs
 from ..display import PLAIN, Picture, notice
-from .form import Field, close_all, notebook, show_text, widgets
+from .form import BUTTON_STYLE, Field, close_all, notebook, show_text, widgets
 
 if TYPE_CHECKING:
     from typing import Self
@@ -43,7 +43,8 @@ _KNOBS = (
 )
 _GROUP = f'<div role="group" {PLAIN} aria-label="{{label}}">{{body}}</div>'
 _STYLE = (  # A wide table scrolls in itself
-    "<style>.trainkit-help{display:none} .trainkit-picture.widget-html { margin: 0 } "
+    f"<style>{BUTTON_STYLE} .trainkit-help{{display:none}} "
+    ".trainkit-picture.widget-html { margin: 0 } "
     ".trainkit-picture > .widget-html-content { min-width: 0 }</style>"
 )
 
@@ -340,7 +341,7 @@ class ExplorerView:
                 style,
                 self.picture.add_class("trainkit-picture"),
             ]
-        )
+        ).add_class("trainkit-explorer")
         self.picture.layout.width = "100%"
         explorer.view = self
         if explorer.heavy:

@@ -36,12 +36,13 @@ from ..config import ConfigError, knobs, load_config, to_dict
 from ..display import PLAIN, Picture, clean, grid, notice, number, table
 from ..progress import duration
 from .drawing import live_curves
-from .form import Form, close_all, notebook, claim_cell, replaced_by, widgets
+from .form import BUTTON_STYLE, Form, close_all, notebook, claim_cell
+from .form import replaced_by, widgets
 from .next_steps import NextSteps, TrainedRun
 from .session import ACTIVE, FoundRun, RunSnapshot, TrainSession, capture_output
-from .session import find_run, note_origin
+from .session import find_run, look_at_run, note_origin
 from .settings import run_guide
-from .waiting import await_until, why_blocked
+from .waiting import await_until, hold_interrupt, why_blocked
 
 if TYPE_CHECKING:
     from ipywidgets import Button, Widget
@@ -51,7 +52,9 @@ if TYPE_CHECKING:
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
 # %% ../../nbs/12_widgets/01_panel.ipynb #panel-html
-_STYLE = """<style>
+_STYLE = (
+    f"<style>{BUTTON_STYLE}</style>"
+    + """<style>
 .trainkit-charts {
   display: grid !important; gap: 20px; align-items: start;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 280px), 1fr)) }
@@ -59,10 +62,12 @@ _STYLE = """<style>
 .trainkit-others, .trainkit-others .widget-html-content, .trainkit-others [role=group] {
   display: contents !important } /* All in one grid */
 .trainkit-tabs .lm-TabBar-tab, .trainkit-tabs .p-TabBar-tab { /* As wide as their words */
-  flex: 0 1 auto !important; min-width: 0 !important; padding: 0 8px !important }
+  flex: 0 1 auto !important; min-width: 0 !important; padding: 0 8px !important;
+  color: var(--jp-ui-font-color1) !important }
 .trainkit-panel.trainkit-panel.trainkit-panel :focus-visible {
   outline: 2px solid #1f77c9 !important; outline-offset: 1px }
 </style>"""
+)
 _HEADLINE = (
     '<div style="font:600 14px/1.6 system-ui,sans-serif;font-variant-numeric:tabular-nums">{}</div>'
 )
@@ -155,13 +160,14 @@ class TrainerPanel:
 
     def _find_run(self, config: "RunConfig"):
         "Follow the run that this config has in another process, or offer one that has stopped."
-        found = find_run(config)
-        if found is None:
-            return
-        if found.state == "running":
-            self.session = self._session_of(found)
+        found = self.found = self._search(config)
+        if found is not None and found.state == "running":
+            self._take_found()
             self._watch()
-        self.found = found
+
+    def _search(self, config: "RunConfig") -> FoundRun | None:
+        "The run to offer."
+        return find_run(config)
 
     def _session_of(self, found: FoundRun) -> TrainSession:
         "The session of a run that was found, which may be that of another panel of this kernel."
@@ -186,6 +192,9 @@ class TrainerPanel:
             return False
         self.session = self._session_of(self.found)
         self.drawn_version, self.finished = -1, True
+        config = self.session.config
+        self.form.set(config)  # The curves and the settings above them are of one run
+        self._put(self.prompt, (config.prompts or [""])[0])
         return True
 
     def continue_found(self) -> bool:
@@ -195,7 +204,6 @@ class TrainerPanel:
         if self.session.snapshot().state in ACTIVE:  # Another panel has continued it
             self._watch()
             return True
-        self.form.set(self.session.config)
         return self.start(resume=True)
 
     def begin_anew(self) -> bool:
@@ -738,10 +746,7 @@ class TrainerPanel:
 
     def result(self) -> "RunResult":  # `model`, `tokenizer`, `metrics`, …
         "Start the run if necessary, and wait; the notebook's stop button ends it, with a model."
-        if self.session.state == "idle":
-            self.start()
-        self.blocked = why_blocked(awaiting=False)
-        self._show_start()
+        self._begin(awaiting=False)
         try:
             while True:
                 session = self.session
@@ -753,12 +758,17 @@ class TrainerPanel:
         self.finish()
         return session.result()
 
-    def _show_start(self) -> None:
-        "Draw the panel; an interrupt meanwhile stops the run, which keeps what it has learned."
+    def _begin(self, awaiting: bool) -> None:
+        "Start where nothing is missing, and draw; an interrupt meanwhile stops what was started."
         try:
+            if self.session.state == "idle" and not (awaiting and self.form.obstacle):
+                with hold_interrupt():
+                    self.start()
+            self.blocked = why_blocked(awaiting)
             self.refresh(force=True)
         except KeyboardInterrupt:
-            self.session.stop()
+            if not self.session.stop():
+                raise
 
     async def arun(self) -> "RunResult":  # What `run` returns
         """Show the panel, start it, and wait while buttons work: `result = await panel.arun()`.
@@ -766,10 +776,7 @@ class TrainerPanel:
         Where something is missing that Start needs, it waits until somebody presses Start."""
         if self.handle is None:
             self.show()
-        if self.session.state == "idle" and not self.form.obstacle:
-            self.start()
-        self.blocked = why_blocked(awaiting=True)
-        self._show_start()
+        self._begin(awaiting=True)
         try:
             await await_until(lambda: self.closed or self.session.state != "idle")
             while True:
@@ -788,9 +795,12 @@ class TrainerPanel:
         folder: str | Path,  # Of a run in a process, or of one that has ended
     ) -> "TrainerPanel":
         "A panel for an existing run."
-        session = TrainSession.attach(folder)
+        session, found = TrainSession.attach(folder), look_at_run(folder)
         panel = cls(session.config)
+        panel.found = found if found is not None and found.state == "running" else None
         panel.session, panel.place.value = session, PROCESS
+        if panel.form.config != session.config:  # That of a later run
+            panel.form.set(session.config)
         panel._watch()
         return panel
 
@@ -1061,8 +1071,9 @@ def resume_check_text(
     ]
     first, last = snapshot.proof[0][0], snapshot.proof[-1][0]
     if all(same):
+        losses = f"{len(same)} losses of steps {first} to {last}"
         return (
-            f"Killed and resumed: the {len(same)} losses of steps {first} to {last} "
+            f"Killed and resumed: the {losses if len(same) > 1 else f'loss of step {first}'} "
             "came out the same, to the last bit."
         )
     step, before, after = snapshot.proof[same.index(False)]

@@ -14,7 +14,7 @@ while the run continues. It comes from a `RunState`, which listens to a trainer 
 
 # %% auto #0
 __all__ = ['HIDDEN', 'STATES', 'ACTIVE', 'extremes', 'Curve', 'RunSnapshot', 'RunState', 'capture_output', 'TrainSession',
-           'FoundRun', 'look_at_run', 'note_origin', 'find_run']
+           'FoundRun', 'look_at_run', 'note_origin', 'find_run', 'latest_run']
 
 # %% ../../nbs/12_widgets/02_session.ipynb #imports-session
 import asyncio
@@ -48,7 +48,7 @@ from ..progress import Clock, Progress, Stage, Stages, StopNow, listen
 from ..recipes.control import LogTail, write_state, send, read_state
 from ..train.config import EXIT_CODES, Control
 from ..train.runs import new_folder, parse_line, read_metrics
-from .waiting import await_until, polling
+from .waiting import await_until, hold_interrupt, polling
 
 if TYPE_CHECKING:
     from trainkit.recipes.config import RunConfig
@@ -484,6 +484,13 @@ class TrainSession:
         "Start the run."
         if mode not in ("thread", "foreground", "process"):
             raise ValueError(f"mode = {mode!r} must be one of 'thread', 'foreground', 'process'")
+        with hold_interrupt():  # Else half a start would be left
+            started = self._begin(mode, resume)
+        if started and mode == "foreground":
+            self._work(resume)
+        return started
+
+    def _begin(self, mode: str, resume: bool) -> bool:
         with self.lock:
             if self.snapshot().state in ACTIVE:
                 return False
@@ -510,9 +517,16 @@ class TrainSession:
                 target=self._work, args=(resume,), name="trainkit", daemon=True
             )
             self.thread.start()
-        elif mode == "foreground":
-            self._work(resume)
         return True
+
+    def _start_if_idle(self):
+        "Start if nobody has; an interrupt meanwhile is a Stop."
+        try:
+            if self.state == "idle":
+                self.start()
+        except KeyboardInterrupt:
+            if not self.stop():
+                raise
 
     def pause(self) -> bool:  # Whether there was something to pause
         "Pause after this step."
@@ -809,8 +823,7 @@ class TrainSession:
 
     def result(self) -> "RunResult":  # `model`, `tokenizer`, `metrics`, `folder`, …
         "Start if nobody has, wait, and return the result of the run; raises what the run raised."
-        if self.state == "idle":
-            self.start()
+        self._start_if_idle()
         self.wait()
         if self._failure is not None:
             raise self._failure
@@ -834,8 +847,7 @@ class TrainSession:
 
     async def arun(self) -> "RunResult":
         "As `result`, while buttons work: `result = await session.arun()`."
-        if self.state == "idle":
-            self.start()
+        self._start_if_idle()
         await self.await_end()
         return self.result()
 
@@ -958,27 +970,33 @@ def find_run(
 ) -> FoundRun | None:  # The latest one of the same method, or of a panel opened with this config
     "The run that an earlier kernel or another process has begun with this config."
     wanted = getattr(config, "folder", None)
-    if not isinstance(wanted, Path) or not wanted.parent.is_dir():
+    if not isinstance(wanted, Path):
         return None
     name = re.compile(re.escape(wanted.name) + r"(-\d+)?")
-    times: dict[Path, float] = {}
     opened = json.dumps(dict(config=_fingerprint(config)))
-    for folder in wanted.parent.iterdir():
-        file, origin = folder / "config.yaml", folder / _ORIGIN
-        try:
-            ours = origin.read_text(encoding="utf-8") == opened
-        except OSError:
-            ours = False
-        if ours and file.is_file():
-            log = folder / "metrics.jsonl"
-            times[folder] = (log if log.exists() else file).stat().st_mtime
-        elif name.fullmatch(folder.name) and file.is_file():
-            method = re.search(r"^method: *(\S+)", file.read_text(encoding="utf-8"), re.M)
-            if method and method[1].strip("'\"") != getattr(config, "method", ""):
-                continue
-            log = folder / "metrics.jsonl"
-            times[folder] = (log if log.exists() else file).stat().st_mtime
-    for folder in sorted(times, key=times.__getitem__, reverse=True):
-        if (found := look_at_run(folder)) is not None:
-            return found
-    return None
+
+    def belongs(folder: Path) -> bool:
+        with suppress(OSError):
+            if (folder / _ORIGIN).read_text(encoding="utf-8") == opened:
+                return True
+        if not name.fullmatch(folder.name):
+            return False
+        text = (folder / "config.yaml").read_text(encoding="utf-8")
+        method = re.search(r"^method: *(\S+)", text, re.M)
+        return not method or method[1].strip("'\"") == getattr(config, "method", "")
+
+    return latest_run(wanted.parent, belongs)
+
+
+def latest_run(
+    root: str | Path,  # The folder with the run folders
+    belongs: Callable[[Path], bool] = lambda folder: True,  # Whether a folder is looked at
+) -> FoundRun | None:
+    "The run that has written last."
+    times: dict[Path, float] = {}
+    for file in Path(root).glob("*/config.yaml"):
+        if belongs(file.parent):
+            log = file.parent / "metrics.jsonl"
+            times[file.parent] = (log if log.exists() else file).stat().st_mtime
+    folders = sorted(times, key=times.__getitem__, reverse=True)
+    return next(filter(None, map(look_at_run, folders)), None)

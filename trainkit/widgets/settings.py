@@ -180,8 +180,10 @@ def find_data(
     learned = config.recipe.learns_from
     suffixes = (*_TABLES, ".txt", ".md") if learned == "text" else _TABLES
     out = [(_CORPORA_IN_WORDS[name], name) for name in corpora_for(learned)]
-    for path in (*_entries("uploads"), *_entries("."), *_entries("data")):
-        if plain_suffix(path) in suffixes and path.name.lower() not in _NO_DATA:
+    folders = ("uploads", ".", "data", "labels")
+    for path in (path for folder in folders for path in _entries(folder)):
+        other = path.name.lower() in _NO_DATA or path.name.endswith(".journal.jsonl")
+        if plain_suffix(path) in suffixes and not other:
             out.append((f"{short_path(path)}, {show_bytes(path.stat().st_size)}", str(path)))
     return out
 

@@ -38,7 +38,8 @@ from ..recipes.control import read_state, send
 from .form import Page, widgets
 from .panel import PROCESS, TrainerPanel
 from .run_browser import RunBrowser
-from .settings import find_data, find_models
+from .session import FoundRun, latest_run
+from .settings import find_data, find_models, first_row
 
 if TYPE_CHECKING:
     from trainkit.recipes.config import RunConfig
@@ -55,6 +56,8 @@ _STYLE = """<style>
 .trainkit-studio { max-width: 1180px; margin: 0 auto; padding: 0 8px; box-sizing: border-box }
 .trainkit-studio > .widget-tab > .p-TabBar, .trainkit-studio > .widget-tab > .lm-TabBar {
   overflow: visible }
+.trainkit-studio .p-TabBar-tab, .trainkit-studio .lm-TabBar-tab { /* Else grey on grey */
+  color: var(--jp-ui-font-color1) !important }
 .trainkit-studio .widget-tab-contents { padding: 8px 4px !important; overflow: visible !important }
 @media (max-width: 560px) {
   .trainkit-studio > .widget-tab > .p-TabBar > ul > li,
@@ -78,7 +81,11 @@ def active_runs(
         return []
     states = {folder: read_state(folder) for folder in folders}
     active = [folder for folder in folders if states[folder].get("state", "gone") != "gone"]
-    return sorted(active, key=lambda folder: states[folder].get("time", 0.0), reverse=True)
+
+    def began(folder: Path) -> float:  # `time` changes with each pause
+        return states[folder].get("born") or states[folder].get("time", 0.0)
+
+    return sorted(active, key=began, reverse=True)
 
 
 def remember_run(
@@ -145,6 +152,10 @@ class StudioPanel(TrainerPanel):
         if started and self.session.folder is not None:
             remember_run(self.session.folder)
         return started
+
+    def _search(self, config: "RunConfig") -> FoundRun | None:
+        "The run to offer: the latest one of the folder, whatever its name and method."
+        return latest_run(config.runs_dir)
 
     def show_in_page(self):
         "Begin to predict the memory: the page around this panel shows it."
@@ -297,6 +308,8 @@ class LabelPage:
         W = widgets()
         self.labeler: "PreferenceLabeler | None" = None
         self.model, self.data = _picker("Model", _starts()), _picker("Questions", _sources())
+        self.column = _picker("Column", [])  # Shown where the file does not tell
+        self.data.observe(lambda _: page.guarded(self._ask_column), names="value")
         self.count = W.BoundedIntText(
             value=24,
             min=1,
@@ -316,12 +329,27 @@ class LabelPage:
         )
         self.again = page.button("Look again", "refresh", "Look again for models", self.look)
         hint = "The model answers each question twice, and you choose the better answer. "
-        hint += "The labels train a model by DPO; a file that exists is continued."
+        hint += "A file of labels that exists is continued. To train on the labels, choose the "
+        hint += "method DPO and this file in the tab Train."
         self.status, self.place = W.HTML(), W.VBox([])
         buttons = page.row(self.count, self.begin_button, self.again)
         top = W.HTML(_HINT.format(hint))
-        page.fill(top, self.model, self.data, self.file, buttons, self.status, self.place)
+        pickers = self.model, self.data, self.column
+        page.fill(top, *pickers, self.file, buttons, self.status, self.place)
         self.widget, self.close = page.widget, page.close
+        self._ask_column()
+
+    def _ask_column(self):
+        "Offer the columns of a file in which no usual name says where the questions are."
+        path, row = self.data.value, first_row(self.data.value)
+        try:
+            known = not row or bool(read_questions(path, 1))
+        except ValueError:
+            known = False
+        names = [] if known else list(map(str, row))
+        first = ("choose the column with the questions …", "")
+        self.column.options = [first, *((name, name) for name in names)]
+        self.page.put(self.column.layout, None if names else "none", "display")
 
     def look(self):
         "List the models and files that are there now."
@@ -340,15 +368,20 @@ class LabelPage:
             return self._show(PreferenceLabeler(path, key="studio labels"))
         if not self.model.value or not self.data.value:
             raise ValueError("Choose a model and questions first.")
+        if len(self.column.options) > 1 and not self.column.value:
+            raise ValueError("Choose the column with the questions first.")
+        columns = dict(prompt=self.column.value) if self.column.value else None
         model, data, count = self.model.value, self.data.value, self.count.value
-        self.page.background(lambda: self._sample(path, model, data, count))
+        self.page.background(lambda: self._sample(path, model, data, count, columns))
         return None
 
-    def _sample(self, path: Path, source: str, data: str, count: int):
+    def _sample(
+        self, path: Path, source: str, data: str, count: int, columns: dict[str, str] | None
+    ):
         from trainkit.interop.hf import load_pretrained
         from trainkit.widgets.labeler import PreferenceLabeler
 
-        questions = read_questions(data, count)
+        questions = read_questions(data, count, columns)
         try:
             self.page.put(self.status, _HINT.format(f"Opening {clean(Path(source).name)} …"))
             model, tokenizer = load_pretrained(source)
