@@ -9,7 +9,7 @@ the Numba backend (extra `fast`) when there is enough to do. Both backends give 
 
 # %% auto #0
 __all__ = ['merge_word', 'merge_short', 'merge_long', 'as_eights', 'word_key', 'mix_key', 'hash_word', 'same_word', 'find_token',
-           'fill_tables', 'recall', 'remember', 'encode_kernel', 'Encoder']
+           'fill_tables', 'recall', 'remember', 'recall_long', 'encode_kernel', 'Encoder']
 
 # %% ../../nbs/01_tokenizer/04_encoding.ipynb #imports-encoding
 import functools
@@ -257,6 +257,15 @@ def remember(out, k, n, recent, at, a, b, size):
         recent[at, 3 + j] = first | second << np.uint64(32)
 
 
+def recall_long(out, k, places, at, eights, i, size):
+    "`recall` for a word of more than 16 bytes, which is compared with where it was before."
+    if places[at, 1] != size or not same_word(eights, places[at, 0], eights, i, size):
+        return 0
+    for j in range(places[at, 3]):
+        out[k + j] = out[places[at, 2] + j]
+    return places[at, 3]
+
+
 def encode_kernel(
     out,
     sizes,
@@ -298,11 +307,7 @@ def encode_kernel(
                 n = recall(out, k, recent, h & recent_mask, a, b, size)
             else:
                 h = hash_word(eights, i, size)
-                at = h & places_mask
-                if places[at, 1] == size and same_word(eights, places[at, 0], eights, i, size):
-                    n = places[at, 3]
-                    for j in range(n):
-                        out[k + j] = out[places[at, 2] + j]
+                n = recall_long(out, k, places, h & places_mask, eights, i, size)
             if n == 0:
                 n = 1
                 t = find_token(slots, hashes, starts, tokens, eights, i, size, h)
@@ -346,6 +351,7 @@ def _kernels():
             fill_tables,
             recall,
             remember,
+            recall_long,
             encode_kernel,
         )
     )
@@ -549,15 +555,16 @@ class Encoder:
         ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
         out = np.empty(len(data) + 4, np.int32)
         sizes = np.empty(len(ends), np.int64)
-        order = np.empty(64, np.int32)
-        if not hasattr(self.recent, "words"):
-            self.recent.words = np.zeros((1 << 12, 8), np.uint64)  # A row is a line of the cache
-        places = np.zeros((1 << (10 if len(data) > 1 << 17 else 6), 4), np.int64)
+        if (
+            scratch := getattr(self.recent, "tables", None)
+        ) is None:  # A row is a line of the cache
+            scratch = np.empty(64, np.int32), np.zeros((1 << 12, 8), np.uint64)
+            self.recent.tables = scratch
+        places = np.zeros((1 << (11 if len(data) > 1 << 17 else 8), 4), np.int64)
         n = _kernels().encode_kernel(
             out,
             sizes,
-            order,
-            self.recent.words,
+            *scratch,
             places,
             data,
             eights,
