@@ -158,7 +158,9 @@ def main():
             ]
             seconds, cpu, memory = map(
                 float,
-                subprocess.run(command, check=True, capture_output=True, text=True).stdout.split(),
+                subprocess.run(command, check=True, capture_output=True, text=True)
+                .stdout.splitlines()[-1]
+                .split(),
             )
             print(f"| {system} | {seconds:.1f} | {cpu:.1f} | {memory:.0f} |", flush=True)
         return

@@ -80,7 +80,8 @@ def compile_kernels(
         copy.__module__ = f.__module__
         copy.__qualname__ = f"{f.__qualname__}_{version:08x}"  # The name of the file
         on_disk = os.path.exists(f.__code__.co_filename)  # Not in a notebook
-        compiled[f.__name__] = numba.njit(copy, cache=on_disk, nogil=True, _nrt=counted)
+        options = dict(cache=on_disk, nogil=True, _nrt=counted)
+        compiled[f.__name__] = numba.njit(copy, **options)  # type: ignore
     return SimpleNamespace(**compiled)
 
 # %% ../nbs/90_toolbox/09_numba_utils.ipynb #e9ebf9e2
