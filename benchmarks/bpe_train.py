@@ -3,13 +3,17 @@
 The time runs from texts to merges. The systems take turns, so that a busy machine slows all
 of them; medians of the rounds, and of the ratios of neighbours in one round. The first round,
 in which numba loads or compiles, is not counted. With --big, one process for each system
-learns from 100 MB of Python source that it reads file by file, and reports its peak memory.
+learns from 100 MB of Python source that it reads file by file, and reports its CPU seconds and
+its peak memory; gigatoken takes part if it can be imported, from one string and by its own
+pattern, which is GPT-2's.
 
-    python benchmarks/bpe_train.py [--megabytes 5] [--vocab 8192] [--rounds 7] [--big]
+    python benchmarks/bpe_train.py [--megabytes 5] [--vocab 8192] [--rounds 7]
+    python benchmarks/bpe_train.py --big [--megabytes 100] [--vocab 8192] [--systems NAME ...]
 """
 
 import argparse
 import datetime
+import importlib.util
 import os
 import platform
 import resource
@@ -55,6 +59,10 @@ def train(system: str, texts, vocab: int):
             texts, vocab, backend=system.split()[1], num_proc=1, progress=False
         )
         return [*tok.tokens]
+    if system == "gigatoken":
+        from gigatoken import train_bpe
+
+        return train_bpe("\n".join(texts).encode(), vocab, [])[0]
     if system == "rustbpe":
         import rustbpe
 
@@ -108,20 +116,21 @@ def main():
     args = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    args.add_argument("--megabytes", type=int, default=5)
+    args.add_argument("--megabytes", type=int, help="5, or 100 with --big")
     args.add_argument("--vocab", type=int, default=8192)
     args.add_argument("--rounds", type=int, default=7)
     args.add_argument(
         "--big", action="store_true", help="100 MB, with the largest memory of each system"
     )
+    args.add_argument("--systems", nargs="+", help="for --big; all if not given")
     args.add_argument("--one", help=argparse.SUPPRESS)
     args = args.parse_args()
+    megabytes = args.megabytes or (100 if args.big else 5)
     if args.one:  # a process of its own, for --big
         start = time.perf_counter()
-        train(args.one, python_source(args.megabytes * 10**6), args.vocab)
-        print(
-            time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        )
+        train(args.one, python_source(megabytes * 10**6), args.vocab)
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        print(time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
         return
     print(machine(), end="\n\n")
     systems = [
@@ -132,25 +141,30 @@ def main():
         "tokenizers, 2 threads",
     ]
     if args.big:
-        print("| 100 MB to 8,192 tokens | seconds | largest memory, MB |\n|---|---|---|")
-        for system in systems:
+        print(f"| {megabytes} MB to {args.vocab:,} tokens | seconds | CPU s | largest memory, MB |")
+        print("|---|---|---|---|")
+        if importlib.util.find_spec("gigatoken"):
+            systems.append("gigatoken")
+        for system in args.systems or systems:
             command = [
                 sys.executable,
                 __file__,
                 "--one",
                 system,
                 "--megabytes",
-                "100",
+                str(megabytes),
                 "--vocab",
                 str(args.vocab),
             ]
-            seconds, memory = map(
+            seconds, cpu, memory = map(
                 float,
-                subprocess.run(command, check=True, capture_output=True, text=True).stdout.split(),
+                subprocess.run(command, check=True, capture_output=True, text=True)
+                .stdout.splitlines()[-1]
+                .split(),
             )
-            print(f"| {system} | {seconds:.1f} | {memory:.0f} |", flush=True)
+            print(f"| {system} | {seconds:.1f} | {cpu:.1f} | {memory:.0f} |", flush=True)
         return
-    texts = [*python_source(args.megabytes * 10**6)]
+    texts = [*python_source(megabytes * 10**6)]
     times: dict[str, list[float]] = {system: [] for system in systems}
     learned = {}
     for _ in range(args.rounds + 1):

@@ -54,24 +54,34 @@ def same_bytes(a, i, b, j, size):
     return True
 
 # %% ../nbs/90_toolbox/09_numba_utils.ipynb #f7bee880
+_MAKERS = {"arange", "concatenate", "empty", "full", "ones", "zeros"}
+
+
 def compile_kernels(
     functions: Iterable[Callable],  # In order: a function may call those before it
 ) -> SimpleNamespace:  # The compiled functions by name
-    "Compile functions with numba; the machine code is cached on disk, next to their module."
+    """Compile functions with numba; the machine code is cached on disk, next to their module.
+
+    A function that makes no array must not return one either."""
     import numba
 
     compiled, version = {}, 0
     for f in functions:
         names, code = {**f.__globals__, **compiled}, f.__code__
-        constants = [names[n] for n in code.co_names if isinstance(names.get(n), int)]
+        numbers = (int, np.integer)
+        constants = [names[n] for n in code.co_names if isinstance(names.get(n), numbers)]
+        # Counting the references to its arguments costs a short function most of its time, and
+        # only one that makes arrays has to
+        counted = bool(_MAKERS & {*code.co_names})
         # numba's cache looks at one function only, not at those it calls
-        content = (code.co_code, code.co_consts, constants)
+        content = (code.co_code, code.co_consts, constants, counted)
         version = crc32(repr(content).encode(), version)
         copy = FunctionType(code, names, f.__name__)
         copy.__module__ = f.__module__
         copy.__qualname__ = f"{f.__qualname__}_{version:08x}"  # The name of the file
         on_disk = os.path.exists(f.__code__.co_filename)  # Not in a notebook
-        compiled[f.__name__] = numba.njit(copy, cache=on_disk, nogil=True)
+        options = dict(cache=on_disk, nogil=True, _nrt=counted)
+        compiled[f.__name__] = numba.njit(copy, **options)  # type: ignore
     return SimpleNamespace(**compiled)
 
 # %% ../nbs/90_toolbox/09_numba_utils.ipynb #e9ebf9e2

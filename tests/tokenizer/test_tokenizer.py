@@ -200,6 +200,28 @@ def test_ids_equal_tiktoken_on_three_kinds_of_text(name, backend):
     assert tok.encode_batch(pieces) == encoding(name).encode_batch(pieces, num_threads=1)
 
 
+@pytest.mark.skipif("numba" not in BACKENDS, reason="needs numba")
+def test_recent_words_are_the_words_that_they_were():
+    "The table of recent words outlives a call: words of every length, in one call and in two."
+    tok = BPETokenizer.from_tiktoken(encoding("cl100k"), backend="numba")
+    words = [" " + "qzxj漢é\U0001f6b6ab"[:k] * 9 for k in range(1, 10)]
+    words += [(" " + letter * 70)[:k] for letter in "aqز" for k in range(2, 71)]
+    words += ["\0" * k for k in range(1, 20)] + [" a" + "\0" * k for k in range(9)]
+    texts = [word + "." for word in words]
+    wants = encoding("cl100k").encode_batch(texts, num_threads=1)
+    assert tok.encode_batch(texts + texts) == wants + wants
+    assert [tok.encode(text) for text in texts[::-1]] == wants[::-1]
+    assert tok.encode("".join(texts * 2)) == encoding("cl100k").encode("".join(texts * 2))
+
+
+@pytest.mark.skipif("numba" not in BACKENDS, reason="needs numba")
+def test_several_threads_give_the_ids_of_one():
+    tok = ours("o200k", "numba").encoder
+    texts = [prose(300_000), "", code(300_000) * 8, torture(50_000), "x"]
+    for one, many in zip(tok.encode_flat(texts), tok.encode_flat(texts, threads=3), strict=True):
+        assert (one == many).all() and one.dtype == many.dtype
+
+
 odd_text = st.one_of(
     st.text(
         st.sampled_from("aAsStT'lLvVeErRdDmM \t\n\r.,!/_019éßſ’²\u0301\u00a0\u2003漢한😀"),
@@ -702,6 +724,10 @@ def test_auto_goes_over_when_there_is_enough_to_do():
     assert (tok.encode(code(100_000)), tok.backend)[1] == "python"
     assert (tok.encode(code(1_000_000)), tok.backend)[1] == "numba"
     assert BPETokenizer.train(code(100_000), 500).trained.backend == "python"
+    # One long text as many short ones: few words, each often
+    long = "the cat sat on a mat. " * 60_000
+    for texts in (long, [long[i : i + 2200] for i in range(0, len(long), 2200)]):
+        assert BPETokenizer.train(texts, 265).trained.backend == "numba"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

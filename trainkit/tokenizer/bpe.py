@@ -563,7 +563,8 @@ def learn_merges(
     if n_merges < 0:
         raise ValueError(f"n_merges={n_merges}: use 0 or more")
     start = perf_counter()
-    backend = pick_backend(backend, sum(map(len, counts)))
+    # As for counting: from a megabyte of text on, of which the words may be far less
+    backend = pick_backend(backend, sum(len(word) * n for word, n in counts.items()))
     with Progress(n_merges, "Learning merges", "merge", enabled=progress) as bar:
         learn = _learn_numba if backend == "numba" else _learn_python
         pairs, tops = learn(counts, n_merges, bar)
