@@ -78,7 +78,7 @@ ENVIRONMENT = (
     "trainkit train --method grpo --model runs/player/model \\\n"
     f"    {GAME} rl.max_turns=2 \\\n"
     "    rl.max_completion_length=32 rl.num_prompts=16 rl.num_generations=8 \\\n"
-    "    optim.learning_rate=1e-3 train.max_steps=30 name={name}"
+    "    optim.learning_rate=2e-3 train.max_steps=40 name={name}"
 )
 
 RECIPES = {
@@ -309,7 +309,7 @@ for output, first, last in (('games.jsonl', 0, 200), ('held_out_games.jsonl', 20
             game, done = GuessNumber(1, 3, guesses=2, chat=True), False
             messages = game.reset({}, seed)
             while not done:
-                guess = str(random.randint(1, 3))
+                guess = str(random.randint(1, 9))
                 reply = game.step(guess)
                 done = reply.done
                 messages.append(dict(role='assistant', content=guess))
@@ -480,8 +480,9 @@ instead. GRPO and PPO begin with `started`, a model that answers some of the que
 answers all of them the same way cannot learn from rewards. The loss of `distill` is the divergence
 from its teacher, in nats per token; the teacher itself answers 84.6 % of the questions. In
 `environment` the reward is the share of games that are won: the model guesses a number from 1 to 3
-in two tries, and the best player, who begins with 2, wins all games. There are 13 held-out
-questions, so one answer more or less is 7.7 %, or 0.077 of the reward.
+in two tries, and a number above 3 loses. The model `player`, which it begins with, takes any number
+from 1 to 9; the best player begins with 2 and wins all games. There are 13 held-out questions, so
+one answer more or less is 7.7 %, or 0.077 of the reward.
 
 | Recipe | CPU seconds | peak GB | first ten steps → last ten | result |
 |---|---:|---:|---|---|
