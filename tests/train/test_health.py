@@ -487,6 +487,9 @@ def test_a_model_that_writes_its_own_batches_does_not_wait_for_data():
         and check_health([{**r, "completion_length": None} for r in records])[0].name
         == "waiting_for_data"
     )
+    records = [dict(step=i, loss=0.1, data_share=0.6, on_policy=0.5) for i in range(9)]
+    assert not check_health(records)
+    assert check_health([r | dict(on_policy=0.0) for r in records])
 
 
 @pytest.mark.parametrize("platform, unit", [("linux", 1024), ("darwin", 1)])

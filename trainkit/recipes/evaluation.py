@@ -34,6 +34,7 @@ from ..align.logprobs import pair_log_probs, sequence_log_probs
 from ..align.preference_data import collate_pairs
 from ..align.reward_model import RewardModel, score_pairs
 from ..align.rewards import score
+from ..align.rollouts import Rollouts
 from ..charts import bars, curves, draw_svg
 from ..data.dataset import DataFacts
 from ..data.schema import to_messages
@@ -403,10 +404,10 @@ class PromptEvaluator(TextEvaluator):
         self.sample, self.marks = answering(inputs), {}
 
     def marked(self) -> tuple[Sequence[str], dict[str, float]]:  # Answers; the mean of each reward
-        "Answer and score."
+        "Answer and score; in an environment, play held-out episodes."
         p, asked = self.inputs, self.inputs.questions
         if not asked:
-            return [], {}
+            return [], self.played()
         answers = ask(p.causal, p.tokenizer, asked)
         rows = [q["row"] for q in asked]
         columns = {
@@ -426,14 +427,20 @@ class PromptEvaluator(TextEvaluator):
         marks = {"reward": float(total.nanmean()), **dict(zip(["accuracy"], right, strict=False))}
         return answers, marks
 
+    def played(self) -> dict[str, float]:
+        "The mean reward of held-out episodes, sampled as in training; empty without any."
+        held = self.inputs.eval_batches
+        if not isinstance(held, Rollouts) or held.environment is None:
+            return {}
+        batch = held.collect(range(len(held.rows)), seed=0)
+        return {"reward": float(batch["reward"].nanmean())}
+
     def begin(self) -> list[str]:
         self.before, found = self.marked()
         self.marks = {f"base_{name}": value for name, value in found.items()}
+        asked = f"{len(self.before)} held-out prompts" if self.before else "held-out episodes"
         return (
-            [
-                f"Before training, {len(self.before)} held-out prompts: "
-                + ", ".join(f"{k} {v:.3f}" for k, v in found.items())
-            ]
+            [f"Before training, {asked}: " + ", ".join(f"{k} {v:.3f}" for k, v in found.items())]
             if found
             else []
         )
@@ -450,8 +457,9 @@ class PromptEvaluator(TextEvaluator):
             **sampled,
             **({"kl": evaluation["eval_kl"]} if "eval_kl" in evaluation else {}),
         }
+        what = "prompts, with the likeliest answers" if self.after else "episodes, sampled"
         return metrics, [
-            "Held-out prompts, with the likeliest answers: "
+            f"Held-out {what}: "
             + ", ".join(
                 f"{k} {metrics.get(f'base_{k}', float('nan')):.3f} before and {v:.3f} after"
                 for k, v in found.items()

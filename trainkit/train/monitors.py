@@ -568,7 +568,7 @@ def waiting_for_data(records: Sequence[dict]) -> HealthFinding | None:
     steps, shares = series(records, "data_share")
     if len(shares) < 4 or (share := median(shares[-4:])) < 0.25:
         return None
-    if series(records, "completion_length")[1]:
+    if series(records, "completion_length")[1] or any(series(records, "on_policy")[1]):
         return None  # The model writes its own batches, and that is the work
     return HealthFinding(
         "waiting_for_data",
