@@ -44,8 +44,8 @@ from ..tokenizer.chat import render
 def calibration_ids(
     data: str | Path | Iterable[Mapping],  # A file, a folder, the name of a corpus, or rows
     tokenizer: Any,  # Of the model
-    rows: int = 64,  # At most
-    length: int = 512,  # Tokens in a row; shorter if the text is
+    rows: int = 32,  # At most
+    length: int = 256,  # Tokens in a row; shorter if the text is
 ) -> Tensor:  # (rows, length); raises `ValueError` for too little text
     "Token ids of a text or a data set, in rows of equal length; chats in their chat format."
     ids: list[int] = []
