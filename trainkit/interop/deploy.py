@@ -18,6 +18,7 @@ __all__ = ['COMPRESSIONS', 'calibration_ids', 'collect_importance', 'write_imatr
            'pack_codes', 'unpack_compressed', 'fold_awq', 'export_compressed']
 
 # %% ../../nbs/10_interop/09_deploy.ipynb #imports-deploy
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 
 from ..data.dataset import load_examples
 from ..data.schema import map_texts
-from ..files import atomic_folder, read_json, to_json, write_atomic
+from ..files import atomic_folder, read_json, write_atomic
 from .gguf import gguf_names
 from .hf import load_pretrained, read_config
 from ..progress import Progress
@@ -424,6 +425,6 @@ def export_compressed(
             if file.is_file() and not weights and file.name not in ("config.json", "trainkit.json"):
                 shutil.copyfile(file, rough / file.name)
         save_file(tensors, rough / "model.safetensors", metadata={"format": "pt"})
-        write_atomic(rough / "config.json", to_json(settings, indent=2) + "\n")
+        write_atomic(rough / "config.json", json.dumps(settings, indent=2) + "\n")
     size = (output / "model.safetensors").stat().st_size
     return dict(path=output, bytes=size, layers=len(rounded), group=group)
