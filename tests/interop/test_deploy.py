@@ -17,7 +17,7 @@ from trainkit.interop.deploy import (
     collect_importance,
     export_compressed,
     fold_awq,
-    pack_codes,
+    pack_int4,
     read_imatrix,
     unpack_compressed,
     write_imatrix,
@@ -109,7 +109,7 @@ def test_codes_have_the_layout_of_the_format():
     codes[:, 0] = -8
     scales = torch.tensor([[0.5, 2.0]] * 3)
     rounded = codes * scales.repeat_interleave(16, 1)
-    packed = pack_codes(rounded, scales, 16)
+    packed = pack_int4(rounded, scales, 16)
     numbers = (codes + 8).view(3, 4, 8).tolist()
     wanted = [[sum(c << 4 * i for i, c in enumerate(n)) for n in row] for row in numbers]
     assert (packed.long() & 0xFFFFFFFF).tolist() == wanted
@@ -122,7 +122,7 @@ def test_rounding_uses_the_scale_as_it_is_stored(dtype):
     weight[0] = 0
     grid = SymmetricGrid(dtype)
     rounded = round_to_nearest(weight, bits=4, group=32, grid=grid)
-    back = unpack_compressed(pack_codes(rounded, grid.scales, 32), grid.scales.float())
+    back = unpack_compressed(pack_int4(rounded, grid.scales, 32), grid.scales.float())
     assert torch.equal(back, rounded) and grid.scales.dtype == dtype
 
 
