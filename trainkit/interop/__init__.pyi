@@ -1,4 +1,5 @@
 from . import (
+    deploy as deploy,
     families as families,
     gguf as gguf,
     hf as hf,
@@ -6,6 +7,13 @@ from . import (
     hub as hub,
     llamafactory as llamafactory,
     trl as trl,
+)
+from .deploy import (
+    calibration_ids as calibration_ids,
+    collect_importance as collect_importance,
+    export_compressed as export_compressed,
+    read_imatrix as read_imatrix,
+    write_imatrix as write_imatrix,
 )
 from .families import FAMILIES as FAMILIES, from_hf as from_hf, to_hf as to_hf
 from .gguf import export_gguf as export_gguf, write_modelfile as write_modelfile

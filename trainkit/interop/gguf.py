@@ -1,7 +1,8 @@
 """Export a model, its tokenizer and its chat template to GGUF, and write a Modelfile.
 
 `export_gguf` converts a model folder to one `.gguf` file: the weights in one of `QUANT_TYPES`, the
-tokenizer with its merges and special tokens, and the chat template. It converts one tensor at a
+tokenizer with its merges and special tokens, and the chat template. `block_kind` chooses the format
+of each tensor as llama.cpp does. It converts one tensor at a
 time. Before the file gets its final name, it is read back and compared with what was written.
 `gguf_names`, `describe_model` and `describe_tokenizer` are the parts of the conversion.
 
@@ -14,8 +15,8 @@ refused with an error."""
 
 # %% auto #0
 __all__ = ['ARCHITECTURES', 'PRE_TOKENIZERS', 'QUANT_TYPES', 'interleave_rotary_rows', 'gguf_names', 'architecture_of',
-           'describe_model', 'read_template', 'describe_tokenizer', 'read_tensors', 'export_gguf', 'ChatParts',
-           'chat_parts', 'go_template', 'write_modelfile']
+           'describe_model', 'read_template', 'describe_tokenizer', 'block_kind', 'read_tensors', 'export_gguf',
+           'ChatParts', 'chat_parts', 'go_template', 'write_modelfile']
 
 # %% ../../nbs/10_interop/04_gguf.ipynb #imports-gguf
 import tempfile
@@ -35,6 +36,7 @@ from .hf import read_config
 from ..model.attention import rope_frequencies
 from ..model.config import ModelConfig
 from ..progress import Progress
+from ..quant.ggml import PACKED, pack_blocks
 from ..tokenizer.chat_template import render_text
 from ..tokenizer.bpe_tokenizer import default_template, read_pattern
 from ..tokenizer.pretokenize import GPT4_PATTERN, PATTERNS
@@ -251,8 +253,47 @@ def describe_tokenizer(
         writer.add_chat_template(template)
 
 # %% ../../nbs/10_interop/04_gguf.ipynb #46a6d4ac
-QUANT_TYPES = dict(f32="F32", f16="F16", bf16="BF16", q8_0="Q8_0", q4_0="Q4_0", q4_1="Q4_1")
-_FILE_TYPES = dict(f32=0, f16=1, q4_0=2, q4_1=3, q8_0=7, bf16=32)  # llama.h: enum llama_ftype
+QUANT_TYPES = dict(
+    f32="F32",
+    f16="F16",
+    bf16="BF16",
+    q8_0="Q8_0",
+    q6_k="Q6_K",
+    q5_k_m="Q5_K",
+    q4_k_m="Q4_K",
+    q4_0="Q4_0",
+    q4_1="Q4_1",
+)
+_FILE_TYPES = dict(  # llama.h: enum llama_ftype
+    f32=0, f16=1, q4_0=2, q4_1=3, q8_0=7, q4_k_m=15, q5_k_m=17, q6_k=18, bf16=32
+)
+_FALLBACK = dict(Q4_K="Q5_0", Q5_K="Q5_1", Q6_K="Q8_0")  # For rows that 256 does not divide
+
+
+def block_kind(
+    title: str,  # Name in GGUF
+    shape: Sequence[int],
+    quant_type: str,  # One of `QUANT_TYPES`
+    config: ModelConfig,
+) -> str:  # A kind of GGML, such as 'Q6_K'
+    "The kind of one tensor, as llama.cpp's quantize chooses it (llama-quant.cpp)."
+    kind = QUANT_TYPES[quant_type]
+    if len(shape) == 1:
+        return "F32"
+    if kind in ("F32", "F16", "BF16"):
+        return kind
+    if kind in _FALLBACK:
+        _, layer, part, *_ = f"{title}..".split(".")
+        if title == "output.weight" or title == "token_embd.weight" and config.tie_embeddings:
+            kind = "Q6_K"
+        elif part in ("attn_v", "ffn_down"):
+            eighth = config.n_layers // 8
+            outer = not eighth <= int(layer) < 7 * config.n_layers // 8
+            if outer or (int(layer) - eighth) % 3 == 2:
+                kind = "Q6_K"
+        if shape[-1] % 256:
+            kind = _FALLBACK[kind]
+    return "F16" if shape[-1] % 32 else kind
 
 
 def _open(file: Path) -> Any:  # What `safe_open` returns; an error names the file
@@ -318,6 +359,21 @@ def _checksum(data: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(data).view(np.uint8).reshape(-1).data)
 
 
+def _check_importance(importance: dict[str, np.ndarray], columns: dict[str, int]) -> None:
+    "It must be of this model."
+    if importance and not importance.keys() & columns.keys():
+        raise ValueError(
+            f"importance names {min(importance)} and no tensor of this model, "
+            f"such as {max(columns)}: it is of another model"
+        )
+    for title in importance.keys() & columns.keys():
+        if importance[title].shape != (columns[title],):
+            raise ValueError(
+                f"importance of {title} has shape {importance[title].shape}, "
+                f"and its rows have {columns[title]} numbers: it is of another model"
+            )
+
+
 def export_gguf(
     folder: str | Path,  # With config.json, of the Llama, Mistral, Qwen2 or Qwen3 family
     path: str | Path,  # The file to write, `….gguf`
@@ -327,6 +383,9 @@ def export_gguf(
     progress: bool = True,
     # Called after each tensor with how many are written, and with all of them
     told: Callable[[int, int], object] | None = None,
+    # Name in GGUF -> (in_features,), the weight of an error in each column, from
+    # `collect_importance` or `read_imatrix`; for types of 4 to 6 bits
+    importance: dict[str, np.ndarray] | None = None,
 ) -> dict[str, Any]:  # path, bytes, tensors, and `wide`: matrices written in float16 instead
     "Write a model folder as one GGUF file; it gets its name after it was read back and compared."
     gguf = _gguf()
@@ -338,7 +397,6 @@ def export_gguf(
         raise ValueError(f"{path} must end with .gguf, by which programs recognize the format")
     config = read_config(folder)
     kinds = gguf.GGMLQuantizationType
-    wanted = QUANT_TYPES[quant_type]
     sums = {}
     writer = gguf.GGUFWriter(None, architecture_of(config))
     describe_model(writer, config, name or folder.resolve().name)
@@ -346,14 +404,13 @@ def export_gguf(
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     describe_tokenizer(writer, folder, config.vocab_size, pre)
     tensors = read_tensors(folder, config)
+    columns = {title: shape[-1] for title, (shape, _) in tensors.items()}
+    _check_importance(importance or {}, columns)
     wide = []
     types = {}
     for title, (shape, _) in tensors.items():
-        fits = shape[-1] % 32 == 0 or quant_type in ("f32", "f16", "bf16")
-        types[title] = kinds[wanted] if fits else kinds.F16
-        if len(shape) == 1:
-            types[title] = kinds.F32
-        elif not fits:
+        types[title] = kinds[block_kind(title, shape, quant_type, config)]
+        if types[title] == kinds.F16 and quant_type != "f16":
             wide.append(title)
         plain = {kinds.F32: np.float32, kinds.F16: np.float16}.get(types[title])
         form = shape if plain else gguf.quant_shape_to_byte_shape(shape, types[title])
@@ -379,7 +436,12 @@ def export_gguf(
                             f"{folder} has NaN or Inf in {title}: its training failed, "
                             "which quantization would hide"
                         )
-                    data = gguf.quants.quantize(array, types[title])
+                    weights = (importance or {}).get(title)
+                    kind = types[title].name
+                    if kind.endswith("_K") or weights is not None and kind in PACKED:
+                        data = pack_blocks(array, kind, weights)
+                    else:
+                        data = gguf.quants.quantize(array, types[title])
                     sums[title] = _checksum(data)
                     writer.write_tensor_data(data)
                     bar.update(len(sums))

@@ -13,7 +13,7 @@ from .calibration import (
     gptq as gptq,
     hqq as hqq,
 )
-from .ggml import unpack_blocks as unpack_blocks
+from .ggml import pack_blocks as pack_blocks, unpack_blocks as unpack_blocks
 from .int8 import dequantize_int8 as dequantize_int8, quantize_int8 as quantize_int8
 from .linear import Linear4bit as Linear4bit, Linear8bit as Linear8bit
 from .nf4 import (

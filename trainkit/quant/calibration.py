@@ -50,10 +50,11 @@ def round_to_nearest(
     inputs: "InputStats | None" = None,  # Not used
     bits: int = 3,
     group: int = 64,  # Weights of a row that share a grid
+    grid: Callable[[Tensor, int], tuple[Tensor, Tensor]] = make_grid,  # Another scale and zero
 ) -> Tensor:  # (out_features, in_features)
     "Round each weight to the nearest number of its group's grid."
     parts = (part for part in weight.detach().float().split(group, 1))
-    return torch.cat([to_grid(part, *make_grid(part, bits), bits) for part in parts], 1)
+    return torch.cat([to_grid(part, *grid(part, bits), bits) for part in parts], 1)
 
 
 def bits_per_weight(
@@ -280,6 +281,7 @@ def gptq(
     bits: int = 3,
     group: int = 64,
     damp: float = 0.01,  # Share of its mean added to the diagonal; ten times more if need be
+    grid: Callable[[Tensor, int], tuple[Tensor, Tensor]] = make_grid,  # Called group by group
 ) -> Tensor:  # (out_features, in_features)
     "Round by columns; the remaining ones correct each error (Frantar et al. 2022, algorithm 1)."
     if inputs is None:
@@ -292,7 +294,7 @@ def gptq(
     for start in range(0, n, group):
         end = min(start + group, n)
         part = left[:, start:end]  # Its grid fits the columns as they are by now
-        scale, zero = make_grid(part, bits)
+        scale, zero = grid(part, bits)
         errors = torch.zeros_like(part)
         for i in range(end - start):
             row = factor[start + i, start:end]

@@ -15,7 +15,7 @@ Python, call the functions behind the commands instead."""
 # %% auto #0
 __all__ = ['config', 'tokenizer', 'export', 'Folder', 'show_config', 'convert_command', 'presets_command', 'train_tokenizer',
            'encode_command', 'show_tokenizer', 'merge', 'check_project_command', 'export_gguf_command',
-           'export_hf_command', 'with_model_name', 'evaluate', 'chat', 'serve', 'audit']
+           'export_compressed_command', 'export_hf_command', 'with_model_name', 'evaluate', 'chat', 'serve', 'audit']
 
 # %% ../../nbs/11_recipes/17_commands.ipynb #imports-commands
 import json
@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional, cast
 
 import typer
 
@@ -286,6 +286,44 @@ def check_project_command(
         raise typer.Exit(1)
 
 
+_Calibrate = Annotated[
+    Optional[str],
+    typer.Option(
+        metavar="DATA",
+        help="Text like the model will read: a file, a folder or the name of a corpus.",
+        show_default=False,
+    ),
+]
+
+
+def _calibration(folder: Path, data: str) -> Any:  # (B, T) token ids
+    from trainkit.interop.deploy import calibration_ids
+    from trainkit.interop.hf import load_tokenizer
+
+    return calibration_ids(data, load_tokenizer(folder))
+
+
+def _importance_for(
+    folder: Path, quant_type: str, calibrate: str | None, imatrix: Path | None, force: bool
+) -> dict | None:
+    "The importance matrix from a text or a file, if there is one."
+    from trainkit.interop.deploy import collect_importance, read_imatrix, write_imatrix
+
+    if calibrate is None and imatrix is None:
+        return None
+    if not quant_type.startswith(("q4", "q5", "q6")):
+        raise ValueError(f"{quant_type} takes no importance matrix: types of 4 to 6 bits do")
+    if calibrate is None:
+        return read_imatrix(cast(Path, imatrix))
+    if imatrix is not None:
+        _check_new(imatrix, force)
+    ids = _calibration(folder, calibrate)
+    importance = collect_importance(folder, ids, progress=sys.stderr.isatty())
+    if imatrix is not None:
+        say(f"Importance matrix  {write_imatrix(imatrix, importance, ids.numel(), ids.shape[1])}")
+    return importance
+
+
 @export.command(name="gguf")
 def export_gguf_command(
     folder: Annotated[
@@ -295,22 +333,42 @@ def export_gguf_command(
         Path, typer.Argument(metavar="FILE.gguf", help="Where it goes.", show_default=False)
     ],
     quant_type: Annotated[
-        str, typer.Option("--type", "-t", help="f32, f16, bf16, q8_0, q4_0 or q4_1.")
+        str,
+        typer.Option(
+            "--type",
+            "-t",
+            help="f32, f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m, q4_0 or q4_1.",
+        ),
     ] = "q8_0",
     modelfile: Annotated[
         bool, typer.Option("--modelfile", help="Write a Modelfile for Ollama next to it.")
     ] = False,
     force: _Force = False,
+    calibrate: _Calibrate = None,
+    imatrix: Annotated[
+        Optional[Path],
+        typer.Option(
+            metavar="FILE.gguf",
+            help="An importance matrix: read, or with --calibrate written.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
-    "One file for llama.cpp, Ollama and LM Studio."
-    from trainkit.interop.gguf import export_gguf
+    """One file for llama.cpp, Ollama and LM Studio.
+
+    Types of 4 to 6 bits lose less with a text to calibrate with."""
+    from trainkit.interop.gguf import QUANT_TYPES, export_gguf
 
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{folder} is not a folder: give that of a saved model, such as runs/NAME/model"
         )
     _check_new(path, force)
-    report = export_gguf(folder, path, quant_type, progress=sys.stderr.isatty())
+    if quant_type not in QUANT_TYPES:
+        raise ValueError(f"--type {quant_type} is none of {', '.join(QUANT_TYPES)}")
+    progress = sys.stderr.isatty()
+    importance = _importance_for(folder, quant_type, calibrate, imatrix, force)
+    report = export_gguf(folder, path, quant_type, progress=progress, importance=importance)
     from trainkit.files import show_bytes
 
     tensors = report["tensors"]
@@ -320,6 +378,44 @@ def export_gguf_command(
         from trainkit.interop.gguf import write_modelfile
 
         say(f"Modelfile  {write_modelfile(path, folder)}")
+
+
+@export.command(name="compressed")
+def export_compressed_command(
+    folder: Annotated[
+        Path, typer.Argument(help="A model folder, such as runs/demo/model.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Argument(help="A new folder.", show_default=False)],
+    method: Annotated[str, typer.Option("--method", "-m", help="gptq, awq or nearest.")] = "gptq",
+    calibrate: _Calibrate = None,
+    group: Annotated[
+        Optional[int],
+        typer.Option(
+            help="Weights that share a scale; otherwise 128, 64 or 32, as the rows allow.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    "A folder with weights of 4 bits for vLLM and transformers (compressed-tensors)."
+    from trainkit.files import show_bytes
+    from trainkit.interop.deploy import COMPRESSIONS, export_compressed
+
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder} is not a folder: give that of a saved model, such as runs/NAME/model"
+        )
+    if method not in COMPRESSIONS:
+        raise ValueError(f"--method {method} is none of {', '.join(COMPRESSIONS)}")
+    if method != "nearest" and calibrate is None:
+        raise ValueError(
+            f"{method} looks at the inputs: give text like the model will read with --calibrate, "
+            "or take --method nearest"
+        )
+    _check_new(output, None)
+    ids = None if calibrate is None else _calibration(folder, calibrate)
+    report = export_compressed(folder, output, method, ids, group, sys.stderr.isatty())
+    size = show_bytes(report["bytes"])
+    say(f"{output}: {size}, {report['layers']} layers of 4 bits in groups of {report['group']}")
 
 
 @export.command(name="hf")

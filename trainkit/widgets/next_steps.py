@@ -236,7 +236,10 @@ EXPORTS: dict[str, str] = {
     "ollama": "Ollama: a GGUF file of 8 bits and a Modelfile",
     "q8_0": "GGUF, 8 bits: llama.cpp, LM Studio",
     "f16": "GGUF, 16 bits: the same, twice as large",
-    "q4_0": "GGUF, 4 bits: half as large, less exact",
+    "q6_k": "GGUF Q6_K, 6 bits: three quarters as large, nearly as exact",
+    "q5_k_m": "GGUF Q5_K_M, 5 bits: between the two",
+    "q4_k_m": "GGUF Q4_K_M, 4 bits: what most people download",
+    "q4_0": "GGUF Q4_0, 4 bits: for old programs, less exact",
     "folder": "Folder for transformers, vLLM and SGLang",
     "zip": "The same folder in one .zip file",
 }

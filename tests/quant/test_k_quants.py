@@ -1,0 +1,90 @@
+"K-quants: the gguf package reads every block as we do; extreme blocks; importance helps."
+
+import gguf
+import numpy as np
+import pytest
+
+from trainkit.quant.ggml import BLOCKS, PACKED, pack_blocks, unpack_blocks
+
+KINDS = {name: (size, width) for name, size, width, _ in BLOCKS.values()}
+
+
+def theirs(blocks, kind):
+    with np.errstate(all="ignore"):
+        return gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_any_bytes_are_unpacked_as_by_the_package(kind):
+    "Every bit of every byte; the scales are random bits too, as long as they are finite."
+    size, width = KINDS[kind]
+    blocks = np.random.default_rng(0).integers(0, 256, (400, width), np.uint8)
+    wanted = theirs(blocks, kind)
+    finite = np.isfinite(wanted).all(1)
+    assert finite.mean() > 0.8
+    with np.errstate(all="ignore"):
+        found = unpack_blocks(blocks, kind).reshape(-1, size)
+    assert np.array_equal(found[finite], wanted[finite])
+
+
+def extreme(kind):
+    size = KINDS[kind][0]
+    draw = np.random.default_rng(1)
+    normal = draw.normal(size=(3, 2 * size))
+    spike = np.where(np.arange(2 * size) == 7, 100, 0.01 * normal[:1])
+    return {
+        "normal": normal,
+        "zeros": np.zeros((3, 2 * size)),
+        "constant": np.full((3, 2 * size), -0.7),
+        "positive": np.abs(normal) + 1,
+        "one spike": spike,
+        "half of zeros": np.where(np.arange(2 * size) < size, 0, normal),
+        "large": 1e4 * normal,
+        "tiny": 1e-30 * normal,
+    }
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("kind", PACKED)
+def test_extreme_blocks_are_packed(kind, weighed):
+    "Each number is off by at most a step of its group, and the package reads the same."
+    for name, x in extreme(kind).items():
+        given = np.linspace(0, 1, x.shape[1]) if weighed else None
+        packed = pack_blocks(x, kind, given)
+        assert packed.shape == (len(x), x.shape[1] // KINDS[kind][0] * KINDS[kind][1]), name
+        found = unpack_blocks(packed, kind).reshape(x.shape)
+        assert np.array_equal(found, theirs(packed, kind).reshape(x.shape)), name
+        wide = np.abs(x).max(initial=1e-30)
+        assert np.abs(found - x).max() <= 0.3 * wide + 2e-7, name
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_importance_moves_the_error(kind):
+    draw = np.random.default_rng(2)
+    x = draw.standard_t(5, size=(64, 256)).astype(np.float32)
+    importance = draw.lognormal(0, 2, size=256).astype(np.float32)
+    errors = [
+        float((importance * np.square(unpack_blocks(y, kind).reshape(x.shape) - x)).mean())
+        for y in (pack_blocks(x, kind), pack_blocks(x, kind, importance))
+    ]
+    assert errors[1] < 0.95 * errors[0]
+    # Chunks of rows do not change the bytes
+    whole = pack_blocks(np.tile(x, (9, 1)), kind, importance)
+    assert np.array_equal(whole[-64:], pack_blocks(x, kind, importance))
+
+
+@pytest.mark.parametrize(
+    "x, importance, message",
+    [
+        (np.full((1, 256), np.inf), None, "NaN or Inf"),
+        (np.full((1, 256), 1e30), None, "16-bit"),
+        (np.ones((1, 255)), None, "multiple of 256"),
+        (np.ones(256), None, "multiple of 256"),
+        (np.ones((1, 256)), np.ones(255), "importance has shape"),
+        (np.ones((1, 256)), np.full(256, np.nan), "finite"),
+        (np.ones((1, 256)), np.full(256, -1.0), "finite"),
+    ],
+)
+def test_what_has_no_block_is_refused(x, importance, message):
+    with pytest.raises(ValueError, match=message):
+        pack_blocks(x, "Q4_K", importance)
