@@ -24,9 +24,16 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from ..tokenizer.chat_template import thought_end
+
 # %% ../../nbs/08_align/08_rewards.ipynb #8d0efeee
 # (completions=…, prompts=…, **columns) -> a number for each completion
 Reward = Callable[..., Sequence[float | None]]
+
+
+def _contents(completions: Sequence[str], columns: Mapping[str, Sequence]) -> Sequence[str]:
+    "The completions without their thoughts; `Rollouts` knows more about where one begins."
+    return columns.get("contents") or [text[thought_end(text) :] for text in completions]
 
 
 def same_answer(
@@ -47,7 +54,7 @@ def right_answer(
     pattern: str = "",
     column: str = "answer",  # Of the row, where the right one is; a row without one is not judged
 ) -> Reward:
-    "1 for the right answer, else 0."
+    "1 for the right answer, else 0; the thought before an answer is not looked at."
     find = re.compile(pattern)
     if pattern and not find.groups:
         raise ValueError(f"pattern = {pattern!r} has no group: put parentheses around the answer")
@@ -64,7 +71,8 @@ def right_answer(
         if column not in columns:
             raise ValueError(f"the rows have no column {column!r}, only {', '.join(columns)}")
         rewards = []
-        for text, expected in zip(completions, columns[column], strict=True):
+        texts = _contents(completions, columns)
+        for text, expected in zip(texts, columns[column], strict=True):
             answer = answer_of(text)
             right = answer is not None and expected is not None and same_answer(answer, expected)
             rewards.append(None if expected is None else float(right))
@@ -123,7 +131,8 @@ def passes_tests(
             raise ValueError(f"the rows have no column {column!r}, only {', '.join(columns)}")
         # The threads wait for the processes of the programs
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            return [*pool.map(reward_of, zip(completions, columns[column], strict=True))]
+            texts = _contents(completions, columns)
+            return [*pool.map(reward_of, zip(texts, columns[column], strict=True))]
 
     return passes_tests
 
