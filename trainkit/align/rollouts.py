@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from .environments import Environment, tool_schema
 from .episodes import Answer, Episode, derive_seed, pack_episodes, play_episodes
-from .episodes import after_thought, prompt_to_ids, sample_answers
+from .episodes import prompt_to_ids, sample_answers
 from .invariant import batch_invariant, check_invariant
 from .policy import TokenScores, dropout_layers, token_scores
 from .reference import Reference, make_reference
@@ -34,7 +34,7 @@ from .rl import RLConfig, gae, group_relative, leave_one_out, zero_std_groups, w
 from ..lora.merge import merged_lora
 from ..model.decoding import unsupported_reason
 from ..model.generation import SamplingConfig, context_length, decode_rows, eval_mode
-from ..tokenizer.chat import answer_ends
+from ..tokenizer.chat import after_thought, answer_ends
 from ..train.step import precision, to_device
 
 if TYPE_CHECKING:

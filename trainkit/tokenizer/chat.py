@@ -12,13 +12,13 @@ its end of text. `find_template` returns the template that a tokenizer renders w
 
 # %% auto #0
 __all__ = ['CONVERT_AFTER_CHARS', 'SPECIAL_MARK', 'is_bpe_tokenizer', 'encode_spans', 'find_template', 'answer_ends',
-           'render_batch', 'render', 'resize_embeddings', 'set_template']
+           'after_thought', 'render_batch', 'render', 'resize_embeddings', 'set_template']
 
 # %% ../../nbs/01_tokenizer/08_chat.ipynb #imports-chat
 import json
 import re
 import secrets
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -32,6 +32,7 @@ from torch import nn
 
 from .bpe_tokenizer import BPETokenizer
 from .chat_template import TEMPLATES, Template, render_text, render_texts
+from .chat_template import thought_end
 from .pretokenize import join_pairs
 
 if TYPE_CHECKING:
@@ -483,6 +484,26 @@ def answer_ends(
         return (eos,)
     controls = _controls(tokenizer)[0]
     return (eos, *(controls[token] for token in _CALL_ENDS if token in controls))
+
+
+def after_thought(
+    ids: Sequence[int],  # Of an answer
+    tokenizer: Any,
+    context: Sequence[int] = (),  # The ids before it; they may end with the beginning of a thought
+    skip_special_tokens: bool = True,
+) -> str:  # '' where the thought was cut off
+    "What an answer says after its thought: all of it, where it has none."
+
+    def text(some: Sequence[int], skip: bool = False) -> str:
+        return tokenizer.decode([*some], skip_special_tokens=skip)
+
+    whole = text(ids)
+    end = thought_end(whole, text(context[-32:]))
+    if not end:
+        return text(ids, skip_special_tokens)
+    # Tags may be special tokens, so they are found before those are left out
+    first = bisect_left(range(len(ids)), end, key=lambda n: len(text(ids[:n])))
+    return text(ids[:first])[end:] + text(ids[first:], skip_special_tokens)
 
 
 def render_batch(
