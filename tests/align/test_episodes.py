@@ -1,10 +1,14 @@
 """Episodes: environments, tools, log-probabilities at sampling, and training on several turns."""
 
+import os
 import random
+import signal
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from support.processes import FORK, serve
 
 from trainkit import BPETokenizer, ModelConfig, OptimConfig, RLConfig, Rollouts, SamplingConfig
 from trainkit import TrainConfig, Trainer, Transformer, rl_objective
@@ -14,6 +18,7 @@ from trainkit.align.environments import ReasoningGym, TextArena, call_tool, pars
 from trainkit.align.environments import tool_schema
 from trainkit.align.episodes import Answer, Episode, continuation_ids, sample_answers
 from trainkit.align.rl import discount, gae
+from trainkit.train.checkpoint import find_checkpoints
 from trainkit.tokenizer.chat import answer_ends, render, set_template
 from trainkit.tokenizer.chat_template import TEMPLATES
 
@@ -397,49 +402,97 @@ def test_ten_thousand_episodes():
         assert wrong == 0 and gap < (1e-9 if exact else 1e-5)
 
 
-def test_a_run_that_is_killed_within_an_episode_resumes_to_the_same_bits(tmp_path):
+TURNS, STARTS = [], []  # Answers of the last run of `play`; how many there were before a round
+
+
+class Noted(Talk):
+    "Notes each answer, and stops the run at one of them."
+
+    last, stop = 0, None
+
+    def reset(self, row, seed):
+        if len(TURNS) > (STARTS[-1] if STARTS else -1):
+            STARTS.append(len(TURNS))
+        return super().reset(row, seed)
+
+    def step(self, answer):
+        TURNS.append(tuple(answer))
+        if len(TURNS) == self.last:
+            self.stop()
+        return super().step(answer)
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def play(folder, last=0, stop=None, resume=None, async_save=None):
+    "A run of three rounds that saves after each; the state of its model."
+    TURNS.clear(), STARTS.clear()
+    game = type("Game", (Noted,), dict(last=last, stop=staticmethod(stop)))
+    config = RLConfig(num_prompts=2, num_generations=4, max_completion_length=24, max_turns=3)
+    model = tiny()
+    rollouts = Rollouts(model, None, [{}] * 6, config=config, environment=game, batch_size=4)
+    plan = TrainConfig(
+        output_dir=str(folder),
+        max_steps=6,
+        progress=False,
+        save_steps=2,
+        save_strategy="steps",
+        async_save=async_save,
+    )
+    trainer = Trainer(
+        model,
+        rl_objective(config),
+        rollouts,
+        config=plan,
+        optim=OptimConfig(learning_rate=1e-2),
+        save_model=lambda model, folder: None,
+    )
+    trainer.train(resume)
+    return model.state_dict()
+
+
+def test_a_run_that_is_interrupted_within_an_episode_resumes_to_the_same_bits(tmp_path):
     "Between two turns, in the third round: its episodes are played again from their seeds."
-    sizes = dict(num_prompts=2, num_generations=4, max_completion_length=24, max_turns=3)
-    config = RLConfig(**sizes)
-    turns = []
-
-    def train(folder, last=None, resume=None):
-        class Noted(Talk):
-            def step(self, answer):
-                turns.append(tuple(answer))
-                if len(turns) == last:
-                    raise KeyboardInterrupt
-                return super().step(answer)
-
-        turns.clear()
-        model = tiny()
-        rollouts = Rollouts(model, None, [{}] * 6, config=config, environment=Noted, batch_size=4)
-        plan = TrainConfig(
-            output_dir=str(tmp_path / folder),
-            max_steps=6,
-            progress=False,
-            save_steps=2,
-            save_strategy="steps",
-        )
-        trainer = Trainer(
-            model,
-            rl_objective(config),
-            rollouts,
-            config=plan,
-            optim=OptimConfig(learning_rate=1e-2),
-            save_model=lambda model, folder: None,
-        )
-        trainer.train(resume)
-        return model.state_dict(), [*turns]
-
-    whole, played = train("whole")
+    whole, played = play(tmp_path / "whole"), [*TURNS]
     with pytest.raises(KeyboardInterrupt):
-        train("again", last=len(played) - 3)
-    before = len(turns)
-    again, rest = train("again", resume=True)
+        play(tmp_path / "again", len(played) - 3, interrupt)
+    before = len(TURNS)
+    again, rest = play(tmp_path / "again", resume=True), [*TURNS]
     assert 0 < len(rest) < len(played) < before + len(rest)  # Some turns were played twice
     assert rest == played[-len(rest) :]
     assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def _play_in_child(folder, last, async_save):
+    torch.set_num_threads(1)
+    play(folder, last, kill, async_save=async_save)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_process_that_is_killed_within_an_episode_resumes_to_the_same_bits(tmp_path, async_save):
+    "SIGKILL, which nobody can catch; without async_save every checkpoint that was due is there."
+    serve()
+    whole, played, starts = play(tmp_path / "whole"), [*TURNS], [*STARTS]
+    for last in random.Random(0).sample(range(1, len(played) + 1), 4):
+        folder = tmp_path / f"killed-{last}"
+        process = FORK.Process(target=_play_in_child, args=(folder, last, async_save))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        left = [*find_checkpoints(folder / "checkpoints")]
+        again, rest = play(folder, resume="auto"), [*TURNS]
+        assert rest == played[len(played) - len(rest) :]
+        assert all(torch.equal(whole[name], again[name]) for name in whole)
+        if not async_save:
+            assert len(left) == sum(start < last for start in starts[1:])
 
 
 def test_the_memory_of_the_largest_batch_is_that_of_the_batches():
