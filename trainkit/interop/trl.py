@@ -225,6 +225,7 @@ def _rl(s: "RLConfig", kind: str) -> _Values:
         ("batch_invariant", s.batch_invariant),
         ("sampler_weights", s.sampler_weights),
         ("dynamic_sampling", s.dynamic_sampling),
+        ("old_log_probs", s.old_log_probs == "sampler"),
     ):
         if unsupported:
             raise ValueError(
