@@ -77,7 +77,8 @@ def sample_answers(
     limit = sampling.thinking_budget
     if limit is not None and tokenizer is None:
         raise ValueError(f"thinking_budget = {limit} needs a tokenizer: thoughts are found as text")
-    answers = [Answer([], [], [], []) for _ in contexts]
+    forced: list[list[bool]] = [[] for _ in contexts]
+    answers = [Answer([], [], [], marks) for marks in forced]
     waiting = [*range(len(contexts))]
     seed, parts = sampling.seed, 0
     while waiting:
@@ -116,7 +117,7 @@ def sample_answers(
                     if recorder.cut:
                         answer.kept.append(recorder.kept[place])
                     if processors:
-                        answer.forced.append(processors[0].forced[place])
+                        forced[waiting[place]].append(processors[0].forced[place])
                     if len(answer.ids) == budgets[waiting[place]]:
                         alive[place] = False
                         unfinished.discard(place)
