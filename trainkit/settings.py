@@ -618,6 +618,12 @@ class RLConfig:
     top_p: float = knob(
         1.0, "Sample from the likeliest tokens that have this total probability", low=0.01, high=1
     )
+    thinking_budget: int | None = knob(
+        None,
+        "Most tokens of a thought in each answer, which is then closed; nothing is learned from "
+        "the tokens that close it. 0 allows no thought, unset any",
+        low=0,
+    )
     beta: float = knob(
         0.0,
         "Weight of the KL divergence from the reference; 0: no KL term",

@@ -1,18 +1,25 @@
 """Episodes: environments, tools, log-probabilities at sampling, and training on several turns."""
 
+import os
 import random
+import signal
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
+from support.processes import FORK, serve
 
 from trainkit import BPETokenizer, ModelConfig, OptimConfig, RLConfig, Rollouts, SamplingConfig
 from trainkit import TrainConfig, Trainer, Transformer, rl_objective
 from trainkit.align import ActorCritic, Calculator, Environment, GuessNumber, Reply, batch_invariant
 from trainkit.align import pack_episodes, play_episodes, token_scores
 from trainkit.align.environments import ReasoningGym, TextArena, call_tool, parse_tool_calls
-from trainkit.align.episodes import Episode, continuation_ids, sample_answers
+from trainkit.align.environments import tool_schema
+from trainkit.align.episodes import Answer, Episode, continuation_ids, sample_answers
 from trainkit.align.rl import discount, gae
-from trainkit.tokenizer.chat import render, set_template
+from trainkit.train.checkpoint import find_checkpoints
+from trainkit.tokenizer.chat import answer_ends, render, set_template
 from trainkit.tokenizer.chat_template import TEMPLATES
 
 
@@ -395,49 +402,97 @@ def test_ten_thousand_episodes():
         assert wrong == 0 and gap < (1e-9 if exact else 1e-5)
 
 
-def test_a_run_that_is_killed_within_an_episode_resumes_to_the_same_bits(tmp_path):
+TURNS, STARTS = [], []  # Answers of the last run of `play`; how many there were before a round
+
+
+class Noted(Talk):
+    "Notes each answer, and stops the run at one of them."
+
+    last, stop = 0, None
+
+    def reset(self, row, seed):
+        if len(TURNS) > (STARTS[-1] if STARTS else -1):
+            STARTS.append(len(TURNS))
+        return super().reset(row, seed)
+
+    def step(self, answer):
+        TURNS.append(tuple(answer))
+        if len(TURNS) == self.last:
+            self.stop()
+        return super().step(answer)
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def play(folder, last=0, stop=None, resume=None, async_save=None):
+    "A run of three rounds that saves after each; the state of its model."
+    TURNS.clear(), STARTS.clear()
+    game = type("Game", (Noted,), dict(last=last, stop=staticmethod(stop)))
+    config = RLConfig(num_prompts=2, num_generations=4, max_completion_length=24, max_turns=3)
+    model = tiny()
+    rollouts = Rollouts(model, None, [{}] * 6, config=config, environment=game, batch_size=4)
+    plan = TrainConfig(
+        output_dir=str(folder),
+        max_steps=6,
+        progress=False,
+        save_steps=2,
+        save_strategy="steps",
+        async_save=async_save,
+    )
+    trainer = Trainer(
+        model,
+        rl_objective(config),
+        rollouts,
+        config=plan,
+        optim=OptimConfig(learning_rate=1e-2),
+        save_model=lambda model, folder: None,
+    )
+    trainer.train(resume)
+    return model.state_dict()
+
+
+def test_a_run_that_is_interrupted_within_an_episode_resumes_to_the_same_bits(tmp_path):
     "Between two turns, in the third round: its episodes are played again from their seeds."
-    sizes = dict(num_prompts=2, num_generations=4, max_completion_length=24, max_turns=3)
-    config = RLConfig(**sizes)
-    turns = []
-
-    def train(folder, last=None, resume=None):
-        class Noted(Talk):
-            def step(self, answer):
-                turns.append(tuple(answer))
-                if len(turns) == last:
-                    raise KeyboardInterrupt
-                return super().step(answer)
-
-        turns.clear()
-        model = tiny()
-        rollouts = Rollouts(model, None, [{}] * 6, config=config, environment=Noted, batch_size=4)
-        plan = TrainConfig(
-            output_dir=str(tmp_path / folder),
-            max_steps=6,
-            progress=False,
-            save_steps=2,
-            save_strategy="steps",
-        )
-        trainer = Trainer(
-            model,
-            rl_objective(config),
-            rollouts,
-            config=plan,
-            optim=OptimConfig(learning_rate=1e-2),
-            save_model=lambda model, folder: None,
-        )
-        trainer.train(resume)
-        return model.state_dict(), [*turns]
-
-    whole, played = train("whole")
+    whole, played = play(tmp_path / "whole"), [*TURNS]
     with pytest.raises(KeyboardInterrupt):
-        train("again", last=len(played) - 3)
-    before = len(turns)
-    again, rest = train("again", resume=True)
+        play(tmp_path / "again", len(played) - 3, interrupt)
+    before = len(TURNS)
+    again, rest = play(tmp_path / "again", resume=True), [*TURNS]
     assert 0 < len(rest) < len(played) < before + len(rest)  # Some turns were played twice
     assert rest == played[-len(rest) :]
     assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def _play_in_child(folder, last, async_save):
+    torch.set_num_threads(1)
+    play(folder, last, kill, async_save=async_save)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_process_that_is_killed_within_an_episode_resumes_to_the_same_bits(tmp_path, async_save):
+    "SIGKILL, which nobody can catch; without async_save every checkpoint that was due is there."
+    serve()
+    whole, played, starts = play(tmp_path / "whole"), [*TURNS], [*STARTS]
+    for last in random.Random(0).sample(range(1, len(played) + 1), 4):
+        folder = tmp_path / f"killed-{last}"
+        process = FORK.Process(target=_play_in_child, args=(folder, last, async_save))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        left = [*find_checkpoints(folder / "checkpoints")]
+        again, rest = play(folder, resume="auto"), [*TURNS]
+        assert rest == played[len(played) - len(rest) :]
+        assert all(torch.equal(whole[name], again[name]) for name in whole)
+        if not async_save:
+            assert len(left) == sum(start < last for start in starts[1:])
 
 
 def test_the_memory_of_the_largest_batch_is_that_of_the_batches():
@@ -497,3 +552,151 @@ def test_a_missing_package_is_named(maker, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="trainkit-llm.gym"):
         maker()
+
+
+@pytest.fixture(scope="module")
+def thinker():
+    tok = BPETokenizer.train(["left right north 1 2 3 4 guess user assistant " * 9], 280)
+    return set_template(tok, "qwen3")
+
+
+def _thoughts(episode, tok, budget):
+    "The forced tokens of an episode that begins inside a thought, and how many came before them."
+    forced = [i for i, own in zip(episode.ids, episode.written, strict=True) if not own]
+    if forced:
+        ending = tok.encode("\n</think>\n\n", "all")
+        assert forced[: len(ending)] == ending
+        assert episode.written[:budget] == [True] * budget
+        assert not any(episode.written[budget : budget + len(ending)])
+    return forced
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        dict(top_p=0.9),
+        pytest.param(dict(batch_invariant=True), marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_thinking_budget_writes_is_not_learned(thinker, knobs):
+    model = tiny(vocab=len(thinker), length=64)
+    prompts = [dict(prompt=thinker.encode("guess " * n + "<think>\n", "all")) for n in range(4)]
+    seen = []
+
+    def reward(completions, contents, completion_ids, **columns):
+        seen.append((completions, contents))
+        return [float(len(set(ids))) for ids in completion_ids]
+
+    exact = "batch_invariant" in knobs
+    config = RLConfig(
+        num_prompts=4,
+        num_generations=2 if exact else 4,
+        max_completion_length=10 if exact else 24,
+        thinking_budget=5,
+        **knobs,
+    )
+    rollouts = Rollouts(model, thinker, prompts, reward, config)
+    episodes = rollouts._play([n for n in range(4) for _ in range(config.num_generations)], 3)
+    cut = [bool(_thoughts(episode, thinker, 5)) for episode in episodes]
+    assert sum(cut) > len(cut) / 2 and [e.cut_thoughts for e in episodes] == [int(c) for c in cut]
+    batch = pack_episodes(episodes)
+    with batch_invariant(config.batch_invariant):
+        scores = token_scores(model, batch)
+    gap = (scores.log_probs - batch["sampling_log_probs"]).abs().max()
+    assert gap == 0 if config.batch_invariant else gap < 1e-5
+    whole = rollouts.collect([0, 1, 2, 3], 3)
+    assert whole["truncated_thoughts"].tolist() == [float(c) for c in cut]
+    for n, (text, content) in enumerate(zip(*seen[-1], strict=True)):
+        if cut[n]:  # The answer is what follows the thought
+            assert content == text.partition("</think>")[2].lstrip("\n") != text
+
+
+def test_a_thought_keeps_its_budget_where_a_long_context_ends():
+    "The answer is continued in a second pass, and the thought is counted through."
+    words = BPETokenizer.train(["left right north 1 2 3 4 guess user assistant " * 9], 280)
+    tok, sampling = set_template(words, "qwen3"), SamplingConfig(seed=0, thinking_budget=9)
+    head = tok.encode("guess <think>", "all")
+    model = tiny(vocab=len(tok), length=48)
+    for fill in (40, 36, 34, 30):  # The first pass ends before, at and after the budget
+        long, short = sample_answers(
+            model, [[5] * fill, head], [48 - fill, 30], sampling, tokenizer=tok
+        )
+        place = short.forced.index(True)
+        assert place == 9 and sum(short.forced) == len(tok.encode("\n</think>\n\n", "all"))
+        assert not any(long.forced)
+    with pytest.raises(ValueError, match="thinking_budget = 9 needs a tokenizer"):
+        sample_answers(model, [[1]], [4], sampling)
+
+
+def test_an_environment_hears_what_follows_the_thought(thinker):
+    heard = []
+
+    class Listen(Environment):
+        def reset(self, row, seed):
+            return thinker.encode("guess <think>", "all")
+
+        def step(self, answer):
+            heard.append(answer)
+            return Reply("", 0.0, True)
+
+    model = tiny(vocab=len(thinker), length=96)
+    sampling = SamplingConfig(max_new_tokens=80, seed=4, thinking_budget=3)
+    episodes = play_episodes(
+        model, thinker, [Listen() for _ in range(48)], [{}] * 48, range(48), sampling
+    )
+    ended = [e for e in episodes if not e.truncated]
+    assert len(heard) == len(ended) > 0
+    for episode, answer in zip(ended, heard, strict=True):
+        text = thinker.decode(episode.ids[:-1], skip_special_tokens=False)
+        assert answer == text.partition("</think>")[2].lstrip("\n")
+
+
+def test_knobs_of_sampling_hold_in_answers():
+    model, contexts = tiny(), [[1, 2], [3, 4]]
+    plain = SamplingConfig(seed=0)
+    few = replace(plain, min_p=0.99)
+    answers = sample_answers(model, contexts, [12, 12], few)
+    assert answers != sample_answers(model, contexts, [12, 12], plain) and answers[0].kept
+    row = torch.tensor([[1, 2, *answers[0].ids]])
+    likeliest = model(row).logits.argmax(-1)[0, 1:-1]
+    assert answers[0].ids == likeliest.tolist()  # min_p leaves nothing else
+    fresh = sample_answers(model, contexts, [12, 12], replace(plain, repetition_penalty=9.0))
+    assert fresh != sample_answers(model, contexts, [12, 12], plain)
+    late = sample_answers(
+        model, contexts, [12, 12], replace(plain, min_new_tokens=10), [*range(11)]
+    )
+    assert all(len(a.ids) >= 10 and {*a.ids[:9]} == {11} for a in late)
+
+
+def test_a_call_of_gemma_4_ends_an_answer():
+    "Its tool turns end with a token of their own, and the tool's result follows it."
+    tok = BPETokenizer.train(["What is 3 4 5 calculate expression user model " * 9], 280)
+    set_template(tok, "gemma4")
+    call_end = tok.special_tokens["<|tool_response>"]
+    assert answer_ends(tok) == (tok.eos_token_id, call_end)
+    game = Calculator(9)
+    prompt = game.reset({}, 1)
+    tools = [tool_schema(tool) for tool in game.tools]
+    call = dict(name="calculate", arguments=dict(expression="3 * 4"))
+    turn = dict(role="assistant", content="", tool_calls=[dict(type="function", function=call)])
+    ids, learned = render([*prompt, turn], tok, tools=tools)
+    said = [i for i, own in zip(ids, learned, strict=True) if own]
+    assert said[-1] == call_end
+    final = tok.encode("12", "all") + [tok.eos_token_id]
+    scripted = iter([said, final])
+
+    def script(policy, contexts, budgets, sampling, eos, *_):
+        answer = next(scripted)
+        assert answer[-1] in eos
+        return [Answer(answer, [0.0] * len(answer), [])]
+
+    model = tiny(vocab=len(tok), length=512)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainkit.align.episodes.sample_answers", script)
+        [episode] = play_episodes(model, tok, [game], [{}], [1], SamplingConfig(max_new_tokens=400))
+    assert episode.turns == 2 and not episode.truncated
+    result = dict(role="tool", name="calculate", content="12", tool_call_id="trainkit0")
+    reply = dict(role="assistant", content="12")
+    whole = render([*prompt, turn, result, reply], tok, tools=tools)[0]
+    assert episode.prompt + episode.ids == whole[: len(episode.prompt + episode.ids)]

@@ -295,3 +295,21 @@ def test_a_quantized_layer_in_the_classes_of_bitsandbytes(bits, bias, monkeypatc
         assert (new.knobs["quant_type"], new.weight[1]["blocksize"]) == ("nf4", 64)
     else:
         assert new.knobs == dict(has_fp16_weights=False, threshold=6.0)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        dict(environment="guess_number"),
+        dict(thinking_budget=0),
+        dict(batch_invariant=True),
+        dict(sampler_weights="int8"),
+        dict(dynamic_sampling=2),
+        dict(old_log_probs="sampler"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_what_trl_has_no_counterpart_for_is_refused(kind, knobs):
+    [name] = knobs
+    with pytest.raises(ValueError, match=rf"rl\.{name} = .*take engine: trainkit"):
+        SETTINGS[kind](RLConfig(kind, **knobs))

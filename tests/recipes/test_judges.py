@@ -59,6 +59,7 @@ def asked(monkeypatch):
 
 def made(kind, **inputs):
     judge = object.__new__(kind)
+    inputs.setdefault("config", SimpleNamespace()).sft = SimpleNamespace(samples=0)
     judge.inputs = SimpleNamespace(tokenizer=None, model=None, causal=None, **inputs)
     judge.before, judge.after, judge.callbacks, judge.marks = [], [], [], {}
     return judge
@@ -143,6 +144,7 @@ def test_prompts(asked, monkeypatch):
             more=[0, None, 2],
             prompts=["q0", "q1", "q2"],
             completions=["one", "b", "c"],
+            contents=["one", "b", "c"],
             completion_ids=[[3, True], [1, True], [1, True]],
         ),
     )

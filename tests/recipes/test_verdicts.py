@@ -21,7 +21,6 @@ class Echo:
     eos_token_id = 0
 
     def decode(self, ids, skip_special_tokens):
-        assert skip_special_tokens
         return " " + " ".join(str(i) for i in ids if i) + " "
 
 
@@ -45,7 +44,12 @@ def test_an_answer_has_half_as_many_tokens_again_as_the_expected_one(monkeypatch
 def judged(ended, count=4):
     questions = [dict(prompt=f"q{i}", expected=f" a{i}") for i in range(count)]
     judge = SimpleNamespace(
-        inputs=SimpleNamespace(model=None, tokenizer=None, questions=questions),
+        inputs=SimpleNamespace(
+            model=None,
+            tokenizer=None,
+            questions=questions,
+            config=SimpleNamespace(sft=SimpleNamespace(samples=0)),
+        ),
         before=["a0", *["no"] * (count - 1)],
     )
     answers = [ModelAnswer(f"a{i} " if i < 3 else "no") for i in range(count)]

@@ -61,7 +61,8 @@ class Environment:
 
     def step(
         self,
-        answer: Any,  # The text without its end token; ids where there is no tokenizer
+        # The text without its thought and its end token; ids where there is no tokenizer
+        answer: Any,
     ) -> Reply:
         raise NotImplementedError(f"{type(self).__name__} has no step(answer)")
 

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from .environments import CALL_ID, Environment, Prompt, tool_schema
 from .invariant import batch_invariant as in_blocks
 from ..model.generation import SamplingConfig, context_length, decode_rows, eval_mode
-from ..model.generation import text_to_ids
-from ..tokenizer.chat import render
+from ..model.generation import ThinkingBudget, text_to_ids
+from ..tokenizer.chat import after_thought, answer_ends, render
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -42,6 +42,7 @@ class Answer(NamedTuple):
     ids: list[int]
     log_probs: list[float]  # Of each id, in the distribution that it was drawn from
     kept: list[np.ndarray]  # The tokens it was drawn from, packed bits; [] if all of them
+    forced: Sequence[bool] = ()  # Whether a thinking budget wrote it; () if none did
 
 
 class _Recorder:
@@ -49,6 +50,7 @@ class _Recorder:
 
     def __init__(self, config: SamplingConfig):
         self.cut = bool(config.top_k) or config.top_p < 1 or config.min_p > 0
+        self.cut = self.cut or config.min_new_tokens > 0
         self.log_probs: list[float] = []
         self.kept: Sequence[np.ndarray] | np.ndarray = ()  # (B, bytes)
 
@@ -67,11 +69,16 @@ def sample_answers(
     eos: Sequence[int] = (),  # An answer ends with any of these
     weights: str | None = None,  # As in `generate`
     batch_invariant: bool = False,  # See `trainkit.align.invariant`
+    tokenizer: "_Tokenizer | None" = None,  # For `sampling.thinking_budget`
 ) -> list[Answer]:
     "One answer to each context, with the log-probabilities of its tokens."
     if batch_invariant and len({*map(len, contexts)}) > 1:
-        return _sample_by_length(policy, contexts, budgets, sampling, eos)
-    answers = [Answer([], [], []) for _ in contexts]
+        return _sample_by_length(policy, contexts, budgets, sampling, eos, tokenizer)
+    limit = sampling.thinking_budget
+    if limit is not None and tokenizer is None:
+        raise ValueError(f"thinking_budget = {limit} needs a tokenizer: thoughts are found as text")
+    forced: list[list[bool]] = [[] for _ in contexts]
+    answers = [Answer([], [], [], marks) for marks in forced]
     waiting = [*range(len(contexts))]
     seed, parts = sampling.seed, 0
     while waiting:
@@ -80,14 +87,15 @@ def sample_answers(
         if parts and seed is not None:
             seed = derive_seed(sampling.seed, parts)
         parts += 1
-        config = SamplingConfig(
-            max_new_tokens=most,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            seed=seed,
-        )
+        done = len(answers[waiting[0]].ids)  # Of each of them: those that wait were all cut at once
+        least = min(most, max(0, sampling.min_new_tokens - done))
+        config = replace(sampling, max_new_tokens=most, min_new_tokens=least, seed=seed)
         recorder = _Recorder(config)
+        processors = []
+        if limit is not None:
+            processors = [
+                ThinkingBudget(cast("AnyTokenizer", tokenizer), limit, written=[done] * len(rows))
+            ]
         unfinished = {*range(len(rows))}
         with eval_mode(policy), in_blocks(batch_invariant):
             tokens = decode_rows(
@@ -96,6 +104,7 @@ def sample_answers(
                 config,
                 eos,
                 fast=not batch_invariant,
+                processors=processors,
                 weights=weights,
                 watch=recorder,
             )
@@ -107,6 +116,8 @@ def sample_answers(
                     answer.log_probs.append(recorder.log_probs[place])
                     if recorder.cut:
                         answer.kept.append(recorder.kept[place])
+                    if processors:
+                        forced[waiting[place]].append(processors[0].forced[place])
                     if len(answer.ids) == budgets[waiting[place]]:
                         alive[place] = False
                         unfinished.discard(place)
@@ -123,6 +134,7 @@ def _sample_by_length(
     budgets: Sequence[int],
     sampling: SamplingConfig,
     eos: Sequence[int],
+    tokenizer: "_Tokenizer | None",
 ) -> list[Answer]:
     "As `sample_answers`, batch-invariant: contexts of equal length together, without padding."
     answers: dict[int, Answer] = {}
@@ -130,7 +142,7 @@ def _sample_by_length(
         places = [i for i, context in enumerate(contexts) if len(context) == length]
         config = replace(sampling, seed=derive_seed(sampling.seed, length))
         some = [contexts[i] for i in places], [budgets[i] for i in places]
-        group = sample_answers(policy, *some, config, eos, batch_invariant=True)
+        group = sample_answers(policy, *some, config, eos, None, True, tokenizer)
         answers |= dict(zip(places, group, strict=True))
     return [answers[i] for i in range(len(contexts))]
 
@@ -173,7 +185,8 @@ def continuation_ids(
         head = render(chat[:1], tokenizer, add_generation_prompt=True, tools=tools)[0]
         pairs = enumerate(zip(ids, head, strict=False))
         same = next((i for i, (a, b) in pairs if a != b), len(head))
-        end = ids.index(cast(int, tokenizer.eos_token_id), same)
+        ends = answer_ends(tokenizer)
+        end = next(place for place in range(same, len(ids)) if ids[place] in ends)
     return ids[end + 1 :]
 
 
@@ -226,22 +239,27 @@ class Episode:
     kept: list[np.ndarray | None] = field(default_factory=list)  # As in `Answer`
     turns: int = 0  # Answers
     truncated: bool = False
+    cut_thoughts: int = 0  # Answers whose thought was closed by a thinking budget
 
     def write(self, answer: Answer) -> None:
-        "Append an answer of the model."
+        "Append an answer of the model; it did not write what a thinking budget forced."
         size = len(answer.ids)
-        self._append(answer.ids, True, answer.log_probs, answer.kept or [None] * size)
+        own = [not forced for forced in answer.forced] or [True] * size
+        pairs = zip(answer.kept or [None] * size, own, strict=True)
+        kept = [bits if written else None for bits, written in pairs]
+        self._append(answer.ids, own, answer.log_probs, kept)
         self.turns += 1
+        self.cut_thoughts += not all(own)
 
     def read(self, ids: Sequence[int]) -> None:
         "Append an observation."
-        self._append(ids, False, [0.0] * len(ids), [None] * len(ids))
+        self._append(ids, [False] * len(ids), [0.0] * len(ids), [None] * len(ids))
 
     def _append(
-        self, ids: Sequence[int], written: bool, log_probs: list[float], kept: Sequence
+        self, ids: Sequence[int], written: list[bool], log_probs: list[float], kept: Sequence
     ) -> None:
         self.ids += ids
-        self.written += [written] * len(ids)
+        self.written += written
         self.log_probs += log_probs
         self.rewards += [0.0] * len(ids)
         self.kept += kept
@@ -264,8 +282,7 @@ def play_episodes(
 ) -> list[Episode]:
     "Let a model act in environments until all episodes are over."
     sampling = sampling or SamplingConfig(max_new_tokens=256)
-    owner = environments[0] if tokenizer is None else tokenizer
-    eos = () if owner.eos_token_id is None else (owner.eos_token_id,)
+    eos = answer_ends(environments[0] if tokenizer is None else tokenizer)
     prompts = [e.reset(row, s) for e, row, s in zip(environments, rows, seeds, strict=True)]
     schemas = [[tool_schema(tool) for tool in e.tools] or None for e in environments]
     episodes = [
@@ -286,15 +303,20 @@ def play_episodes(
             eos,
             weights,
             batch_invariant,
+            tokenizer,
         )
         going = []
         for i, answer in zip(live, answers, strict=True):
             episode = episodes[i]
+            before = (episode.prompt + episode.ids)[-32:]
             episode.write(answer)
             if eos and answer.ids[-1] not in eos:
                 episode.truncated = True
                 continue
-            step = environments[i].step(_as_text(answer.ids, tokenizer, eos))
+            words = [token for token in answer.ids if token not in eos]
+            # Marks of tool calls are part of the text
+            heard = words if tokenizer is None else after_thought(words, tokenizer, before, False)
+            step = environments[i].step(heard)
             episode.rewards[-1] += step.reward
             if step.done:
                 continue
@@ -306,12 +328,6 @@ def play_episodes(
             going.append(i)
         live = going
     return episodes
-
-
-def _as_text(ids: list[int], tokenizer: "_Tokenizer | None", eos: Sequence[int]) -> str | list[int]:
-    "An answer as its environment reads it; marks of tool calls are part of it."
-    words = [token for token in ids if token not in eos]
-    return words if tokenizer is None else tokenizer.decode(words, skip_special_tokens=False)
 
 # %% ../../nbs/08_align/15_episodes.ipynb #pack-def
 def pack_episodes(

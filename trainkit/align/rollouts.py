@@ -34,6 +34,7 @@ from .rl import RLConfig, gae, group_relative, leave_one_out, zero_std_groups, w
 from ..lora.merge import merged_lora
 from ..model.decoding import unsupported_reason
 from ..model.generation import SamplingConfig, context_length, decode_rows, eval_mode
+from ..tokenizer.chat import after_thought, answer_ends
 from ..train.step import precision, to_device
 
 if TYPE_CHECKING:
@@ -157,8 +158,8 @@ class Rollouts:
         tokenizer: _Tokenizer | None,
         # As for `encode_prompts`; with an environment, rows for its `reset`
         prompts: Sequence,
-        # Called with completions, prompts, completion_ids and the columns of the rows; in addition
-        # to the rewards of an environment
+        # Called with completions, contents (completions without their thoughts), prompts,
+        # completion_ids and the columns of the rows; in addition to the rewards of an environment
         reward: Reward | Sequence[Reward] = (),
         config: RLConfig | None = None,
         batch_size: int | None = None,  # Answers in a batch; None: all of a round
@@ -175,6 +176,11 @@ class Rollouts:
         self.policy: nn.Module = getattr(model, "policy", model)
         self.config = config = config or RLConfig()
         room = context_length(self.policy) - config.max_completion_length
+        if config.thinking_budget is not None and tokenizer is None:
+            raise ValueError(
+                f"thinking_budget = {config.thinking_budget} needs a tokenizer: thoughts are found "
+                "as text, between <think> and </think>"
+            )
         self.environment = environment
         self.rewards = [reward] if callable(reward) else list(reward)
         if environment is None:
@@ -399,14 +405,17 @@ class Rollouts:
         rows = [i for i in which for _ in range(self.config.num_generations)]
         episodes = self._play(rows, seed)
         completions: list = [episode.ids for episode in episodes]
-        if self.tokenizer is not None:
-            completions = [
-                self.tokenizer.decode(ids, skip_special_tokens=True) for ids in completions
-            ]
         columns: dict[str, Any] = {
             name: [self.rows[i].get(name) for i in rows]
             for name in dict.fromkeys(name for i in which for name in self.rows[i])
         }
+        if self.tokenizer is not None:
+            completions = [
+                self.tokenizer.decode(ids, skip_special_tokens=True) for ids in completions
+            ]
+            columns["contents"] = [
+                after_thought(episode.ids, self.tokenizer, episode.prompt) for episode in episodes
+            ]
         prompts = columns.pop("prompt", None)
         if self.environment is not None:
             columns["episode_rewards"] = [episode.reward for episode in episodes]
@@ -438,6 +447,9 @@ class Rollouts:
         if self._ends():
             truncated = torch.tensor([float(e.truncated) for e in answers.episodes])
             numbers["ended"] = 1 - truncated
+        if c.thinking_budget is not None:
+            cut = torch.tensor([float(e.cut_thoughts) for e in answers.episodes])
+            numbers["truncated_thoughts"] = cut
         if self.environment is not None:
             numbers["turns"] = torch.tensor([float(e.turns) for e in answers.episodes])
         batch = pack_episodes(answers.episodes, learn_truncated=not c.mask_truncated_completions)
@@ -456,9 +468,7 @@ class Rollouts:
 
     def _ends(self) -> tuple[int, ...]:
         "The ids that end an answer."
-        owner = self.tokenizer if self.tokenizer is not None else self.environment
-        end = getattr(owner, "eos_token_id", None)
-        return () if end is None else (end,)
+        return answer_ends(self.tokenizer if self.tokenizer is not None else self.environment)
 
     def _play(self, rows: list[int], seed: int) -> list[Episode]:
         "An answer to each prompt, or an episode."
@@ -468,6 +478,7 @@ class Rollouts:
             temperature=c.temperature,
             top_k=c.top_k,
             top_p=c.top_p,
+            thinking_budget=c.thinking_budget,
             seed=seed,
         )
         # On a CPU memory is cheap, and plain layers are faster to read
@@ -491,7 +502,14 @@ class Rollouts:
             budgets = [c.max_completion_length] * len(rows)
             prompts = [episode.prompt for episode in episodes]
             answers = sample_answers(
-                self.policy, prompts, budgets, sampling, ends, weights, c.batch_invariant
+                self.policy,
+                prompts,
+                budgets,
+                sampling,
+                ends,
+                weights,
+                c.batch_invariant,
+                self.tokenizer,
             )
         for episode, answer in zip(episodes, answers, strict=True):
             episode.write(answer)

@@ -36,7 +36,8 @@ from .stats import Comparison, Interval, bootstrap, compare, proportion
 from ..files import write_atomic
 from ..model.generation import context_length, generate, text_to_ids
 from ..progress import Progress
-from ..tokenizer.chat import render
+from ..tokenizer.chat import after_thought, render
+from ..tokenizer.chat_template import thought_end
 from ..train.objectives import names_argument
 
 if TYPE_CHECKING:
@@ -301,16 +302,22 @@ def _answer(
     tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
     questions: Sequence[_Question],
     room: int | None,  # None: one and a half times the expected answer's length
-) -> list[str]:
+    thinking_budget: int | None,
+) -> list[tuple[str, str]]:  # With its thought, and without
     "The likeliest text after each question."
     heads = [question.head for question in questions]
     if not room:
         longest = max(len(question.ids) - len(question.head) for question in questions)
         room = math.ceil(1.5 * longest) + 4
     new = max(1, int(min(room, context_length(model) - max(map(len, heads)))))
-    rows = generate(model, heads, new, temperature=0, tokenizer=tokenizer)
-    answers: list[list[int]] = [ids[len(head) :] for ids, head in zip(rows, heads, strict=True)]
-    return [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in answers]
+    how = {} if thinking_budget is None else dict(thinking_budget=thinking_budget)
+    rows = generate(model, heads, new, temperature=0, tokenizer=tokenizer, **how)
+    texts = []
+    for ids, head in zip(rows, heads, strict=True):
+        answer: list[int] = ids[len(head) :]
+        whole = str(tokenizer.decode(answer, skip_special_tokens=True)).strip()
+        texts.append((whole, after_thought(answer, tokenizer, head).strip()))
+    return texts
 
 
 def evaluate(
@@ -328,6 +335,7 @@ def evaluate(
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
     level: float = 0.95,
     progress: bool = False,
+    thinking_budget: int | None = None,  # Most tokens of a thought in an answer; None: any number
 ) -> EvalReport:
     "The scores of a model on these rows, with intervals, and whether another model is better."
     if wrong := [m for m in metrics if isinstance(m, str) and m not in METRICS]:
@@ -337,7 +345,8 @@ def evaluate(
     room = min(size, *(context_length(m) for m in models))
     report, stream = EvalReport(tuple(names[: len(models)])), iter(rows)
     sums: dict[str, list[RatioSum]] = {}
-    texts: list[list[str]] = [[] for _ in models]  # The answers of each model
+    # The answers of each model, with their thoughts and without
+    texts: list[list[tuple[str, str]]] = [[] for _ in models]
     with Progress(None, "Evaluating", "row", enabled=progress) as bar:
         while chunk := list(islice(stream, 64)):
             kinds = [row_kind(row) for row in chunk]
@@ -352,9 +361,10 @@ def evaluate(
             questions = [question for question in questions if len(question.head) < room][:left]
             for start in range(0, len(questions), 16):
                 for own, m in zip(texts, models, strict=True):
-                    own += _answer(m, tokenizer, questions[start : start + 16], max_new_tokens)
+                    some = questions[start : start + 16]
+                    own += _answer(m, tokenizer, some, max_new_tokens, thinking_budget)
             for k, question in enumerate(questions, len(report.answers)):
-                written = {name: own[k] for name, own in zip(report.names, texts, strict=True)}
+                written = {name: own[k][0] for name, own in zip(report.names, texts, strict=True)}
                 expected = question.answer.strip()
                 report.answers.append(dict(prompt=question.prompt, expected=expected, **written))
             report.rows += len(chunk)
@@ -363,8 +373,9 @@ def evaluate(
         raise ValueError("there are no rows to evaluate on")
     _add_measures(report, sums, names, level)
     if report.answers:
-        expected = [row["expected"] for row in report.answers]
-        _add_metrics(report, texts, expected, metrics, names, level)
+        expected = [text[thought_end(text) :] for text in (a["expected"] for a in report.answers)]
+        contents = [[content for _, content in own] for own in texts]
+        _add_metrics(report, contents, expected, metrics, names, level)
     return report
 
 

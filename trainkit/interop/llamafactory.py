@@ -287,6 +287,18 @@ def _method(config: Any, stage: str) -> _Arguments:
                 f"rl.environment = {r.environment!r}: LLaMA-Factory's ppo has single answers and "
                 "no environments; take engine: trainkit"
             )
+        for name in (
+            "thinking_budget",
+            "batch_invariant",
+            "sampler_weights",
+            "mask_truncated_completions",
+        ):
+            value = getattr(r, name, None)
+            if value or (name == "thinking_budget" and value is not None):
+                raise ValueError(
+                    f"rl.{name} = {value!r}: LLaMA-Factory's ppo has no such thing; "
+                    "take engine: trainkit"
+                )
         rewards = [str(name) for name in getattr(r, "rewards", None) or ()]
         if len(rewards) != 1:
             raise ValueError(

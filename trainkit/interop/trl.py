@@ -221,9 +221,11 @@ def _rl(s: "RLConfig", kind: str) -> _Values:
         ("kl_estimator", s.beta and not in_reward and s.kl_estimator != "k3"),
         ("entropy_coef", s.entropy_coef and kind == "rloo"),
         ("environment", s.environment),
+        ("thinking_budget", s.thinking_budget is not None),
         ("batch_invariant", s.batch_invariant),
         ("sampler_weights", s.sampler_weights),
         ("dynamic_sampling", s.dynamic_sampling),
+        ("old_log_probs", s.old_log_probs == "sampler"),
     ):
         if unsupported:
             raise ValueError(

@@ -338,6 +338,7 @@ def plan_memory(
     # Which may be pulled; leave out 'LoRA' if all parameters shall learn
     levers: Collection[str] = tuple(LEVERS),
     progress: Callable[[str, int], None] | None = None,  # Is called with each (lever, bytes)
+    others: int = 0,  # Bytes of other models on the device, such as a teacher
 ) -> Plan:  # `.fits` is False if nothing helps
     "Pull levers, the cheapest first, until a step fits; each bar is a prediction of its own."
     _check_levers(levers)
@@ -345,7 +346,11 @@ def plan_memory(
     now = replace(now, batch_size=-(-now.batch_size // machine.cards))
     room, rows, skipped = machine.usable, now.batch_size, {}
     total = rows * now.accumulation  # Rows of a step
-    peak = predict_setup(model, now).peak
+
+    def predict(setup: Setup) -> int:
+        return predict_setup(model, setup).peak + others
+
+    peak = predict(now)
     waterfall = [("as asked", peak)]
 
     def note(name: str, setup: Setup, size: int) -> None:
@@ -362,7 +367,7 @@ def plan_memory(
                 new = replace(new, accumulation=max(1, total // new.batch_size))
             if new == now:
                 break
-            size = predict_setup(model, new).peak
+            size = predict(new)
             if size > 0.98 * peak:
                 skipped[name] = f"{show_bytes(size)} instead of {show_bytes(peak)}"
                 break
@@ -372,7 +377,7 @@ def plan_memory(
     while peak <= room and now.batch_size < rows:  # Was one row at a time too little?
         more = next(n for n in range(2 * now.batch_size, rows + 1) if rows % n == 0)
         new = replace(now, batch_size=more, accumulation=1 if now.in_backward else total // more)
-        size = predict_setup(model, new).peak
+        size = predict(new)
         if size > room:
             break
         note(f"{plural(more, 'row')} at a time", new, size)

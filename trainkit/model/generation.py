@@ -422,6 +422,8 @@ class ThinkingBudget:
         # What closes it; such as "\nTime is up.\n</think>\n\n"
         ending: str = "\n</think>\n\n",
         tags: tuple[str, str] = ("<think>", "</think>"),
+        # For each row, how many of its last ids are already an answer; None: none
+        written: Sequence[int] | None = None,
     ):
         if tags[1] not in ending:
             raise ValueError(f"the ending {ending!r} does not contain {tags[1]!r}")
@@ -431,16 +433,22 @@ class ThinkingBudget:
         self.opening, self.closing = tags
         self.ending = _template_ids(ending, tokenizer)
         self.first = _template_ids(self.closing, tokenizer)[0]
+        self.written = written
         self.size = 0, 0  # Of the ids of the last call
+        self.forced: list[bool] = []  # For each row, whether its next token is part of `ending`
 
     def _begin(self, ids: Tensor) -> None:
+        width = ids.shape[1]
         self.open: list[int | None] = []  # For each row, where its thought begins
-        for row in ids[:, -32:].tolist():
-            opened = self.tokenizer.decode(row).rstrip().endswith(self.opening)
-            self.open.append(ids.shape[1] if opened else None)
-        self.since = [ids.shape[1]] * len(ids)  # The place after the last tag
+        # The place after the last tag
+        self.since = [width - n for n in self.written or [0] * len(ids)]
         self.used = [0] * len(ids)  # Tokens of earlier thoughts
         self.queues: list[list[int]] = [[] for _ in range(len(ids))]
+        for row, (tokens, start) in enumerate(zip(ids.tolist(), [*self.since], strict=True)):
+            head = self.tokenizer.decode(tokens[max(0, start - 32) : start])
+            self.open.append(start if head.rstrip().endswith(self.opening) else None)
+            for end in range(start, width):
+                self._next(row, tokens[max(0, end - 32) : end], end)
 
     def _read(self, row: int, tail: list[int], end: int) -> str:
         "Notice a tag that is complete, and return the text since the last one."
@@ -455,6 +463,18 @@ class ThinkingBudget:
         self.since[row] = end
         return ""
 
+    def _next(self, row: int, tail: list[int], end: int) -> tuple[bool, int | None]:
+        "Whether the thought must not end yet, and the next token where it is not free."
+        text = self._read(row, tail, end) if end > self.since[row] else ""
+        early = False
+        if (begin := self.open[row]) is not None and not self.queues[row]:
+            count = self.used[row] + end - begin
+            half = any(text.endswith(self.closing[:n]) for n in range(2, len(self.closing)))
+            early = count < self.at_least
+            if not early and self.budget is not None and count >= self.budget and not half:
+                self.queues[row] = [*self.ending]
+        return early, self.queues[row].pop(0) if self.queues[row] else None
+
     def __call__(
         self,
         ids: Tensor,  # (B, T)
@@ -465,19 +485,15 @@ class ThinkingBudget:
             self._begin(ids)
         self.size = len(ids), end
         logits = logits.clone()
+        self.forced = [False] * len(ids)
         for row, tail in enumerate(ids[:, -32:].tolist()):
-            text = self._read(row, tail, end) if end > self.since[row] else ""
-            if (begin := self.open[row]) is not None and not self.queues[row]:
-                count = self.used[row] + end - begin
-                half = any(text.endswith(self.closing[:n]) for n in range(2, len(self.closing)))
-                if count < self.at_least:
-                    logits[row, self.first] = -torch.inf
-                elif self.budget is not None and count >= self.budget and not half:
-                    self.queues[row] = [*self.ending]
-            if self.queues[row]:
-                token = self.queues[row].pop(0)
+            early, token = self._next(row, tail, end)
+            if early:
+                logits[row, self.first] = -torch.inf
+            if token is not None:
                 logits[row] = -torch.inf
                 logits[row, token] = 0.0
+                self.forced[row] = True
         return logits
 
 

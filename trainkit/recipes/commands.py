@@ -474,6 +474,14 @@ def _add_tokens(network: Any, tok: Any, folder: Path | None) -> None:
     )
 
 
+def _check_samples(samples: int, vote: bool, pattern: str, temperature: float) -> None:
+    for flag, wrong in (("--vote", vote and samples < 2), ("--pattern", pattern and not samples)):
+        if wrong:
+            raise ValueError(f"{flag} is for sampled answers: add --samples, such as --samples 8")
+    if samples > 1 and not temperature:
+        raise ValueError("--temperature 0 gives equal samples: it must be above 0")
+
+
 @with_model_name
 def evaluate(
     model: Annotated[
@@ -514,10 +522,35 @@ def evaluate(
     max_new_tokens: Annotated[
         Optional[int],
         typer.Option(
-            help="Tokens of an answer at most [default: by the expected one]",
+            help="Tokens of an answer at most [default: by the expected one; of a sample 256]",
             min=1,
             show_default=False,
         ),
+    ] = None,
+    samples: Annotated[
+        int,
+        typer.Option(
+            help="Also sample so many answers to each question, for pass@k with intervals.", min=0
+        ),
+    ] = 0,
+    vote: Annotated[
+        bool,
+        typer.Option(
+            "--vote", help="Also how often the answer that most of the samples give is right."
+        ),
+    ] = False,
+    temperature: Annotated[float, typer.Option(help="Of the samples.", min=0)] = 1.0,
+    pattern: Annotated[
+        str,
+        typer.Option(
+            help="A regular expression that finds the answer in a sample, as its first group, "
+            "such as '#### *(\\S+)' [default: all that follows the thought]",
+            show_default=False,
+        ),
+    ] = "",
+    thinking_budget: Annotated[
+        Optional[int],
+        typer.Option(help="Tokens of a thought at most.", min=0, show_default=False),
     ] = None,
     html: Annotated[
         Optional[Path], typer.Option(help="Write the report to this page.", show_default=False)
@@ -525,10 +558,12 @@ def evaluate(
     as_json: _AsJson = False,
 ) -> None:
     "Evaluate a model: loss, perplexity, bits per byte, answers; with --base, a paired test."
+    from trainkit.align.search import add_samples
     from trainkit.eval.metrics import bert_score, load_encoder
     from trainkit.data.dataset import load_examples
     from trainkit.interop.hf import load_pretrained
     from trainkit.eval.evaluator import evaluate as evaluate_model
+    from trainkit.settings import SamplingConfig
 
     bertscore = bool(metric) and "bertscore" in metric
     if bertscore and encoder is None:
@@ -536,6 +571,7 @@ def evaluate(
             "--metric bertscore compares with an encoder: give its folder with --encoder "
             "(any model that transformers opens)"
         )
+    _check_samples(samples, vote, pattern, temperature)
     if encoder is not None and metric and not bertscore:
         raise ValueError("--encoder is for bertscore: add --metric bertscore")
     if encoder:
@@ -567,7 +603,17 @@ def evaluate(
         names,
         max_new_tokens,
         progress=sys.stderr.isatty(),
+        thinking_budget=thinking_budget,
     )
+    if samples:
+        sampling = SamplingConfig(
+            max_new_tokens=max_new_tokens or 256,
+            temperature=temperature,
+            thinking_budget=thinking_budget,
+            seed=0,
+        )
+        networks = [network, *([other[0]] if other else [])]
+        add_samples(report, networks, tok, examples, samples, vote, sampling, pattern, answers)
     if html:
         report.save(html)
     say(to_json(report.to_dict(), indent=1, ensure_ascii=False) if as_json else str(report))

@@ -186,9 +186,20 @@ class SFTConfig:
     questions: int = knob(
         32, "Held-out questions to answer before and after training; 0: none", low=0
     )
+    samples: int = knob(
+        0,
+        "Answers sampled to each of these questions after training, for pass@k; 0: none",
+        low=0,
+    )
+    vote: bool = knob(False, "Also how often the answer that most of the samples give is right")
 
     def __post_init__(self):
         check_config(self)
+        if self.vote and self.samples < 2:
+            raise ConfigError(
+                [Problem("vote", True, "needs several answers: set sft.samples, such as 8")],
+                "SFTConfig",
+            )
 
 
 def _unset(

@@ -1501,7 +1501,7 @@ _UNSUPPORTED = """
     predict_with_generate generation_max_length generation_num_beams model_init_kwargs
     router_aux_loss_coef dataset_kwargs precompute_ref_batch_size
     use_weighting sync_ref_model steps_per_generation
-    generation_kwargs cache_implementation mask_truncated_completions
+    generation_kwargs cache_implementation
     log_completions log_unique_prompts log_completions_hub_repo num_completions_to_print
     off_policy_mask_threshold use_adaptive_entropy normalize_advantages reward_clip_range
     dataset_streaming streaming

@@ -278,7 +278,8 @@ def plan_needs(
         if name not in never
         and (name != "LoRA" or config.method in ("sft", "lora", "qlora", "dpo", "reward"))
     ]
-    return plan_memory(needs.model, budget, needs.setup, levers, progress)
+    others = _teacher_bytes(config)
+    return plan_memory(needs.model, budget, needs.setup, levers, progress, others)
 
 
 def plan_knobs(
