@@ -86,14 +86,12 @@ def test_generate_and_the_scheduler_write_the_same_text():
     alone = [generate(model, row, 9, temperature=0, weights=packed) for row in rows]
     assert generate(model, rows, 9, temperature=0, weights=packed) == alone
     scheduler = Scheduler(model, rows=3, weights="q4_0")
-    requests = [scheduler.add(row, 9, temperature=0, eos_token_id=()) for row in rows]
-    scheduler.run()
+    requests = scheduler.generate(rows, 9, temperature=0, eos_token_id=())
     assert [row + r.tokens for row, r in zip(rows, requests, strict=True)] == alone
     with torch.no_grad():
         model.lm_head.weight.neg_()
     scheduler.forget()
-    again = scheduler.add(rows[0], 9, temperature=0, eos_token_id=())
-    scheduler.run()
+    [again] = scheduler.generate(rows[:1], 9, temperature=0, eos_token_id=())
     assert rows[0] + again.tokens == generate(model, rows[0], 9, temperature=0, weights="q4_0")
     assert rows[0] + again.tokens != alone[0]
 
