@@ -120,6 +120,18 @@ def llama_lane(folder: Path, ids, kind: str, rows: int, threads: int):
     return write, path.stat().st_size
 
 
+def make_lanes(model, ids, args, rows: int, home: Path | None) -> dict[str, tuple]:
+    lanes = {}
+    for name in args.lanes:
+        if name in OURS:
+            lanes[name] = our_lane(model, ids, OURS[name], rows)
+        elif name in LLAMA and home:
+            lanes[name] = llama_lane(home, ids, LLAMA[name], rows, args.threads)
+        elif name == "transformers":
+            lanes[name] = their_lane(model, ids, rows)
+    return lanes
+
+
 def core_bandwidth() -> float:
     "Bytes a CPU second that one core reads."
     import torch
@@ -208,14 +220,7 @@ def main() -> None:
 
             save_pretrained(model, tokenizer, Path(home) / "model")
         for rows in args.rows:
-            lanes = {}
-            for name in args.lanes:
-                if name in OURS:
-                    lanes[name] = our_lane(model, ids, OURS[name], rows)
-                elif name in LLAMA and llama:
-                    lanes[name] = llama_lane(Path(home), ids, LLAMA[name], rows, args.threads)
-                elif name == "transformers":
-                    lanes[name] = their_lane(model, ids, rows)
+            lanes = make_lanes(model, ids, args, rows, Path(home) if llama else None)
             steps, first = ({name: [] for name in lanes} for _ in range(2))
             bandwidths = [core_bandwidth()]
             for i in range(args.rounds + 1):  # The first round is for warming up

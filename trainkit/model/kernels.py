@@ -646,7 +646,7 @@ class PackedModel:
         self._barrier = np.zeros(1, np.int64)
 
     def __repr__(self) -> str:
-        return f"PackedModel({self.kind}, {self.nbytes / 1e6:.0f} MB)"
+        return f"PackedModel({self.kind}, {self.nbytes / 1e6:.2f} MB)"
 
     def refresh(self) -> None:
         "Read the weights of the model; again after they have changed."

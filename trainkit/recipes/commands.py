@@ -574,8 +574,7 @@ def chat(
         seed=seed,
         **({} if thinking_budget is None else dict(thinking_budget=thinking_budget)),
     )
-    if weights is not None:
-        talk.pack(weights)
+    talk.pack(weights)
     interactive, failed = sys.stdin.isatty(), False
     if interactive:
         say("/help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat.", err=True)

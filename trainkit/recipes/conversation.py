@@ -115,10 +115,11 @@ class Conversation:
 
     def pack(
         self,
-        kind: str,  # One of `trainkit.model.kernels.FORMATS`
+        kind: str | None,  # One of `trainkit.model.kernels.FORMATS`; None: nothing changes
     ) -> None:
         "Write answers from a smaller copy of the weights; the base and samples use their own."
-        self.packed = PackedModel(cast(Any, self.model.float().eval()), kind)
+        if kind is not None:
+            self.packed = PackedModel(cast(Any, self.model.float().eval()), kind)
 
     def _answer(self, model: nn.Module, tokenizer: "Tokenizer") -> Iterator[tuple[str, str]]:
         "The pieces of an answer, each a 'thought' or of the 'answer'."
