@@ -17,7 +17,7 @@ computes with exactly these numbers in float32: only the order of sums differs."
 __all__ = ['FORMATS', 'tile_large', 'tile_outs', 'tile_rows', 'tile_one', 'OUTS', 'ROWS', 'pointer', 'power_of_two', 'arrive',
            'arrived', 'carray', 'FREE_SUMS', 'WeightFormat', 'PackedMatrix', 'product_tile', 'memory_functions',
            'product_part', 'exponential', 'sigmoid', 'normalize', 'rotate_head', 'attend_one', 'wait', 'StepMemory',
-           'part_of', 'multiply', 'normalize_stream', 'read_heads', 'attend', 'add_product', 'gate_and_up',
+           'part_of', 'multiply', 'normalize_stream', 'read_heads', 'attend_groups', 'add_product', 'gate_and_up',
            'decode_part', 'compiled_kernels', 'in_threads', 'packing_reason', 'PackedModel', 'PackedPlan',
            'decode_plan']
 
@@ -478,7 +478,7 @@ def read_heads(step, layer, thread, threads):
         begin += size
 
 
-def attend(step, layer, thread, threads):
+def attend_groups(step, layer, thread, threads):
     "Attention of some of the rows' groups of heads, over the cache, which grows by the new token."
     width, items, group = step.width, len(step.x) * step.kv_heads, step.heads // step.kv_heads
     for item in range(items * thread // threads, items * (thread + 1) // threads):
@@ -544,7 +544,7 @@ def decode_part(step, thread, threads):
     for layer in range(layers):
         read_heads(step, layer, thread, threads)
         wait(step.barrier.ctypes.data, count + 1, threads)
-        attend(step, layer, thread, threads)
+        attend_groups(step, layer, thread, threads)
         wait(step.barrier.ctypes.data, count + 2, threads)
         wide = step.att.shape[1]
         add_product(step, layer, 3, step.att.ctypes.data, wide, 4 * wide, thread, threads)
@@ -571,7 +571,7 @@ def compiled_kernels(
     extra |= dict(tile_large=product_tile(kind, outs, rows), tile_outs=product_tile(kind, outs, 1))
     extra |= dict(tile_rows=product_tile(kind, 1, rows), tile_one=product_tile(kind, 1, 1))
     small = exponential, sigmoid, normalize, rotate_head, attend_one, wait, product_part
-    large = part_of, multiply, normalize_stream, read_heads, attend, add_product, gate_and_up
+    large = part_of, multiply, normalize_stream, read_heads, attend_groups, add_product, gate_and_up
     return compile_kernels((*small, *large, decode_part), extra, f"{kind} {wide}", FREE_SUMS)
 
 
