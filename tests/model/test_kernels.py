@@ -40,8 +40,16 @@ def rounded(model: Transformer, packed: kernels.PackedModel) -> Transformer:
     return twin
 
 
+# Each format is compiled once on a machine, which takes some ten seconds
+MORE = ("float32", "bfloat16", "int8", "q8_0")
+
+
 @pytest.mark.parametrize(
-    ("shape", "kind"), [*zip(SHAPES, ("q4_0", "q4_0", "q4_0"), strict=False), ("llama", "int8")]
+    ("shape", "kind"),
+    [
+        *((shape, "q4_0") for shape in SHAPES),
+        *(pytest.param("llama", kind, marks=pytest.mark.slow) for kind in MORE),
+    ],
 )
 def test_a_step_is_the_model_with_the_unpacked_numbers(shape, kind):
     model = make(**SHAPES[shape])
