@@ -17,7 +17,6 @@ rows of several requests are asked with as many requests at once.
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -108,8 +107,7 @@ def llama_lane(folder: Path, ids, kind: str, rows: int, threads: int):
         request = dict(
             prompt=prompt, n_predict=count, temperature=0, ignore_eos=True, cache_prompt=False
         )
-        answer = server.handle_completions(json.dumps(request))
-        answer = answer if isinstance(answer, dict) else json.loads(answer)
+        answer = server.handle_completions(request)
         written = answer.get("usage", {}).get("completion_tokens", answer.get("tokens_predicted"))
         assert written in (count, None), answer
 
