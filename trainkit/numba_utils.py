@@ -13,9 +13,10 @@ __all__ = ['pick_backend', 'hash_bytes', 'same_bytes', 'compile_kernels', 'find_
 
 # %% ../nbs/90_toolbox/09_numba_utils.ipynb #imports-numba_utils
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from importlib.util import find_spec
 from types import FunctionType, SimpleNamespace
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -59,20 +60,24 @@ _MAKERS = {"arange", "concatenate", "empty", "full", "ones", "zeros"}
 
 def compile_kernels(
     functions: Iterable[Callable],  # In order: a function may call those before it
+    extra: dict[str, Any] | None = None,  # What the functions find under these names
+    label: str = "",  # Tells machine code with other `extra` apart
+    # LLVM's permissions for sums of floats; with any, a division by zero raises no error either
+    fastmath: Collection[str] = (),
 ) -> SimpleNamespace:  # The compiled functions by name
     """Compile functions with numba; the machine code is cached on disk, next to their module.
 
-    A function that makes no array must not return one either."""
+    Without `extra`, a function that makes no array must not return one either."""
     import numba
 
-    compiled, version = {}, 0
+    compiled, version = {}, crc32(label.encode())
     for f in functions:
-        names, code = {**f.__globals__, **compiled}, f.__code__
+        names, code = {**f.__globals__, **(extra or {}), **compiled}, f.__code__
         numbers = (int, np.integer)
         constants = [names[n] for n in code.co_names if isinstance(names.get(n), numbers)]
         # Counting the references to its arguments costs a short function most of its time, and
         # only one that makes arrays has to
-        counted = bool(_MAKERS & {*code.co_names})
+        counted = extra is not None or bool(_MAKERS & {*code.co_names})
         # numba's cache looks at one function only, not at those it calls
         content = (code.co_code, code.co_consts, constants, counted)
         version = crc32(repr(content).encode(), version)
@@ -80,7 +85,9 @@ def compile_kernels(
         copy.__module__ = f.__module__
         copy.__qualname__ = f"{f.__qualname__}_{version:08x}"  # The name of the file
         on_disk = os.path.exists(f.__code__.co_filename)  # Not in a notebook
-        options = dict(cache=on_disk, nogil=True, _nrt=counted)
+        options: dict[str, Any] = dict(cache=on_disk, nogil=True, _nrt=counted)
+        if fastmath:
+            options |= dict(fastmath=set(fastmath), error_model="numpy")
         compiled[f.__name__] = numba.njit(copy, **options)  # type: ignore
     return SimpleNamespace(**compiled)
 

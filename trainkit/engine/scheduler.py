@@ -34,6 +34,7 @@ from ..lora.inject import adapted
 from ..model.attention import KVCache
 from ..model.config import ModelConfig
 from ..model.decoding import DecodePlan, unsupported_reason
+from ..model.kernels import PackedModel
 from ..model.generation import Processor, Prompts, TextStreamer, Tokenizer
 from ..model.generation import check_request, choose
 from ..model.transformer import Transformer
@@ -254,6 +255,7 @@ class Scheduler:
         rows: int = 8,  # Requests at a time; the others wait
         max_length: int | None = None,  # Tokens of prompt and text; None: the model's context
         prefill_tokens: int = 256,  # Tokens of prompts that a round reads, at most
+        weights: str | None = None,  # A copy that steps read faster, one of `kernels.FORMATS`
     ):
         if not isinstance(model, Transformer):
             raise TypeError(
@@ -281,6 +283,7 @@ class Scheduler:
         self.plans: dict[int, DecodePlan] | None = None  # Rows -> plan
         if self.device.type == "cpu" and not unsupported_reason(model):
             self.plans = {}
+        self.packed = None if weights is None else PackedModel(model, weights)
         # Since the beginning: tokens read, taken from the cache, and written
         self.tokens_read = self.tokens_cached = self.tokens_written = 0
 
@@ -333,6 +336,8 @@ class Scheduler:
 
     def forget(self) -> None:
         "Reuse no prefix that was read so far: for a model whose weights have changed."
+        if self.packed is not None:
+            self.packed.refresh()
         for slot in range(len(self.cache)):
             if slot not in self.running:
                 self.cache.texts[slot] = []
@@ -450,10 +455,13 @@ class Scheduler:
         order = self._close_gaps(sorted(ready))
         requests = [self.running[slot] for slot in order]
         lengths = [len(self.cache.texts[slot]) for slot in order]
-        windows = self.model.config.layer_windows or [0] * self.model.config.n_layers
-        rows = _Rows(self.cache, order[0], lengths, windows)
         ids = torch.tensor([request.tokens[-1] for request in requests], device=self.device)
-        logits = self._logits(ids, rows, [request.adapter for request in requests])
+        if self.packed is not None:
+            logits = self._packed_logits(self.packed, ids, order[0], lengths)
+        else:
+            windows = self.model.config.layer_windows or [0] * self.model.config.n_layers
+            rows = _Rows(self.cache, order[0], lengths, windows)
+            logits = self._logits(ids, rows, [request.adapter for request in requests])
         for slot, request in zip(order, requests, strict=True):
             self.cache.texts[slot].append(request.tokens[-1])
         self._choose(requests, logits)
@@ -495,6 +503,14 @@ class Scheduler:
         for layer in self.layers:
             layer.active = {alone: 1.0} if alone in layer.adapters else {}
             layer.row_weights = {n: w for n, w in weights.items() if n in layer.adapters}
+
+    def _packed_logits(
+        self, packed: PackedModel, ids: Tensor, first: int, lengths: list[int]
+    ) -> Tensor:  # (B, V)
+        slots = slice(first, first + len(ids))
+        ends = torch.tensor(lengths)
+        keys, values = ([t[slots] for t in side] for side in (self.cache.keys, self.cache.values))
+        return packed.step(ids, ends, keys, values, torch.zeros_like(ends), ends)
 
     def _logits(self, ids: Tensor, rows: _Rows, adapters: list[str]) -> Tensor:  # (B, V)
         if self.plans is not None:

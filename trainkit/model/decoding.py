@@ -220,12 +220,13 @@ class DecodePlan:
         cache: KVCache,  # The tokens so far; the plan continues with it
         rows: int = 1,  # B
         gaps: Tensor | None = None,  # (B,), empty places at the left of each row
-        weights: str | None = None,  # A copy, one of `PRODUCTS`; None: the weights as they are
+        # A copy, one of `PRODUCTS` or a function like those; None: the weights as they are
+        weights: str | Callable[[Tensor, int], Product] | None = None,
     ):
         config = model.config
         decoder = model.model
         head = model.lm_head
-        if weights is not None and weights not in PRODUCTS:
+        if isinstance(weights, str) and weights not in PRODUCTS:
             raise ValueError(
                 f"weights is '{weights}', and must be None or one of {', '.join(PRODUCTS)}"
             )
@@ -235,7 +236,8 @@ class DecodePlan:
             if weights is None:
                 product = joint_product(parts, rows)
             else:
-                product = PRODUCTS[weights](torch.cat(parts), rows)
+                pack = PRODUCTS[weights] if isinstance(weights, str) else weights
+                product = pack(torch.cat(parts), rows)
             if layers[0].bias is None:
                 return product
             bias = torch.cat([layer.bias.detach() for layer in layers])

@@ -30,7 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from .attention import KVCache
-from .decoding import DecodePlan, compiled_step, find_backend, unsupported_reason
+from .decoding import compiled_step, find_backend, unsupported_reason
+from .kernels import PackedModel, decode_plan
 from .transformer import Transformer
 from ..progress import tick
 from ..settings import SamplingConfig as SamplingConfig
@@ -276,7 +277,7 @@ def context_length(
 
 # %% ../../nbs/03_model/10_generation.ipynb #91cc4253
 def _may_plan(
-    model: nn.Module, fast: bool, weights: str | None, compiled: bool, use_cache: bool
+    model: nn.Module, fast: bool, weights: str | PackedModel | None, compiled: bool, use_cache: bool
 ) -> bool:
     if not use_cache:
         reason = "use_cache is False"
@@ -343,7 +344,7 @@ def decode_rows(
     eos: Sequence[int] = (),  # A row ends with any of these
     processors: Sequence[Processor] = (),
     fast: bool = True,  # Use a `DecodePlan` if the model supports it
-    weights: str | None = None,  # The plan's copy of the weights, one of `PRODUCTS`
+    weights: str | PackedModel | None = None,  # The plan's copy of the weights
     backend: str | None = None,  # For a compiled step, from `find_backend`
     watch: Callable[[Tensor, Tensor], None] | None = None,  # As in `choose`
 ) -> Iterator[tuple[Tensor, Tensor]]:  # (B,) ids; (B,) bool, rows not yet ended: set False to stop
@@ -390,7 +391,8 @@ def decode_rows(
                 if plan is None:
                     own = cast(KVCache, cache)
                     left = gaps if reader.ragged else None
-                    plan = DecodePlan(cast(Transformer, model), own, len(rows), left, weights)
+                    net = cast(Transformer, model)
+                    plan = decode_plan(net, own, len(rows), left, weights)
                 logits = plan.step(ids[:, start])
             else:
                 share = not start and step is None
@@ -594,8 +596,9 @@ def generate(
     min_new_tokens: int | None = None,  # No EOS before this many; a stop string can still end a row
     # Most tokens of a thought, see `ThinkingBudget`; needs the tokenizer
     thinking_budget: int | None = None,
-    # 'int8', 'bfloat16', 'packed': a copy that a CPU reads faster (see `DecodePlan`)
-    weights: str | None = None,
+    # 'int8', 'q8_0', 'q4_0', 'bfloat16', …: a copy that a CPU reads faster (see `decode_plan`);
+    # or a `PackedModel`, which is packed once for many calls
+    weights: str | PackedModel | None = None,
     fast: bool = True,  # False: let the model itself compute each token
     # Compile the step for one token (the first call waits); or a backend of torch.compile
     compile: bool | str = False,
@@ -662,7 +665,7 @@ def stream(
     stop: Sequence[str] | str = (),  # The text ends before any of these
     eos_token_id: int | Sequence[int] | None = None,  # As in `generate`
     processors: Sequence[Processor] = (),
-    weights: str | None = None,  # As in `generate`
+    weights: str | PackedModel | None = None,  # As in `generate`
     fast: bool = True,
     compile: bool | str = False,
     **knobs: Any,  # The other knobs of `SamplingConfig`

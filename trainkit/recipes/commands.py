@@ -688,6 +688,14 @@ def chat(
         Optional[Path],
         typer.Option(help="A reward model, such as runs/NAME/model.", show_default=False),
     ] = None,
+    weights: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="FORMAT",
+            show_default=False,
+            help="Write from a smaller copy of the weights: bfloat16, int8, q8_0 or q4_0.",
+        ),
+    ] = None,
 ) -> None:
     """Talk with a model: /retry, /compare, /think, /reset, /system TEXT, /help, /exit.
 
@@ -708,6 +716,7 @@ def chat(
         seed=seed,
         **({} if thinking_budget is None else dict(thinking_budget=thinking_budget)),
     )
+    talk.pack(weights)
     interactive, failed = sys.stdin.isatty(), False
     if interactive:
         say("/help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat.", err=True)
@@ -802,6 +811,14 @@ def serve(
             help="A web page that may use it, such as http://localhost:3000.",
         ),
     ] = None,
+    weights: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="FORMAT",
+            show_default=False,
+            help="Write from a smaller copy of the weights: bfloat16, int8, q8_0 or q4_0.",
+        ),
+    ] = None,
     log: Annotated[bool, typer.Option("--log", help="Print a line for each request.")] = False,
 ) -> None:
     """Serve a model to OpenAI's clients: chat, completions, embeddings, tools, JSON schemas.
@@ -835,7 +852,9 @@ def serve(
         logging.getLogger("trainkit.serve").setLevel(logging.INFO)
     path = model.resolve()
     name = name or (path.parent.name if path.name == "model" else path.stem)
-    engine = BatchEngine(Scheduler(network, tok, rows, max_length), queue)
+    if weights is not None:
+        network = network.float()  # In which its steps add up
+    engine = BatchEngine(Scheduler(network, tok, rows, max_length, weights=weights), queue)
     answer(ChatServer(engine, name, config), bound)
 
 # %% ../../nbs/11_recipes/17_commands.ipynb #audit-command

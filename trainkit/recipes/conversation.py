@@ -27,6 +27,7 @@ from torch import nn
 from ..align.search import best_of_n, sample_candidates
 from ..config import nearest
 from ..model.generation import SamplingConfig, context_length, stream
+from ..model.kernels import PackedModel
 from ..tokenizer.chat import render
 from ..tokenizer.chat_template import ThoughtSplitter
 
@@ -73,6 +74,7 @@ class Conversation:
         self.model, self.tokenizer, self.base, self.comparing = model, tokenizer, base, False
         self.max_new_tokens, self.knobs, self.messages = max_new_tokens, knobs, []
         self.best_of, self.score = best_of, score
+        self.packed: PackedModel | None = None
         if best_of > 1 and score is None:
             raise ValueError(f"best_of = {best_of}: the best of them needs a score")
         if not getattr(tokenizer, "chat_template", None):
@@ -111,6 +113,14 @@ class Conversation:
                 )
             turns = turns[2:]
 
+    def pack(
+        self,
+        kind: str | None,  # One of `trainkit.model.kernels.FORMATS`; None: nothing changes
+    ) -> None:
+        "Write answers from a smaller copy of the weights; the base and samples use their own."
+        if kind is not None:
+            self.packed = PackedModel(cast(Any, self.model.float().eval()), kind)
+
     def _answer(self, model: nn.Module, tokenizer: "Tokenizer") -> Iterator[tuple[str, str]]:
         "The pieces of an answer, each a 'thought' or of the 'answer'."
         ids = self.prompt(tokenizer, model)
@@ -132,6 +142,7 @@ class Conversation:
             ids,
             tokenizer=tokenizer,
             eos_token_id=cast("int | None", tokenizer.eos_token_id),
+            weights=self.packed if model is self.model else None,
             **knobs,
         ):
             yield from splitter.push(piece)

