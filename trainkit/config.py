@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 # %% ../nbs/90_toolbox/02_config_fields.ipynb #d0ad34ea
+_Values = dict[str, Any]  # Knob -> value, or group -> knob -> value
+
+
 def knob(
     # The value when nobody sets it; `...` if somebody must; for a group of knobs a config class, or
     # one of its configs, of which each owner gets a copy
@@ -62,7 +65,7 @@ def knob(
     aliases: Sequence[str] | Mapping[str, str | Callable | None] = (),
     # Where its names mean something together: from all words of a file, and the value that lies
     # below, to settings
-    reads: Callable[[Mapping[str, object], Any], dict[str, Any]] | None = None,
+    reads: Callable[[Mapping[str, object], Any], _Values] | None = None,
     # Of a group: the words at the top that mean its knobs, where other groups have them too;
     # or a function of the settings at the top: whether all such words do
     bare: Sequence[str] | Callable[[Mapping[str, object]], bool] = (),
@@ -438,7 +441,7 @@ def parse_config(
 
 def parse_yaml(
     text: str,  # Content of a config.yaml
-) -> dict[str, Any]:  # Empty when it is no mapping
+) -> _Values:  # Empty when it is no mapping
     "The config of a run as nested dictionaries, from any source."
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where it is
     try:
@@ -587,7 +590,7 @@ class _Reader:
         for n, key in sorted(words, key=self._order):
             self._read(n, key)
 
-    def _fill_in(self, n: int, words: Mapping[str, object]) -> dict[str, Any]:
+    def _fill_in(self, n: int, words: Mapping[str, object]) -> _Values:
         filled = dict(words)
         for key, value in words.items():
             try:
@@ -597,7 +600,7 @@ class _Reader:
         return filled
 
     @property
-    def said(self) -> dict[str, Any]:
+    def said(self) -> _Values:
         "The values of all layers together."
         return merge(self.cls, *self.values)
 
@@ -727,9 +730,9 @@ def _either(places: Sequence[Place]) -> str:
 def merge(
     cls: type,  # A config class
     *layers: Mapping[str, Any],  # Nested dicts by the names of its knobs
-) -> dict[str, Any]:
+) -> _Values:
     "The values of several layers in one; a later one wins."
-    merged: dict[str, Any] = {}
+    merged: _Values = {}
     groups = {k.name: k.type for k in declared(cls) if _is_group(k)}
     for layer in layers:
         for name, value in layer.items():
@@ -743,7 +746,7 @@ def merge(
 def canonical_config(
     cls: type,  # A config class
     data: Mapping[str, object],  # Nested dicts with any names that files may use
-) -> dict[str, Any]:  # Raises `ConfigError` with every problem
+) -> _Values:  # Raises `ConfigError` with every problem
     "The same settings by the names of the knobs, each in its group."
     reader = _Reader(cls, [dict(_words(cls, data))])
     if reader.problems:
@@ -776,9 +779,9 @@ def _build(cls: type, data: Mapping, reader: _Reader, path: str = "") -> tuple[A
     return None, problems
 
 # %% ../nbs/90_toolbox/03_config.ipynb #0e82e782
-def _typed(cls: type, overrides: Sequence[str], file: Mapping[str, object]) -> dict[str, Any]:
+def _typed(cls: type, overrides: Sequence[str], file: Mapping[str, object]) -> _Values:
     "Overrides as words: dotted key -> value. Of two names for one knob the last one counts."
-    words: dict[str, Any] = {}
+    words: _Values = {}
     paths: dict[str, tuple] = {}
     for setting in overrides:
         key, equals, text = (part.strip() for part in setting.partition("="))
@@ -934,7 +937,7 @@ def find_settings() -> list[Path]:  # The package's own, then the one that is la
 def profile_values(
     cls: type,  # A config class
     profile: str,  # A name in settings.ini
-) -> dict[str, Any]:  # Nested; raises `ConfigError` for a key that no knob has
+) -> _Values:  # Nested; raises `ConfigError` for a key that no knob has
     "The values that settings.ini gives to a config class and its groups."
     ini = ConfigParser(interpolation=None, default_section="")
     ini.optionxform = str  # type: ignore
@@ -952,7 +955,7 @@ def profile_values(
         remedy = f"must be one of {names}.{nearest(profile, names)}"
         raise ConfigError([Problem("profile", profile, remedy)], str(paths[-1]))
 
-    def section(cls: type) -> dict[str, Any]:
+    def section(cls: type) -> _Values:
         name, values = f"{profile}.{cls.__name__}", {}
         if ini.has_section(name):
             values = {key: yaml.load(text, Loader=_Loader) for key, text in ini.items(name)}

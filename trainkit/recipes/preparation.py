@@ -109,6 +109,9 @@ def questions(
     return out
 
 # %% ../../nbs/11_recipes/06_preparation.ipynb #bb256abb
+_Base = tuple[Any, Any]  # A trained model and its tokenizer
+
+
 @dataclass
 class RunInputs:
     "What every run is made of."
@@ -420,8 +423,7 @@ def drop_short(
 
 def prepare_text(
     config: RunConfig,
-    base: tuple[Any, Any]
-    | None = None,  # A trained model and its tokenizer to begin with; None: new ones
+    base: _Base | None = None,  # A trained model and its tokenizer to begin with; None: new ones
     saved: Path | None = None,  # The folder of an interrupted run, whose tokenizer is taken
 ) -> RunInputs:
     "Text: read, learn the tokenizer, encode, build."
@@ -489,8 +491,7 @@ def _text_plan(data: DataFacts, tokenizer: BPETokenizer, tokens: int) -> list[st
 
 def prepare_shards(
     config: RunConfig,  # Whose `data.path` is a folder of shards
-    base: tuple[Any, Any]
-    | None = None,  # A trained model to begin with, and its tokenizer; None: a new one
+    base: _Base | None = None,  # A trained model to begin with, and its tokenizer; None: a new one
 ) -> RunInputs:
     "Shards: map the files, take their tokenizer, build."
     seconds: dict[str, float] = {}
@@ -570,8 +571,7 @@ def prepare_shards(
 
 def prepare_sft(
     config: RunConfig,
-    base: tuple[Any, Any]
-    | None = None,  # A trained model and its tokenizer to begin with; None: new ones
+    base: _Base | None = None,  # A trained model and its tokenizer to begin with; None: new ones
     saved: Path | None = None,  # The folder of an interrupted run, whose tokenizer is taken
     # Rows of each part and their facts; None: those of `config.data`
     loaded: tuple[dict[str, list[dict]], DataFacts] | None = None,
@@ -695,7 +695,7 @@ _NUMBERS = "reference.npz"
 
 
 def _base(
-    config: RunConfig, base: tuple[Any, Any] | None
+    config: RunConfig, base: _Base | None
 ) -> tuple[Any, Any, int]:  # The last: tokens that the model has never seen
     if base is None:
         raise ValueError(
@@ -825,7 +825,7 @@ def _tokenizer_line(tokenizer: "BPETokenizer | PreTrainedTokenizerBase") -> str:
 
 def prepare_pairs(
     config: RunConfig,  # With method dpo or reward
-    base: tuple[Any, Any] | None = None,  # A trained model and its tokenizer
+    base: _Base | None = None,  # A trained model and its tokenizer
     saved: Path
     | None = None,  # The folder of an interrupted run, where the reference's numbers may be
 ) -> PairInputs:
@@ -1048,7 +1048,7 @@ def _episodes_alone() -> tuple[dict[str, list[dict]], DataFacts]:
 
 def prepare_prompts(
     config: RunConfig,  # With method grpo, rloo, ppo or reinforce
-    base: tuple[Any, Any] | None = None,  # A trained model and its tokenizer
+    base: _Base | None = None,  # A trained model and its tokenizer
     rewards: Sequence[Reward] = (),  # Functions besides those that the config names
     environment: Callable[[], Environment] | None = None,  # None: `config.rl.environment`
 ) -> PromptInputs:
@@ -1176,7 +1176,7 @@ _ANSWERS = "teacher_answers.json"
 
 def open_teacher(
     config: RunConfig,  # With `distill.teacher`
-) -> tuple[Any, Any]:  # The model and its tokenizer
+) -> _Base:  # The model and its tokenizer
     "The teacher of a run, in the number format in which the run computes, or quantized."
     from trainkit.interop.hf import load_pretrained  # transformers takes seconds to import
 
@@ -1206,7 +1206,7 @@ def _answered(prompt: Any, answer: str) -> dict:  # Of kind prompt_completion or
 
 def _teacher_rows(
     config: RunConfig,
-    teacher: tuple[Any, Any],
+    teacher: _Base,
     loaded: tuple[dict[str, list[dict]], DataFacts],
     saved: Path | None,
 ) -> tuple[dict[str, list[dict]], DataFacts, Path, str]:  # Rows, facts, a file, a line of the plan
@@ -1275,7 +1275,7 @@ def _on_policy(
 
 def _prepare_questions(
     config: RunConfig,
-    base: tuple[Any, Any],
+    base: _Base,
     loaded: tuple[dict[str, list[dict]], DataFacts],
 ) -> DistillInputs:
     "Prompts without answers: the student writes them all."
@@ -1311,7 +1311,7 @@ def _prepare_questions(
 
 def prepare_distill(
     config: RunConfig,  # With method distill
-    base: tuple[Any, Any] | None = None,  # A trained student and its tokenizer; None: a new one
+    base: _Base | None = None,  # A trained student and its tokenizer; None: a new one
     saved: Path | None = None,  # The folder of an interrupted run, where the answers may be
 ) -> DistillInputs:  # Raises `ValueError` where the vocabularies of both do not fit
     "A student and its teacher: whose answers, whose probabilities, and how they are compared."
