@@ -112,7 +112,9 @@ def declared(
     cls: type,  # A config class
 ) -> tuple[Knob, ...]:  # The value of each is its default, or its factory, or `...`
     "The knobs of a config class, looked up once; no list and no group of knobs is created."
-    types, blank, rows = get_type_hints(cls), knob(None, "").metadata, []
+    types = get_type_hints(cls)
+    blank = knob(None, "").metadata
+    rows = []
     for field in dataclasses.fields(cls):
         default: object = field.default
         if default is dataclasses.MISSING:
@@ -195,7 +197,9 @@ def nearest(
 
 def _limit(knob: Knob) -> Callable[[object], object]:
     "A function that returns an allowed value, or raises with what would be right."
-    choices, low, high = knob.choices, knob.low, knob.high
+    choices = knob.choices
+    low = knob.low
+    high = knob.high
 
     def check(value: object) -> object:
         if choices and value is not None and value not in choices:
@@ -356,7 +360,8 @@ def _scan_plain(loader: Any) -> yaml.Token:
     scanner = _PlainScanner(loader.peek)
     if not loader.flow_level or not scanner.scan():
         return yaml.SafeLoader.scan_plain(loader)
-    start, text = loader.get_mark(), loader.prefix(scanner.length).rstrip()
+    start = loader.get_mark()
+    text = loader.prefix(scanner.length).rstrip()
     loader.forward(scanner.length)
     loader.allow_simple_key = False
     return yaml.ScalarToken(text, True, start, loader.get_mark())
@@ -395,7 +400,8 @@ def _key_lines(root: yaml.Node | None, source: str) -> dict[str, int]:
             return
         keys = set()
         for key, child in node.value:
-            name, line = f"{path}{key.value}", key.start_mark.line + 1
+            name = f"{path}{key.value}"
+            line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
                 problem = Problem(path.rstrip(".") or "root", ..., "a key must be a word", line)
                 raise ConfigError([problem], source)
@@ -498,7 +504,8 @@ def _near(key: str, own: list[str], inside: Mapping[str, str]) -> str:
     def similarity(hint: str) -> float:
         return difflib.SequenceMatcher(None, key, word(hint)).ratio() if hint else 0.0
 
-    here, there = nearest(key, own), nearest(key, list(inside))
+    here = nearest(key, own)
+    there = nearest(key, list(inside))
     if similarity(there) > similarity(here) + 0.15:
         return there.replace(word(there), inside[word(there)])
     return here
@@ -580,7 +587,9 @@ class _Reader:
         layers: Sequence[Mapping[str, object]],  # Key -> value; the last one wins
         lines: Mapping[str, int] = {},  # Of the keys of all but the last
     ):
-        self.cls, self.lines, self.problems = cls, lines, []
+        self.cls = cls
+        self.lines = lines
+        self.problems = []
         self.done: set[tuple] = set()
         self.unset: dict[tuple[int, str], KeyError] = {}  # Keys that name a missing variable
         self.layers = [self._fill_in(n, words) for n, words in enumerate(layers)]
@@ -817,7 +826,8 @@ def load_config(
     "A checked `cls` from a file or dict, then `overrides`."
     lines: dict = {}
     if isinstance(source, Mapping):
-        data, name = json.loads(json.dumps(source, default=str)), cls.__name__
+        data = json.loads(json.dumps(source, default=str))
+        name = cls.__name__
     else:
         path, name = Path(source), str(source)
         if not path.is_file():
@@ -925,7 +935,8 @@ def default_profile() -> str:  # `TRAINKIT_PROFILE`, else 'full' with CUDA and '
 
 def find_settings() -> list[Path]:  # The package's own, then the one that is laid over it
     "The `settings.ini` files: `TRAINKIT_SETTINGS`, else the nearest at or above this folder."
-    own, here = Path(str(files("trainkit") / "settings.ini")), Path.cwd()
+    own = Path(str(files("trainkit") / "settings.ini"))
+    here = Path.cwd()
     if named := os.environ.get("TRAINKIT_SETTINGS"):
         if not Path(named).is_file():
             raise FileNotFoundError(f"TRAINKIT_SETTINGS names '{named}', which is not a file.")

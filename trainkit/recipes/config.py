@@ -72,7 +72,8 @@ def read_method(
     losses = [name for name in names if name in FAMILY]
     parts = [name for name in names if name in _PARTS]
     goals = {"dpo" if name in FAMILY else name for name in names if name not in _PARTS} or {"sft"}
-    goal, part = min(goals), next(iter(parts), "")
+    goal = min(goals)
+    part = next(iter(parts), "")
     adapter = goal in ALIGNED and part in ("lora", "qlora")
     if max(map(len, (goals, parts, losses))) > 1 or part and goal != "sft" and not adapter:
         first, *_, last = said

@@ -222,7 +222,8 @@ class _Script:
         if isinstance(node.func, ast.Attribute) and node.func.attr in _MUTATORS:
             self._bind(node.func.value, None)
         if function == "setattr" and len(node.args) == 3:
-            owner, name = ast.unparse(node.args[0]), node.args[1]
+            owner = ast.unparse(node.args[0])
+            name = node.args[1]
             if isinstance(name, ast.Constant):
                 self.attributes.setdefault(f"{owner}.{name.value}", []).append(node.args[2])
             else:
@@ -573,7 +574,8 @@ class _Script:
         return node is owner
 
     def _Call(self, node: ast.Call) -> object:
-        name, dotted = _last(node.func), ast.unparse(node.func)
+        name = _last(node.func)
+        dotted = ast.unparse(node.func)
         if dotted.endswith(("environ.get", "getenv")) and node.args:
             default = [self.known(a) for a in node.args[1:]]
             return f"${{{self.known(node.args[0])}{''.join(f':-{d}' for d in default)}}}"
@@ -757,7 +759,8 @@ _DATASET_LIST = (
 
 def _from_accelerate(data: Mapping) -> dict[str, object]:
     "The file of `accelerate config` in the words of a launch."
-    nodes, deepspeed = data.get("num_machines") or 1, data.get("deepspeed_config") or {}
+    nodes = data.get("num_machines") or 1
+    deepspeed = data.get("deepspeed_config") or {}
     words: dict[str, object] = dict(
         num_processes=max(1, (data.get("num_processes") or 1) // nodes),
         num_nodes=nodes,
@@ -2092,7 +2095,8 @@ def _launch_words(settings: list[Setting]) -> dict[str, object]:
     "Settings about processes as the arguments of `translate`; raises where two disagree."
     words: dict[str, object] = {}
     for s in settings:
-        key, value = _LAUNCH_NAMES.get(s.path[-1], s.path[-1]), s.value
+        key = _LAUNCH_NAMES.get(s.path[-1], s.path[-1])
+        value = s.value
         if key in ("fsdp", "fsdp_config"):
             key, value = "strategy", "fsdp"
         if value is False and key in _LAUNCH_SWITCHES:
@@ -2510,7 +2514,8 @@ class _Conversion:
         self.report.rows.sort(key=lambda row: row.line or 10**9)
 
     def _verdict(self, s: Setting, meaning: Meaning) -> tuple[str, str, str]:
-        group, device = method_group(s.path), device_group(s.path)
+        group = method_group(s.path)
+        device = device_group(s.path)
         if device not in ("", self.device):
             return "refused", "", f"is for {device}, and this run is on {self.device}"
         if group and group not in self.groups:

@@ -305,7 +305,8 @@ class ThoughtSplitter:
             start = self.pending.lstrip()
             for opening, closing in _THOUGHT_TAGS:
                 if start.startswith(opening):
-                    self.closing, self.pending = closing, start[len(opening) :]
+                    self.closing = closing
+                    self.pending = start[len(opening) :]
                 elif opening.startswith(start) and not last:
                     return []  # It may still become one
             self.said = self.closing is None

@@ -340,7 +340,9 @@ class LabelPage:
             return self._show(PreferenceLabeler(path, key="studio labels"))
         if not self.model.value or not self.data.value:
             raise ValueError("Choose a model and questions first.")
-        model, data, count = self.model.value, self.data.value, self.count.value
+        model = self.model.value
+        data = self.data.value
+        count = self.count.value
         self.page.background(lambda: self._sample(path, model, data, count))
         return None
 
@@ -447,7 +449,8 @@ def write_page(
     home: str | Path,  # An empty folder
 ) -> Path:  # The notebook
     "Write what Voilà serves: the notebook and the page around it."
-    home, here = Path(home), Path(str(files("trainkit"))) / "widgets"
+    home = Path(home)
+    here = Path(str(files("trainkit"))) / "widgets"
     template = home / "voila" / "templates" / _TEMPLATE
     template.mkdir(parents=True)
     (template / "conf.json").write_text('{"base_template": "lab"}', encoding="utf-8")
