@@ -2481,10 +2481,7 @@ class _Conversion:
         if self.final.get("train.eval_steps") and "train.eval_strategy" not in self.final:
             self.final["train.eval_strategy"] = "steps"
         values: dict[str, Any] = {} if self.only_launch else {"method": self.method}
-        made = {
-            name.lower() for choice in self.choices.values() for name in choice.setting.path[:-1]
-        }
-        made |= {s.path[-1] for s, _ in self.meanings if s.value is not None}
+        made = {s.path[-1] for s, _ in self.meanings if s.value is not None}
         values |= _adapter(self.words, self.method, bool(made & {"loraconfig", "peft_config"}))
         for key, value in self.final.items():
             group, _, name = key.rpartition(".")
