@@ -835,7 +835,8 @@ class Implied(str):
 
 
 # {'group.knob': value}; '@…' is a word about the method, '?…' a default for other words to replace
-Meaning = dict[str, Any] | Refused | Implied
+_Values = dict[str, Any]  # Knob -> value, or group -> knob -> value
+Meaning = _Values | Refused | Implied
 Reader = Callable[[Any, Mapping], Meaning]  # Of a value and the values of its group
 
 PRECISIONS = {
@@ -2166,9 +2167,7 @@ def _number_of_processes(deepspeed: Mapping) -> int:  # 0: its batch sizes do no
     return total // (rows * (windows if isinstance(windows, int) else 1))
 
 
-def _launch(
-    words: Mapping[str, object], notes: list[Problem]
-) -> "tuple[LaunchConfig, dict[str, Any]]":
+def _launch(words: Mapping[str, object], notes: list[Problem]) -> "tuple[LaunchConfig, _Values]":
     """The launch of a file.
 
     Where the file does not give the number of processes, its batch sizes decide; else it is one
@@ -2245,7 +2244,7 @@ def _object_meaning(s: Setting, file: str, named: set[str]) -> Meaning:
 
 def _accepted(
     values: Mapping[str, Any], origin: Mapping[str, Setting]
-) -> tuple[RunConfig, dict[str, Any], dict[str, str]]:
+) -> tuple[RunConfig, _Values, dict[str, str]]:
     """The config, its values without those that no knob accepts, and why each was not accepted.
 
     Raises `ConfigError` where values contradict each other."""
@@ -2480,7 +2479,7 @@ class _Conversion:
         self.final |= {key: choice.value for key, choice in self.choices.items()}
         if self.final.get("train.eval_steps") and "train.eval_strategy" not in self.final:
             self.final["train.eval_strategy"] = "steps"
-        values: dict[str, Any] = {} if self.only_launch else {"method": self.method}
+        values: _Values = {} if self.only_launch else {"method": self.method}
         made = {s.path[-1] for s, _ in self.meanings if s.value is not None}
         values |= _adapter(self.words, self.method, bool(made & {"loraconfig", "peft_config"}))
         for key, value in self.final.items():
