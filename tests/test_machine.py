@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import pytest
 
 from trainkit import system
 from trainkit.config import pick_device, pick_dtype
-from trainkit.system import _glibc, declared_requirements, heap_peak, look_at_device
+from trainkit.system import _glibc, declared_requirements, heap_peak, keep_freed_memory
+from trainkit.system import look_at_device
 from trainkit.system import COURSE, Report, doctor, environment, explain_dtype
 
 ROOT = Path(__file__).parent.parent
@@ -211,3 +213,13 @@ def test_the_record_of_a_machine_counts_in_gib(monkeypatch):
     monkeypatch.setattr(system, "collect_facts", lambda: facts)
     record = environment()
     assert (record["ram_gib"], record["device"]) == (24.0, dict(kind="cuda", vram_gib=16.0))
+
+
+def test_freed_memory_is_kept_by_glibc_unless_it_is_set_up_already(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
+        monkeypatch.delenv(name)
+    with keep_freed_memory() as kept, keep_freed_memory(False) as unwanted:
+        assert kept == (platform.libc_ver()[0] == "glibc") and not unwanted
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    with keep_freed_memory() as kept:
+        assert not kept

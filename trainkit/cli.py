@@ -799,7 +799,8 @@ def check_start(
 @contextmanager
 def ignore_print_errors() -> Iterator[None]:
     "Nothing that is printed in the block, or by the libraries below it, can end the run."
-    out, err = cast(TextIO, SafeStream(sys.stdout)), cast(TextIO, SafeStream(sys.stderr))
+    out = cast(TextIO, SafeStream(sys.stdout))
+    err = cast(TextIO, SafeStream(sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
         yield
 

@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 # %% ../nbs/90_toolbox/02_config_fields.ipynb #d0ad34ea
+_Values = dict[str, Any]  # Knob -> value, or group -> knob -> value
+
+
 def knob(
     # The value when nobody sets it; `...` if somebody must; for a group of knobs a config class, or
     # one of its configs, of which each owner gets a copy
@@ -62,7 +65,7 @@ def knob(
     aliases: Sequence[str] | Mapping[str, str | Callable | None] = (),
     # Where its names mean something together: from all words of a file, and the value that lies
     # below, to settings
-    reads: Callable[[Mapping[str, object], Any], dict[str, Any]] | None = None,
+    reads: Callable[[Mapping[str, object], Any], _Values] | None = None,
     # Of a group: the words at the top that mean its knobs, where other groups have them too;
     # or a function of the settings at the top: whether all such words do
     bare: Sequence[str] | Callable[[Mapping[str, object]], bool] = (),
@@ -109,7 +112,9 @@ def declared(
     cls: type,  # A config class
 ) -> tuple[Knob, ...]:  # The value of each is its default, or its factory, or `...`
     "The knobs of a config class, looked up once; no list and no group of knobs is created."
-    types, blank, rows = get_type_hints(cls), knob(None, "").metadata, []
+    types = get_type_hints(cls)
+    blank = knob(None, "").metadata
+    rows = []
     for field in dataclasses.fields(cls):
         default: object = field.default
         if default is dataclasses.MISSING:
@@ -192,7 +197,9 @@ def nearest(
 
 def _limit(knob: Knob) -> Callable[[object], object]:
     "A function that returns an allowed value, or raises with what would be right."
-    choices, low, high = knob.choices, knob.low, knob.high
+    choices = knob.choices
+    low = knob.low
+    high = knob.high
 
     def check(value: object) -> object:
         if choices and value is not None and value not in choices:
@@ -353,7 +360,8 @@ def _scan_plain(loader: Any) -> yaml.Token:
     scanner = _PlainScanner(loader.peek)
     if not loader.flow_level or not scanner.scan():
         return yaml.SafeLoader.scan_plain(loader)
-    start, text = loader.get_mark(), loader.prefix(scanner.length).rstrip()
+    start = loader.get_mark()
+    text = loader.prefix(scanner.length).rstrip()
     loader.forward(scanner.length)
     loader.allow_simple_key = False
     return yaml.ScalarToken(text, True, start, loader.get_mark())
@@ -392,7 +400,8 @@ def _key_lines(root: yaml.Node | None, source: str) -> dict[str, int]:
             return
         keys = set()
         for key, child in node.value:
-            name, line = f"{path}{key.value}", key.start_mark.line + 1
+            name = f"{path}{key.value}"
+            line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
                 problem = Problem(path.rstrip(".") or "root", ..., "a key must be a word", line)
                 raise ConfigError([problem], source)
@@ -438,7 +447,7 @@ def parse_config(
 
 def parse_yaml(
     text: str,  # Content of a config.yaml
-) -> dict[str, Any]:  # Empty when it is no mapping
+) -> _Values:  # Empty when it is no mapping
     "The config of a run as nested dictionaries, from any source."
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where it is
     try:
@@ -495,7 +504,8 @@ def _near(key: str, own: list[str], inside: Mapping[str, str]) -> str:
     def similarity(hint: str) -> float:
         return difflib.SequenceMatcher(None, key, word(hint)).ratio() if hint else 0.0
 
-    here, there = nearest(key, own), nearest(key, list(inside))
+    here = nearest(key, own)
+    there = nearest(key, list(inside))
     if similarity(there) > similarity(here) + 0.15:
         return there.replace(word(there), inside[word(there)])
     return here
@@ -577,7 +587,9 @@ class _Reader:
         layers: Sequence[Mapping[str, object]],  # Key -> value; the last one wins
         lines: Mapping[str, int] = {},  # Of the keys of all but the last
     ):
-        self.cls, self.lines, self.problems = cls, lines, []
+        self.cls = cls
+        self.lines = lines
+        self.problems = []
         self.done: set[tuple] = set()
         self.unset: dict[tuple[int, str], KeyError] = {}  # Keys that name a missing variable
         self.layers = [self._fill_in(n, words) for n, words in enumerate(layers)]
@@ -587,7 +599,7 @@ class _Reader:
         for n, key in sorted(words, key=self._order):
             self._read(n, key)
 
-    def _fill_in(self, n: int, words: Mapping[str, object]) -> dict[str, Any]:
+    def _fill_in(self, n: int, words: Mapping[str, object]) -> _Values:
         filled = dict(words)
         for key, value in words.items():
             try:
@@ -597,7 +609,7 @@ class _Reader:
         return filled
 
     @property
-    def said(self) -> dict[str, Any]:
+    def said(self) -> _Values:
         "The values of all layers together."
         return merge(self.cls, *self.values)
 
@@ -727,9 +739,9 @@ def _either(places: Sequence[Place]) -> str:
 def merge(
     cls: type,  # A config class
     *layers: Mapping[str, Any],  # Nested dicts by the names of its knobs
-) -> dict[str, Any]:
+) -> _Values:
     "The values of several layers in one; a later one wins."
-    merged: dict[str, Any] = {}
+    merged: _Values = {}
     groups = {k.name: k.type for k in declared(cls) if _is_group(k)}
     for layer in layers:
         for name, value in layer.items():
@@ -743,7 +755,7 @@ def merge(
 def canonical_config(
     cls: type,  # A config class
     data: Mapping[str, object],  # Nested dicts with any names that files may use
-) -> dict[str, Any]:  # Raises `ConfigError` with every problem
+) -> _Values:  # Raises `ConfigError` with every problem
     "The same settings by the names of the knobs, each in its group."
     reader = _Reader(cls, [dict(_words(cls, data))])
     if reader.problems:
@@ -776,9 +788,9 @@ def _build(cls: type, data: Mapping, reader: _Reader, path: str = "") -> tuple[A
     return None, problems
 
 # %% ../nbs/90_toolbox/03_config.ipynb #0e82e782
-def _typed(cls: type, overrides: Sequence[str], file: Mapping[str, object]) -> dict[str, Any]:
+def _typed(cls: type, overrides: Sequence[str], file: Mapping[str, object]) -> _Values:
     "Overrides as words: dotted key -> value. Of two names for one knob the last one counts."
-    words: dict[str, Any] = {}
+    words: _Values = {}
     paths: dict[str, tuple] = {}
     for setting in overrides:
         key, equals, text = (part.strip() for part in setting.partition("="))
@@ -814,7 +826,8 @@ def load_config(
     "A checked `cls` from a file or dict, then `overrides`."
     lines: dict = {}
     if isinstance(source, Mapping):
-        data, name = json.loads(json.dumps(source, default=str)), cls.__name__
+        data = json.loads(json.dumps(source, default=str))
+        name = cls.__name__
     else:
         path, name = Path(source), str(source)
         if not path.is_file():
@@ -922,7 +935,8 @@ def default_profile() -> str:  # `TRAINKIT_PROFILE`, else 'full' with CUDA and '
 
 def find_settings() -> list[Path]:  # The package's own, then the one that is laid over it
     "The `settings.ini` files: `TRAINKIT_SETTINGS`, else the nearest at or above this folder."
-    own, here = Path(str(files("trainkit") / "settings.ini")), Path.cwd()
+    own = Path(str(files("trainkit") / "settings.ini"))
+    here = Path.cwd()
     if named := os.environ.get("TRAINKIT_SETTINGS"):
         if not Path(named).is_file():
             raise FileNotFoundError(f"TRAINKIT_SETTINGS names '{named}', which is not a file.")
@@ -934,7 +948,7 @@ def find_settings() -> list[Path]:  # The package's own, then the one that is la
 def profile_values(
     cls: type,  # A config class
     profile: str,  # A name in settings.ini
-) -> dict[str, Any]:  # Nested; raises `ConfigError` for a key that no knob has
+) -> _Values:  # Nested; raises `ConfigError` for a key that no knob has
     "The values that settings.ini gives to a config class and its groups."
     ini = ConfigParser(interpolation=None, default_section="")
     ini.optionxform = str  # type: ignore
@@ -952,7 +966,7 @@ def profile_values(
         remedy = f"must be one of {names}.{nearest(profile, names)}"
         raise ConfigError([Problem("profile", profile, remedy)], str(paths[-1]))
 
-    def section(cls: type) -> dict[str, Any]:
+    def section(cls: type) -> _Values:
         name, values = f"{profile}.{cls.__name__}", {}
         if ini.has_section(name):
             values = {key: yaml.load(text, Loader=_Loader) for key, text in ini.items(name)}

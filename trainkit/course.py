@@ -125,7 +125,8 @@ def solved(
     names = set().union(*(defined(s) for s in ast.parse(exercise.solution).body))
     if re.search(r"^check\(", exercise.solution, re.M):
         return exercise.solution
-    lines, statements = exercise.stub.splitlines(), ast.parse(exercise.stub).body
+    lines = exercise.stub.splitlines()
+    statements = ast.parse(exercise.stub).body
     place = [s for s in statements if defined(s) & names]
     if not exercise.solution:
         raise ValueError(
@@ -197,7 +198,8 @@ def copy_lessons(
         if ".ipynb_checkpoints" not in p.parts
     ]
     for file in sorted([*pages, *(source / "images").glob("*.*")]):
-        name, data = file.relative_to(source).as_posix(), file.read_bytes()
+        name = file.relative_to(source).as_posix()
+        data = file.read_bytes()
         copy = target / name
         new = hashlib.sha256(data).hexdigest()
         old = hashlib.sha256(copy.read_bytes() if copy.exists() else b"").hexdigest()

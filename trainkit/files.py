@@ -182,7 +182,8 @@ def reading(
             text.startswith(path) or f"{path}/" in text
         ):
             raise
-        kind, package = type(error).__name__, type(error).__module__.split(".")[0]
+        kind = type(error).__name__
+        package = type(error).__module__.split(".")[0]
         if isinstance(error, RecursionError):
             reason = "is nested too deep"
         elif kind in _DAMAGE:

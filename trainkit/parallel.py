@@ -236,7 +236,10 @@ def in_order(
         for part in _chunks(items, chunk):
             yield from function(part)
         return
-    fork, key, waiting, hurry = sys.platform == "linux", id(function), deque(), True
+    fork = sys.platform == "linux"
+    key = id(function)
+    waiting = deque()
+    hurry = True
     _work[key] = function
     pool = ProcessPoolExecutor(
         num_workers, multiprocessing.get_context("fork" if fork else "spawn"), begin_worker

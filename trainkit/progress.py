@@ -38,7 +38,10 @@ def duration(
 ) -> str:  # `0:07`, `12:31`, `1:02:45` or `2d 03:00:00`
     "A length of time as a clock shows it."
     s = max(0, round(seconds))
-    days, h, m, s = s // 86400, s // 3600 % 24, s // 60 % 60, s % 60
+    days = s // 86400
+    h = s // 3600 % 24
+    m = s // 60 % 60
+    s = s % 60
     if days:
         return f"{days}d {h:02}:{m:02}:{s:02}"
     return f"{h}:{m:02}:{s:02}" if h else f"{m}:{s:02}"
@@ -53,8 +56,12 @@ class Clock:
         now: Callable[[], float] = time.monotonic,  # Seconds; a test gives its own
         window: float = 60.0,  # Seconds over which the speed is taken
     ):
-        self.now, self.window, self.done = now, window, start
-        self.began, self.paused_at, self.paused = now(), None, 0.0
+        self.now = now
+        self.window = window
+        self.done = start
+        self.began = now()
+        self.paused_at = None
+        self.paused = 0.0
         self.marks = deque([(0.0, start)])  # (running seconds, position), about one a second
 
     def elapsed(self) -> float:  # Seconds
@@ -246,7 +253,9 @@ class Terminal:
         self,
         file: TextIO | None = None,  # A terminal; standard error when None
     ):
-        self.file, self.bars, self.live = file, [], None
+        self.file = file
+        self.bars = []
+        self.live = None
 
     def open(self, bar: "Progress"):
         "Show one more bar."
@@ -373,12 +382,16 @@ class Progress:
         where = where or detect_display()
         if where not in (*SCREENS, "silent"):
             raise ValueError(f"where={where!r}: choose one of {[*SCREENS, 'silent']}")
-        self.total, self.title, self.unit = total, title, unit
+        self.total = total
+        self.title = title
+        self.unit = unit
         self.clock, self.facts = Clock(now=now), {}
         self.last_line: tuple[int, dict] | None = (
             None  # The state that the last line of a log shows
         )
-        self.lock, self.next, self.closed = threading.RLock(), 0.0, False
+        self.lock = threading.RLock()
+        self.next = 0.0
+        self.closed = False
         self.listeners = _listeners.hear
         self.stage: Progress = self  # What is shown: see `show`
         self.screen = None if where == "silent" or not enabled else SCREENS[where]
@@ -526,7 +539,8 @@ class Progress:
         used = len(self.title) + sum(len(text) + 2 for text, _ in texts)
         while len(texts) > 2 and used + 12 > width:
             used -= len(texts.pop(-2)[0]) + 2
-        line, room = [(self.title, "bold")], min(40, width - used - 2)
+        line = [(self.title, "bold")]
+        room = min(40, width - used - 2)
         if self.total is not None and room >= 5:
             full = room
             if self.total:

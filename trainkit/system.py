@@ -147,14 +147,17 @@ def available_memory(
     try:
         import psutil
 
-        total, free = psutil.virtual_memory().total, psutil.virtual_memory().available
+        total = psutil.virtual_memory().total
+        free = psutil.virtual_memory().available
     except ImportError:  # Present wherever accelerate is
         page = os.sysconf("SC_PAGE_SIZE")
-        total, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
+        total = page * os.sysconf("SC_PHYS_PAGES")
+        free = page * os.sysconf("SC_AVPHYS_PAGES")
     limit = read_number(f"{cgroup}/memory.max", f"{cgroup}/memory/memory.limit_in_bytes")
     used = read_number(f"{cgroup}/memory.current", f"{cgroup}/memory/memory.usage_in_bytes")
     if limit and used and limit < total:
-        total, free = limit, min(free, limit - used + file_cache(cgroup))
+        total = limit
+        free = min(free, limit - used + file_cache(cgroup))
     return total, free
 
 # %% ../nbs/90_toolbox/06_system_facts.ipynb #caef5783
@@ -309,7 +312,8 @@ def git_state(
 def environment() -> dict[str, object]:  # Plain JSON
     "The record of the machine in a run folder; no user name, host name, path or secret."
     facts, root = collect_facts(), package_root()
-    versions, device = facts.get("versions", {}), facts.get("device", {})
+    versions = facts.get("versions", {})
+    device = facts.get("device", {})
     names = {
         canonical(re.split(r"[^\w.-]", line)[0])
         for extra, lines in facts.get("declared", {}).items()
@@ -460,10 +464,12 @@ def _play() -> None:  # noqa: C901
                 blocks[number] = address, size, alone, small
                 if alone:
                     mapped += size + 4096
-                at, end = (address >> 12) - base, (address + size - 1 >> 12) + 1 - base
+                at = (address >> 12) - base
+                end = (address + size - 1 >> 12) + 1 - base
                 while at < end and not alone:
                     part = pages.setdefault(at >> 14, bytearray(2**14))
-                    low, high = at & 16383, min(16384, (at & 16383) + end - at)
+                    low = at & 16383
+                    high = min(16384, (at & 16383) + end - at)
                     touched += high - low - part.count(1, low, high)
                     part[low:high] = b"\1" * (high - low)
                     at += high - low
@@ -548,7 +554,9 @@ def older(
 # %% ../nbs/90_toolbox/07_doctor.ipynb #05aea7bc
 def check_libraries(facts: "_Facts") -> Iterator[Check]:
     "Versions of python and of every library this package always needs."
-    versions, lines, python = facts["versions"], facts["declared"][""], facts["python"]
+    versions = facts["versions"]
+    lines = facts["declared"][""]
+    python = facts["python"]
     old = tuple(map(int, python.split(".")[:2])) < (3, 11)
     yield Check(
         "python", "fail" if old else "ok", python, "install Python 3.11 or newer" if old else ""
@@ -674,7 +682,8 @@ def check_room(facts: "_Facts") -> Iterator[Check]:
             f"{free:.1f} of {total:.1f} GiB free",
             remedies[name] if low else "",
         )
-    cores, threads = facts["cores"], facts["device"].get("threads", 0)
+    cores = facts["cores"]
+    threads = facts["device"].get("threads", 0)
     state = f"{threads or '?'} for {cores} usable core{'s'[: cores > 1]}"
     if threads > cores:
         yield Check("threads", "warn", state, f"OMP_NUM_THREADS={cores} before torch is imported")

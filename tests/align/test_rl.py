@@ -618,6 +618,20 @@ def test_answers_that_nobody_judges_teach_nothing(method):
         Rollouts(net, Signs(), prompts, nobody, knobs).collect([0, 1], 1)
 
 
+def test_reinforce_expects_a_moving_average_of_the_rewards():
+    "Rewards that stay the same give no advantage; after a change the average follows them."
+    net = Transformer(
+        ModelConfig(vocab_size=13, d_model=32, n_heads=2, n_layers=1, d_ff=64, max_seq_len=32)
+    )
+    knobs = RLConfig("reinforce", num_generations=1, max_completion_length=4, baseline_decay=0.75)
+    rollouts = Rollouts(net, Signs(), ["1+1"], lambda completion_ids, **columns: [0.0], knobs)
+    advantages = [
+        rollouts.compare({}, torch.ones(1, 1), torch.tensor([reward]), torch.zeros(1, 1))
+        for reward in (4.0, 4.0, 8.0, 8.0, 4.0)
+    ]
+    assert [float(a["advantages"]) for a in advantages] == [0, 0, 4, 3, -1.75]
+
+
 def test_reinforce_expects_the_same_after_a_rescue(tmp_path):
     "A failed step had sampled answers already, and its baseline had seen their rewards."
     knobs = RLConfig("reinforce", num_prompts=2, num_generations=1, max_completion_length=5)

@@ -456,6 +456,13 @@ def test_rank_grows_in_a_run_with_any_optimizer():
     assert gap(logits(grow_rank(model, 64)), before) < 1e-6 * before.abs().max()
 
 
+def test_a_vocabulary_of_the_same_size_stays_as_it_is():
+    model = small()
+    before = model.lm_head.weight
+    same = resize_vocabulary(model, len(before))
+    assert same is model and model.lm_head.weight is before
+
+
 def test_new_tokens_everywhere(tmp_path):
     "A folder with new tokens, tied or not, on ours and transformers'; PEFT opens it resized."
     from peft import PeftModel

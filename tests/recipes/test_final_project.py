@@ -60,6 +60,13 @@ def project(tmp_path_factory):
     return folder
 
 
+def test_as_many_rows_as_are_needed_are_enough(tmp_path):
+    write_examples(ROWS[:3], tmp_path / "train.jsonl")
+    assert len(Project(tmp_path).rows("train", 3)) == 3
+    with pytest.raises(NotYet, match="3 rows"):
+        Project(tmp_path).rows("train", 4)
+
+
 def test_an_empty_folder_says_what_to_write_first(tmp_path):
     report = check_project(tmp_path)
     assert not report.passed and not any(r.passed for r in report.requirements)

@@ -13,7 +13,7 @@ import pytest
 from support.processes import ROOT
 
 from trainkit.train.loggers import MetricsLog
-from trainkit.train.runs import RunFolder, data_hash, list_runs, read_run
+from trainkit.train.runs import INDEX, RunFolder, data_hash, list_runs, read_run
 from trainkit.train.reports import compare_runs, run_sections, write_report
 
 
@@ -698,3 +698,12 @@ def test_a_list_of_runs_has_the_columns_that_some_run_has(tmp_path):
     folder.close()
     (row,) = list_runs(tmp_path / "other").rows()
     assert [*row] == ["run", "started", "step", "loss", "status"]
+
+
+def test_a_short_index_of_runs_only_grows(tmp_path):
+    "Two processes that list the same folder do not overwrite what the other one has read."
+    for step in (1, 2, 3):
+        with RunFolder(tmp_path / "run", resume=step > 1) as folder:
+            folder.record("log", dict(step=step, loss=1.0 / step))
+        assert [run.name for run in list_runs(tmp_path)] == ["run"]
+        assert (tmp_path / INDEX).read_bytes().count(b"\n") == step

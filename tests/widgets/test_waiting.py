@@ -179,3 +179,27 @@ def test_arun_waits_for_start_where_something_is_missing():
     assert await_here(main()).model == 20
     until(lambda: panel.finished)
     panel.close()
+
+
+class OldKernel:
+    "What lets clicks into the cell of an old kernel."
+
+    def __init__(self, other_loop=None):
+        self._aproc = other_loop
+        self.polls = []
+
+    def __enter__(self):
+        return self.polls.append
+
+    def __exit__(self, *error):
+        pass
+
+
+def test_a_loop_in_an_old_kernel_lets_clicks_in_once(monkeypatch):
+    "Inside another waiting loop it leaves them to that one."
+    for kernel, polls in ((OldKernel(), [10, 10]), (OldKernel("another"), []), (None, None)):
+        monkeypatch.setattr(waiting, "_events", lambda kernel=kernel: kernel)
+        with waiting.polling() as poll:
+            poll()
+            poll()
+        assert getattr(kernel, "polls", None) == polls

@@ -335,10 +335,8 @@ class TeacherCache:
             key: int((np.asarray(r["labels"])[1:] != -100).sum()) for key, r in missing.items()
         }
         held = sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
-        needs, most = (
-            self._row_bytes(sum(counts.values())),
-            self.teacher.config.teacher_cache_gib * 2**30,
-        )
+        needs = self._row_bytes(sum(counts.values()))
+        most = self.teacher.config.teacher_cache_gib * 2**30
         if missing and held + needs > most:
             raise ValueError(
                 f"the teacher's top {self.teacher.config.top_k} of {sum(counts.values()):,} tokens "
@@ -399,7 +397,8 @@ class TeacherCache:
         "The numbers of a batch from the files; the teacher is asked where one row is missing."
         if isinstance(batch["input_ids"], FakeTensor):  # Memory is predicted, without data
             n = len(batch["labels"][:, 1:][batch["labels"][:, 1:] != -100])
-            k, device = self.teacher.config.top_k, batch["input_ids"].device
+            k = self.teacher.config.top_k
+            device = batch["input_ids"].device
             ids = torch.zeros(n, k, dtype=torch.long, device=device)
             return TeacherScores(torch.zeros(n, k + 1, device=device), ids)
         names = ("input_ids", "labels", "position_ids")

@@ -269,7 +269,8 @@ def reward_metrics(
     rejected: Tensor,  # (B,)
 ) -> dict[str, tuple[Tensor, Tensor | int]]:  # name -> (sum, count)
     "The usual reward metrics, as sums and counts; a tie counts as a half."
-    n, ties = len(chosen), (chosen == rejected).sum()
+    n = len(chosen)
+    ties = (chosen == rejected).sum()
     return {
         "rewards/chosen": (chosen.sum(), n),
         "rewards/rejected": (rejected.sum(), n),

@@ -81,7 +81,9 @@ class GuessNumber(Environment):
     ):
         if high <= low or guesses < 1:
             raise ValueError(f"GuessNumber({low}, {high}, {guesses}): take low < high, guesses > 0")
-        self.low, self.high, self.guesses = low, high, guesses
+        self.low = low
+        self.high = high
+        self.guesses = guesses
         self.shaping = shaping
         self.remind = remind
         self.chat = chat
@@ -185,7 +187,8 @@ class ToolEnvironment(Environment):
         try:
             calls, words = parse_tool_calls(answer)
         except ValueError as error:
-            calls, words = [dict(name="", error=f"error: {error}")], ""
+            calls = [dict(name="", error=f"error: {error}")]
+            words = ""
         if not calls:
             return Reply([], self.finish(words), True)
         results = [
@@ -315,7 +318,9 @@ class ReasoningGym(Environment):
         **settings: object,  # Of the task, such as min_terms
     ):
         _need("reasoning_gym", "ReasoningGym")
-        self.task, self.chat, self.settings = task, chat, settings
+        self.task = task
+        self.chat = chat
+        self.settings = settings
         self.datasets: dict[str, Any] = {}
 
     def reset(self, row: Mapping[str, object], seed: int) -> str | list[dict]:

@@ -349,7 +349,8 @@ def pack_episodes(
     # All tokens may come where nothing was cut
     kept = torch.full((*ids.shape, max(sizes)), 255, dtype=torch.uint8) if sizes else None
     for i, episode in enumerate(episodes):
-        start, end = len(episode.prompt), len(episode.prompt) + len(episode.ids)
+        start = len(episode.prompt)
+        end = len(episode.prompt) + len(episode.ids)
         ids[i, :end], mask[i, :end] = torch.tensor(episode.prompt + episode.ids), 1
         written = torch.tensor(episode.written)
         if learn_truncated or not episode.truncated:

@@ -64,7 +64,8 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:  # (B, H, T, D); (B, H, T), the logarithm of the sums, for backward
     "Attention, `QUERIES` queries and `KEYS` keys at a time."
     (B, H, T, D), S = q.shape, k.shape[2]
-    rows, width = -(-T // QUERIES) * QUERIES, -(-S // KEYS) * KEYS
+    rows = -(-T // QUERIES) * QUERIES
+    width = -(-S // KEYS) * KEYS
     bias = q.new_zeros(len(attn_mask) if attn_mask is not None else 1, 1, rows, width)
     bias[..., S:] = -math.inf
     if causal:

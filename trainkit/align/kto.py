@@ -181,7 +181,8 @@ def kto_objective(
     )
     def kto_loss(model: nn.Module, batch: dict) -> Loss:
         batch = to_model_device(model, batch)
-        liked, B = batch["liked"], len(batch["liked"])
+        liked = batch["liked"]
+        B = len(batch["liked"])
 
         def part(start: int, end: int) -> dict[str, Tensor]:
             return {name: x[start:end] for name, x in batch.items() if name != "liked"}
@@ -195,7 +196,8 @@ def kto_objective(
             if "kto" in c.weights:
                 mismatched = sequence_log_probs(model, part(B, 2 * B))[0]
                 kl = (mismatched.mean() - before[B:].mean()).clamp(min=0)
-        ratio, sign = log_probs - before[:B], torch.where(liked, 1.0, -1.0)
+        ratio = log_probs - before[:B]
+        sign = torch.where(liked, 1.0, -1.0)
         weight = torch.where(liked, c.desirable_weight, c.undesirable_weight)
         terms = {
             name: ((weight * UNPAIRED[name](sign * c.beta * ratio, sign * c.beta * kl)).sum(), B, w)

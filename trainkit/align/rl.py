@@ -211,7 +211,8 @@ def _reward_metrics(batch: dict) -> _Metrics:
 @torch.no_grad()
 def _metrics(batch: dict, scores: TokenScores, log_ratio: Tensor, config: RLConfig) -> _Metrics:
     "Metrics to watch, as sums and counts over tokens or answers."
-    mask, n = _mask(batch), len(batch["labels"])
+    mask = _mask(batch)
+    n = len(batch["labels"])
     tokens = mask.sum()
     ratio = log_ratio.exp()
     high = config.epsilon if config.epsilon_high is None else config.epsilon_high
@@ -340,7 +341,8 @@ def rloo_objective(
     def rloo(model: nn.Module, batch: dict) -> Loss:
         batch = to_model_device(model, batch)
         scores = _scores(model, batch, config)
-        mask, n = _mask(batch), len(batch["labels"])
+        mask = _mask(batch)
+        n = len(batch["labels"])
         tokens = scores.log_probs - batch.get("old_log_probs", scores.log_probs.detach())
         log_ratio = tokens.sum(1)
         losses = clipped_surrogate(

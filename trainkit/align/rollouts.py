@@ -432,7 +432,9 @@ class Rollouts:
 
     def _batch(self, answers: _Round) -> dict[str, Tensor]:
         "A round as the numbers that the objective reads, with advantages."
-        c, rewards, columns = self.config, answers.rewards, answers.columns
+        c = self.config
+        rewards = answers.rewards
+        columns = answers.columns
         self.samples = [
             dict(prompt=p, completion=a, reward=r)
             for p, a, r in zip(
@@ -576,7 +578,8 @@ class Rollouts:
         steps: Tensor | None = None,  # (B, T), the part of the rewards that belongs to one answer
     ) -> dict[str, Tensor]:  # advantages, 0 where no reward applies; for ppo also returns
         "Advantages by the method of the config."
-        c, net = self.config, rewards - price.sum(1)
+        c = self.config
+        net = rewards - price.sum(1)
         if c.method == "grpo":
             return dict(advantages=group_relative(net, c.num_generations, c.scale_rewards))
         if c.method == "rloo":

@@ -483,7 +483,8 @@ def accuracy_chart(
     ax = curves(lines, title, "tokens for a prompt", "accuracy", ax=ax)
     for line, points in zip(ax.get_lines()[-len(lines) :], searches.values(), strict=True):
         tokens = [p.tokens for p in points]
-        low, high = [p.accuracy.low for p in points], [p.accuracy.high for p in points]
+        low = [p.accuracy.low for p in points]
+        high = [p.accuracy.high for p in points]
         ax.fill_between(tokens, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter(lambda value, _: number(float(value)))

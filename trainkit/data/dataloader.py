@@ -57,7 +57,8 @@ def _first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     size = 1
     while size < len(lengths):
         size *= 2
-    most, rows = [capacity] * (2 * size), []
+    most = [capacity] * (2 * size)
+    rows = []
     for i, n in enumerate(lengths):
         node = 1
         while node < size:
@@ -76,7 +77,9 @@ def _best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """The row with the least room that is enough, in constant time.
 
     Rows lie in buckets by their room; a bit for each non-empty bucket finds the right one."""
-    rows, buckets, filled = [], [[] for _ in range(capacity + 1)], 0
+    rows = []
+    buckets = [[] for _ in range(capacity + 1)]
+    filled = 0
     for i in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         n = lengths[i]
         if above := filled >> n:
@@ -197,7 +200,9 @@ def cut_batches(
         return batches[:-1] if drop_last and batches and len(batches[-1]) < batch_size else batches
     borders, rows, longest, total = [0], 0, 0, 0
     for place, n in enumerate(lengths[order].tolist()):
-        longest, total, rows = max(longest, n), total + n, rows + 1
+        longest = max(longest, n)
+        total = total + n
+        rows = rows + 1
         if rows > batch_size or (total if padding_free else longest * rows) > max_tokens:
             borders.append(place)
             longest, total, rows = n, n, 1
@@ -213,8 +218,12 @@ def easy_first(
     done: int = 0,  # Rows that were given out before, in earlier epochs
 ) -> np.ndarray:  # (rows,)
     "The order with the rows first that the curriculum allows."
-    ladder, rank = np.argsort(difficulty, kind="stable").tolist(), np.argsort(order)
-    levels, pool, out, at = difficulty[ladder], [], [], 0
+    ladder = np.argsort(difficulty, kind="stable").tolist()
+    rank = np.argsort(order)
+    levels = difficulty[ladder]
+    pool = []
+    out = []
+    at = 0
     for start in range(0, len(order), batch_size):
         limit = config.limit((done + start) / batch_size, levels)
         want = min(batch_size, len(order) - start)
@@ -239,7 +248,10 @@ def cut_rows(
     # Batches: (pieces, 3) with row, start and stop; or (rows,) as soon as they are whole
 ) -> list[np.ndarray]:
     "Batches of pieces that are as long as the curriculum allows, in the order of the rows."
-    out, at, start, longest = [], 0, 0, int(lengths.max())
+    out = []
+    at = 0
+    start = 0
+    longest = int(lengths.max())
     while at < len(order):
         limit = config.limit(step + len(out), lengths)
         if limit == math.inf and not start:
@@ -601,7 +613,8 @@ class Batches:
         while count > 0:
             plan = self.plan(epoch)[:count]
             sizes |= {(len(rows), int(lengths[rows].max())) for rows in plan}
-            count, epoch = count - len(plan), epoch + 1
+            count = count - len(plan)
+            epoch = epoch + 1
         self._plan = current_plan
         return sizes
 
@@ -648,4 +661,5 @@ class Batches:
                 "These are not the batches that the saved place belongs to "
                 f"({'; '.join(sorted(wrong))})."
             )
-        self.epoch, self.index = state["epoch"], state["index"]
+        self.epoch = state["epoch"]
+        self.index = state["index"]

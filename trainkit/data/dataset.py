@@ -312,7 +312,8 @@ def load_examples(
 ) -> LoadedRows:  # A list of rows, with a `report`
     "All examples of a file, a folder, a corpus or a dataset; a warning lists what was left out."
     report = LoadReport(_source_name(path_or_name))
-    rows, left = LoadedRows(), max_chars if max_chars is not None else float("inf")
+    rows = LoadedRows()
+    left = max_chars if max_chars is not None else float("inf")
     rows.report = report
     options.setdefault("streaming", max_examples is not None)
     for row in stream_examples(
@@ -501,7 +502,8 @@ def split_examples(
     """Split rows by a hash of their questions, and by nothing else.
 
     Added rows move no other row, and no question is on both sides."""
-    rows, own = list(rows), dict(fractions or {})
+    rows = list(rows)
+    own = dict(fractions or {})
     _check(rows, eval_fraction, test_fraction, by, own, on_empty)
     values = ["" if by is None else str(row[by]) for row in rows]
     places = [hash_position(split_key(row, group), seed) for row in rows]
@@ -825,7 +827,9 @@ def _read(config: DataConfig, path: str, split: str | None) -> tuple[list[dict],
         keep_columns=not config.remove_unused_columns or used,
         num_workers=config.preprocessing_num_workers,
     )
-    report, cleaning, out = rows.report, {}, [*rows]
+    report = rows.report
+    cleaning = {}
+    out = [*rows]
     if config.clean:
         out, cleaning = clean_examples(out, config.min_chars, config.preprocessing_num_workers)
     if report.kind == "text":

@@ -78,7 +78,8 @@ def jaccard(
     ignore: frozenset[int] = frozenset(),
 ) -> float:  # From 0, nothing in common, to 1
     "The share of all shingles that both have."
-    one, other = set(a.tolist()), set(b.tolist())
+    one = set(a.tolist())
+    other = set(b.tolist())
     shared, differ = one & other, one ^ other
     if not (one <= ignore and other <= ignore):
         shared -= ignore
@@ -103,7 +104,8 @@ def signatures(
     room = 0
 
     def minima(block: list[np.ndarray]) -> np.ndarray:
-        flat, starts = np.concatenate(block), np.cumsum([0, *map(len, block[:-1])])
+        flat = np.concatenate(block)
+        starts = np.cumsum([0, *map(len, block[:-1])])
         out = np.empty((num_hashes, len(block)), np.uint32)
         for k in range(num_hashes):
             out[k] = np.minimum.reduceat(flat * odd[k] + add[k], starts)
@@ -186,7 +188,8 @@ def candidates(
     reach: int = 32,  # Neighbours in a run of equal keys that are compared with each other
 ) -> np.ndarray:  # (pairs, 2), the smaller position first
     "Pairs of texts that share a band and whose signatures agree well enough."
-    keys, count = [np.empty(0, np.uint64)], np.uint64(max(1, len(signature)))
+    keys = [np.empty(0, np.uint64)]
+    count = np.uint64(max(1, len(signature)))
     for key in _band_keys(signature, rows):
         order = np.argsort(key, kind="stable")
         key = key[order]
@@ -195,13 +198,15 @@ def candidates(
             at = np.flatnonzero(key[lag:] == key[:-lag])
             if not len(at):
                 break
-            i, j = order[at], order[at + lag]
+            i = order[at]
+            j = order[at + lag]
             keep = _alike(signature, signature, i, j, least)
             keys.append(i[keep].astype(np.uint64) * count + j[keep].astype(np.uint64))
         else:  # long runs
             head = np.maximum.accumulate(np.where(new, np.arange(len(key)), 0))
             at = np.flatnonzero(np.arange(len(key)) - head > reach)
-            i, j = order[head[at]], order[at]
+            i = order[head[at]]
+            j = order[at]
             keep = _alike(signature, signature, i, j, least)
             keys.append(i[keep].astype(np.uint64) * count + j[keep].astype(np.uint64))
         keys = [np.unique(np.concatenate(keys))]
@@ -279,7 +284,9 @@ def find_leaks(
     # Position in eval_texts, best match in train_texts, true similarity
 ) -> list[tuple[int, int, float]]:
     "Evaluation texts that are equal or nearly equal to training texts."
-    ignore, known, best = np.asarray(ignore, np.uint32), {}, {}
+    ignore = np.asarray(ignore, np.uint32)
+    known = {}
+    best = {}
     for j, text in enumerate(train_texts):
         known.setdefault(content_key(text), j)
     for i, text in enumerate(eval_texts):

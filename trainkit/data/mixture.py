@@ -159,7 +159,8 @@ def mix(
     marks = dict(prefixes or {})
     out, parts = Mixture(), {}
     for (name, rows), count in zip(datasets.items(), counts, strict=True):
-        draw, order = random.Random(f"{seed}/{name}"), []
+        draw = random.Random(f"{seed}/{name}")
+        order = []
         while len(order) < count:
             order += draw.sample(range(len(rows)), min(len(rows), count - len(order)))
         mark = marks.get(name)

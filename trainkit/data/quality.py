@@ -85,7 +85,8 @@ def _own_template(tokenizer: object) -> str | None:
 
 def check_rendered(case: Case) -> Iterator[Finding]:
     "Rows with chats that were rendered already."
-    tally, forms = FindingCounter(sum(map(len, case.splits))), Counter()
+    tally = FindingCounter(sum(map(len, case.splits)))
+    forms = Counter()
     for rows in case.splits:
         for i in range(len(rows)):
             for role, text in rows.turns(i):
@@ -238,7 +239,8 @@ def check_other(
     theirs = _names(case.tokenizer, None)
     tally = FindingCounter()
     for i in _chosen(case.train, most)[: 2 * most]:
-        chat, ask = _messages(case.train, i), case.train.kind == "prompt"
+        chat = _messages(case.train, i)
+        ask = case.train.kind == "prompt"
         try:
             a, b = (
                 render_text(chat, form, called, "last", ask)[0]
@@ -310,7 +312,8 @@ ENOUGH: dict[str, tuple[int, int]] = {
 def check_amount(case: Case) -> Iterator[Finding]:
     "Enough rows for the method, and for an evaluation that means something."
     few, good = ENOUGH.get(case.method, ENOUGH["sft"])
-    train, unit = case.train, "characters" if case.method == "pretrain" else "rows"
+    train = case.train
+    unit = "characters" if case.method == "pretrain" else "rows"
     whole = {hash(text): len(text) for text in map(train.whole, range(len(train)))}
     have = sum(whole.values()) if unit == "characters" else len(whole)
     if have < good:
@@ -491,7 +494,8 @@ def length_bias(case: Case) -> Iterator[Finding]:
         return
     tally, shorter = FindingCounter(), 0
     for i in range(len(rows)):
-        chosen, rejected = rows.parts(i)[1], rows.rejected(i)
+        chosen = rows.parts(i)[1]
+        rejected = rows.rejected(i)
         if len(chosen) == len(rejected):
             continue
         tally.total += 1
@@ -552,7 +556,9 @@ def split_cleaning(
             continue
         for trait, has in TRAITS.items():
             hits = [sum(map(has, side)) for side in texts]
-            p, q, both = hits[0] / a, hits[1] / b, sum(hits) / (a + b)
+            p = hits[0] / a
+            q = hits[1] / b
+            both = sum(hits) / (a + b)
             if abs(p - q) > 0.3 and abs(p - q) > 5 * math.sqrt(both * (1 - both) * (1 / a + 1 / b)):
                 shown.append(
                     Evidence(
@@ -596,7 +602,8 @@ def scripts(case: Case) -> Iterator[Finding]:
         counts = Counter(s for s in own if s)
         if sum(counts.values()) < 20 or counts.most_common(1)[0][1] < 0.95 * sum(counts.values()):
             continue
-        usual, tally = counts.most_common(1)[0][0], FindingCounter(len(rows))
+        usual = counts.most_common(1)[0][0]
+        tally = FindingCounter(len(rows))
         for i, s in enumerate(own):
             if s not in ("", usual):
                 tally.add(f"{rows.where(i)} {s}", rows.whole(i))
@@ -894,7 +901,8 @@ def check_echo(case: Case) -> Iterator[Finding]:
 # %% ../../nbs/02_data/12_quality.ipynb #926977c5
 def check_duplicates(case: Case) -> Iterator[Finding]:
     "Equal and nearly equal rows, and contradictions."
-    rows, share = case.train, 1 / max(1, len(case.train))
+    rows = case.train
+    share = 1 / max(1, len(case.train))
     texts = [rows.whole(i) for i in range(len(rows))]
     exact = FindingCounter(len(rows))
     near = FindingCounter(len(rows))
@@ -1004,7 +1012,8 @@ def check_leaks(case: Case) -> Iterator[Finding]:
 # %% ../../nbs/02_data/12_quality.ipynb #14eaf001
 def check_roles(case: Case) -> Iterator[Finding]:
     "Turns in an impossible order."
-    problems, tally = Counter(), FindingCounter(sum(map(len, case.splits)))
+    problems = Counter()
+    tally = FindingCounter(sum(map(len, case.splits)))
     for rows in case.splits:
         if rows.kind == "text":
             continue

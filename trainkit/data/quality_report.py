@@ -129,7 +129,9 @@ class FindingCounter:
     "Counts the rows that a check finds, and keeps the first three as evidence."
 
     def __init__(self, total: int = 0):
-        self.total, self.count, self.examples = total, 0, []
+        self.total = total
+        self.count = 0
+        self.examples = []
 
     def add(
         self,
@@ -192,7 +194,10 @@ class RowView:
         name: str = "",  # Of the split, as in `eval`; said in front of each place
     ):
         rows = list(rows)
-        self.name, self.kinds, self.rows, self.places = name, Counter(), [], []
+        self.name = name
+        self.kinds = Counter()
+        self.rows = []
+        self.places = []
         self.malformed: list[tuple[str, str]] = []  # Place and reason
         for row in rows[:2000] if kind is None else ():
             try:

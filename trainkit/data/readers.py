@@ -404,7 +404,8 @@ def _elements(path: Path, text: str, field: str | None) -> Iterator[Row]:
         raise scan.error(start, "a list of objects is needed")
     line, last = 1, 0
     for _, at, row in scan.members(start, "]"):
-        line, last = line + text.count("\n", last, at), at
+        line = line + text.count("\n", last, at)
+        last = at
         yield line, _as_row(row, f"{path}, line {line}")
     rest = scan.skip(scan.end)
     if rest < len(text):

@@ -318,7 +318,9 @@ def _preference(row: dict) -> None:
             begins = answer[: len(turns)] == turns and len(answer) > len(turns)
             return answer[len(turns) :] if begins else answer
 
-        prompt, chosen, rejected = turns, without_prompt(chosen), without_prompt(rejected)
+        prompt = turns
+        chosen = without_prompt(chosen)
+        rejected = without_prompt(rejected)
     elif not isinstance(prompt, str):
         chosen, rejected = ([dict(role="assistant", content=c)] for c in (chosen, rejected))
     row.update(prompt=prompt, chosen=chosen, rejected=rejected)
@@ -459,7 +461,8 @@ def map_texts(
     kind: str | None = None,  # Inferred from the columns when None
 ) -> dict:  # A changed copy; labels, sources and other columns are left alone
     "Apply a function to all texts of an example, inside conversations too."
-    own, out = KINDS[kind or example_kind(row)], dict(row)
+    own = KINDS[kind or example_kind(row)]
+    out = dict(row)
     for column in (*own, *(c for c in ("input", "system") if c in row and "text" not in own)):
         value = row.get(column)
         if isinstance(value, str):

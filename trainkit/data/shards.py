@@ -149,7 +149,8 @@ def shard_damage(
 ) -> str:  # In words, or '' if there is none
     "What is wrong with a shard."
     folder = Path(folder)
-    file, size = folder / record["file"], record["tokens"] * item
+    file = folder / record["file"]
+    size = record["tokens"] * item
     if not file.is_file():
         return f"{record['file']} is missing"
     if file.stat().st_size != size:
@@ -227,7 +228,8 @@ class TokenShards:
         return open_shards, (self.folder,)  # to another process goes the path, not the bytes
 
     def __repr__(self):
-        count, size = len(self.maps), self.dtype.itemsize
+        count = len(self.maps)
+        size = self.dtype.itemsize
         return (
             f"Shards({str(self.folder)!r}: {len(self):,} tokens of {size} bytes in "
             f"{plural(count, 'file')})"
@@ -242,7 +244,8 @@ def open_shards(
     "Open a folder of shards; ids are read from disk when they are used."
     folder, index = Path(folder), read_index(folder)
     with reading(folder / "index.json", "make the shards again"):
-        size, complete = np.dtype(index["dtype"]).itemsize, index["complete"]
+        size = np.dtype(index["dtype"]).itemsize
+        complete = index["complete"]
         if np.dtype(index["dtype"]).kind not in "iu" or not isinstance(index["shards"], list):
             raise ValueError("its ids are no whole numbers, or its shards no list")
         if not index["shards"]:
@@ -303,7 +306,8 @@ def _read_chunks(file: Path, encoding: str, size: int) -> Iterator[str]:
                 raise ValueError(f"{file}: a binary file (it has a zero byte); text is needed")
             if chunk:
                 yield chunk.removeprefix(mark)
-            lines, mark = lines + data.count(b"\n"), "" if chunk else mark
+            lines = lines + data.count(b"\n")
+            mark = "" if chunk else mark
 
 
 def _read_texts(file: Path, encoding: str, text_column: str | None) -> Iterator[str]:

@@ -570,7 +570,8 @@ def raw_rows(
     report: LoadReport,  # Filled in: how many files there are, and which splits
 ) -> Iterator[Raw]:  # Rows as they are, each with its place
     "The unchecked rows of a file, a folder, a corpus or a dataset."
-    path, name = Path(path_or_name).expanduser(), str(path_or_name)
+    path = Path(path_or_name).expanduser()
+    name = str(path_or_name)
     if not name:
         raise ValueError(
             "the path of the data is empty: give a file, a folder ('.' for this one) or the name "

@@ -252,7 +252,8 @@ def is_valid_number(
     "Whether a number that looks like personal data is one."
     digits = re.sub(r"\D", "", value)
     if kind == "bank card number":
-        odd, even = digits[-1::-2], digits[-2::-2]
+        odd = digits[-1::-2]
+        even = digits[-2::-2]
         luhn = sum(map(int, odd)) + sum(sum(divmod(2 * int(d), 10)) for d in even)
         return luhn % 10 == 0 and len({*digits}) > 2
     if kind == "bank account number":

@@ -475,7 +475,8 @@ class Scheduler:
             if other := self.running.pop(gap, None):  # It is still being read
                 spare = len(self.cache.texts[gap])
                 kept = [side[gap, :, :spare].clone() for side in self._sides()]
-                text, adapter = self.cache.texts[gap], self.cache.adapters[gap]
+                text = self.cache.texts[gap]
+                adapter = self.cache.adapters[gap]
                 self.cache.move(last, gap)
                 for side, values in zip(self._sides(), kept, strict=True):
                     side[last, :, :spare] = values

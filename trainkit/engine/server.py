@@ -25,10 +25,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -55,6 +55,7 @@ from ..tokenizer.chat import render
 
 # %% ../../nbs/14_engine/03_server.ipynb #eng3-error
 log = logging.getLogger("trainkit.serve")
+_Object = dict[str, Any]  # A JSON object, of a request or an answer
 
 
 class APIError(Exception):
@@ -85,7 +86,7 @@ class APIError(Exception):
             self.status, "server_error" if self.status >= 500 else "invalid_request_error"
         )
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> _Object:
         error = dict(message=str(self), type=self.type, param=self.param, code=self.code)
         return dict(error=error)
 
@@ -94,6 +95,7 @@ class APIError(Exception):
 
 # %% ../../nbs/14_engine/03_server.ipynb #eng3-bodies-def
 _Names = str | list[str]
+_Prompt = str | list[int]  # A text, or its tokens
 
 
 class _Sampling(BaseModel):
@@ -114,9 +116,9 @@ class _Sampling(BaseModel):
     seed: int | None = None
     stop: _Names | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None  # As in vLLM: json, regex, choice or grammar
+    stream_options: _Object | None = None
+    response_format: _Object | None = None
+    structured_outputs: _Object | None = None  # As in vLLM: json, regex, choice or grammar
 
     def knobs(self) -> dict[str, Any]:
         "For `Scheduler.add`."
@@ -139,12 +141,12 @@ class _Sampling(BaseModel):
 
 
 class _ChatBody(_Sampling):
-    messages: list[dict[str, Any]] = Field(min_length=1, max_length=4096)
+    messages: list[_Object] = Field(min_length=1, max_length=4096)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = Field(None, max_length=128)
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[_Object] | None = Field(None, max_length=128)
+    tool_choice: str | _Object | None = None
 
 
 class _TextBody(_Sampling):
@@ -162,10 +164,10 @@ class _EmbeddingBody(BaseModel):
     dimensions: int | None = Field(None, ge=1)
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: _Prompt | list[str] | list[list[int]]) -> list[_Prompt]:
     "One prompt or several, as a list of prompts."
     single = isinstance(value, str) or (value and isinstance(value[0], int))
-    return [value] if single else list(value)
+    return cast(list[_Prompt], [value] if single else value)
 
 
 def _first_problem(error: ValidationError) -> APIError:
@@ -179,7 +181,7 @@ def _first_problem(error: ValidationError) -> APIError:
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def _content(value: Any, place: str) -> str:
+def _content(value: object, place: str) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):
@@ -196,7 +198,7 @@ def _content(value: Any, place: str) -> str:
     return "".join(texts)
 
 
-def _call(call: Any, place: str) -> dict[str, Any]:
+def _call(call: Any, place: str) -> _Object:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise APIError(400, f"{place}.tool_calls: a call needs a function with a name", place)
@@ -213,9 +215,9 @@ def _call(call: Any, place: str) -> dict[str, Any]:
 
 def clean_messages(
     messages: Sequence[Mapping[str, Any]],  # As a client sends them
-) -> list[dict[str, Any]]:  # As templates read them
+) -> list[_Object]:  # As templates read them
     "Check the messages of a chat; raises `APIError` with the place of what is wrong."
-    cleaned: list[dict[str, Any]] = []
+    cleaned: list[_Object] = []
     names: dict[str, str] = {}  # Id of a call -> name of the tool
     for i, message in enumerate(messages):
         place = f"messages[{i}]"
@@ -224,7 +226,7 @@ def clean_messages(
             text = f"{place}.role: {role!r} must be one of {', '.join(_ROLES)}"
             raise APIError(400, text, place)
         role = {"developer": "system", "function": "tool"}.get(role, role)
-        own: dict[str, Any] = dict(role=role, content=_content(message.get("content"), place))
+        own: _Object = dict(role=role, content=_content(message.get("content"), place))
         if role == "assistant":
             calls = [_call(call, place) for call in message.get("tool_calls") or ()]
             names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
@@ -248,6 +250,8 @@ _MARKS = {
     "tool_call": {"</tool_call>": "content"},
 }
 
+_Parts = list[tuple[str, Any]]  # Kind and value: a text, or the name and arguments of a call
+
 
 class AnswerReader:
     "Separates the text of an answer into content, reasoning and tool calls, piece by piece."
@@ -268,10 +272,10 @@ class AnswerReader:
         marks = _MARKS[self.state]
         return {m: s for m, s in marks.items() if self.tools or s != "tool_call"}
 
-    def push(self, text: str, last: bool = False) -> list[tuple[str, Any]]:  # (kind, value)
+    def push(self, text: str, last: bool = False) -> _Parts:
         "The parts that are certain now: texts, and for 'tool_call' a dict with name and arguments."
         self.pending += text
-        parts: list[tuple[str, Any]] = []
+        parts: _Parts = []
         while True:
             marks = self._marks()
             places = [(at, mark) for mark in marks if (at := self.pending.find(mark)) >= 0]
@@ -293,11 +297,11 @@ class AnswerReader:
             self._end_call(parts)
         return parts
 
-    def finish(self) -> list[tuple[str, Any]]:
+    def finish(self) -> _Parts:
         "What was kept back; a call without its end counts if it is whole."
         return self.push("", last=True)
 
-    def _write(self, text: str, parts: list[tuple[str, Any]]) -> None:
+    def _write(self, text: str, parts: _Parts) -> None:
         if self.state == "tool_call":
             self.call += text
             return
@@ -307,7 +311,7 @@ class AnswerReader:
             self.fresh = False
             parts.append((self.state, text))
 
-    def _end_call(self, parts: list[tuple[str, Any]]) -> None:
+    def _end_call(self, parts: _Parts) -> None:
         text = self.call
         self.call = ""
         with suppress(ValueError):
@@ -471,9 +475,11 @@ def _penalties(
 
 
 _Maker = Callable[[Grammars], Constraint]
+_Answer = TypeVar("_Answer")
+_Body = TypeVar("_Body", bound=BaseModel)
 
 
-def _from_format(form: Mapping[str, Any]) -> _Maker | None:
+def _from_format(form: _Object) -> _Maker | None:
     "What `response_format` asks for; None for plain text."
     kind = form.get("type", "text")
     if kind == "text":
@@ -491,7 +497,7 @@ def _from_format(form: Mapping[str, Any]) -> _Maker | None:
     raise APIError(400, text, "response_format")
 
 
-def _from_structure(name: str, value: Any) -> _Maker:
+def _from_structure(name: str, value: object) -> _Maker:
     "What one field of `structured_outputs` asks for."
     makers: dict[str, Callable[[Grammars, Any], Constraint]] = dict(
         json=Grammars.json_schema,
@@ -505,7 +511,7 @@ def _from_structure(name: str, value: Any) -> _Maker:
     return lambda grammars: makers[name](grammars, value)
 
 
-def _tool_grammar(tools: Sequence[Mapping[str, Any]], name: str | None, special: bool) -> str:
+def _tool_grammar(tools: Sequence[_Object], name: str | None, special: bool) -> str:
     "A grammar for exactly one call of one of the tools."
     choices = []
     for tool in tools:
@@ -528,7 +534,7 @@ def _tool_grammar(tools: Sequence[Mapping[str, Any]], name: str | None, special:
     return f'start: {begin} "\\n" call "\\n" {end}\ncall: %json {call}'
 
 
-def _check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
+def _check_tools(tools: Sequence[_Object]) -> None:
     for i, tool in enumerate(tools):
         function = tool.get("function")
         named = isinstance(function, dict) and isinstance(function.get("name"), str)
@@ -544,8 +550,8 @@ class _Job:
     index: int
     request: Request
     reader: AnswerReader
-    logprobs: list[Any] = field(default_factory=list)
-    parts: list[tuple[str, Any]] = field(default_factory=list)
+    logprobs: list[_Object] = field(default_factory=list)
+    parts: _Parts = field(default_factory=list)
     offset: int = 0  # Characters so far, for completions
 
 
@@ -559,7 +565,9 @@ class _Watched:
         self.jobs: list[_Job] = []
         self.closed = False
 
-    def add(self, reader: AnswerReader, prompt: Any, **options: Any) -> None:  # In another thread
+    def add(
+        self, reader: AnswerReader, prompt: _Prompt, **options: Any
+    ) -> None:  # In another thread
         index = len(self.jobs)
 
         def listen(piece: Piece) -> None:
@@ -606,7 +614,7 @@ class _Watched:
                 self.server.engine.cancel(job.request)
             self.server.metrics.note(job.request)
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> _Object:
         requests = [job.request for job in self.jobs]
         prompts = {id(r.prompt): r for r in requests}.values()
         if len({tuple(r.prompt) for r in requests}) == 1:
@@ -631,12 +639,12 @@ def _failure(error: Exception) -> APIError:
 class _Events(StreamingResponse):
     "Server-sent events that stop when the client goes."
 
-    def __init__(self, watched: _Watched, events: AsyncIterator[dict[str, Any]]):
+    def __init__(self, watched: _Watched, events: AsyncIterator[_Object]):
         self.watched = watched
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(self._lines(events), headers=headers, media_type="text/event-stream")
 
-    async def _lines(self, events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    async def _lines(self, events: AsyncIterator[_Object]) -> AsyncIterator[bytes]:
         try:
             async for event in events:
                 yield b"data: " + _json(event) + b"\n\n"
@@ -651,27 +659,28 @@ class _Events(StreamingResponse):
             self.watched.close()
 
 
-def _json(value: Any) -> bytes:
+def _json(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
-async def _unless_gone(receive: Receive, answer: Any) -> Any:
+async def _unless_gone(receive: Receive, answer: Awaitable[_Answer]) -> _Answer:
     "Await an answer, and cancel it when the client goes."
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    tasks = [asyncio.ensure_future(answer), asyncio.ensure_future(gone())]
+    work = asyncio.ensure_future(answer)
+    watch = asyncio.ensure_future(gone())
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
+        await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
             raise ClientDisconnect()
-        return tasks[0].result()
+        return work.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        work.cancel()
+        watch.cancel()
+        await asyncio.gather(work, watch, return_exceptions=True)
 
 
 class ChatServer:
@@ -729,7 +738,7 @@ class ChatServer:
             raise APIError(404, text, "model", "model_not_found")
         return "" if name == self.name else name
 
-    async def _body(self, http: HttpRequest, kind: type[BaseModel]) -> Any:
+    async def _body(self, http: HttpRequest, kind: type[_Body]) -> _Body:
         "The checked body; in time, and not too large."
         data = bytearray()
 
@@ -781,7 +790,7 @@ class ChatServer:
         self,
         watched: _Watched,
         body: _Sampling,
-        prompts: Sequence[Any],
+        prompts: Sequence[_Prompt],
         limit: int,
         logprobs: int | None,
         reader: Callable[[], AnswerReader],
@@ -846,7 +855,7 @@ class ChatServer:
             raise
 
     async def _chat(self, http: HttpRequest) -> Response:
-        body: _ChatBody = await self._body(http, _ChatBody)
+        body = await self._body(http, _ChatBody)
         asked = body.max_completion_tokens or body.max_tokens
         limit = self._limit(body, asked, "max_tokens", None)
         watched = _Watched(self)
@@ -887,7 +896,7 @@ class ChatServer:
         return await self._answer(http, watched, prepare, body, _ChatShape(self, body.model))
 
     async def _text(self, http: HttpRequest) -> Response:
-        body: _TextBody = await self._body(http, _TextBody)
+        body = await self._body(http, _TextBody)
         for name in ("echo", "suffix"):
             if getattr(body, name):
                 raise APIError(400, f"{name} is not supported", name)
@@ -903,7 +912,7 @@ class ChatServer:
         return await self._answer(http, watched, prepare, body, _TextShape(self, body.model))
 
     async def _embeddings(self, http: HttpRequest) -> Response:
-        body: _EmbeddingBody = await self._body(http, _EmbeddingBody)
+        body = await self._body(http, _EmbeddingBody)
         adapter = self._adapter(body.model)
         inputs = _listed(body.input)
         if not 0 < len(inputs) <= self.config.max_inputs:
@@ -912,11 +921,11 @@ class ChatServer:
         if body.dimensions is not None and body.dimensions > width:
             raise APIError(400, f"dimensions: this model has {width}", "dimensions")
 
-        def encode(text: Any) -> list[int]:
+        def encode(text: _Prompt) -> list[int]:
             with self._reading:
                 return read_prompts(text, self.tokenizer)[0]
 
-        async def embed() -> tuple[list[dict[str, Any]], int]:
+        async def embed() -> tuple[list[_Object], int]:
             rows = []
             read = 0
             for i, text in enumerate(inputs):  # One at a time: others write in between
@@ -925,11 +934,11 @@ class ChatServer:
                 vector, tokens = await asyncio.wrap_future(work)
                 read += tokens
                 vector = vector[: body.dimensions]
-                values: Any = (vector / vector.norm()).tolist()
+                embedding: list[float] | str = (vector / vector.norm()).tolist()
                 if body.encoding_format == "base64":
-                    packed = struct.pack(f"<{len(values)}f", *values)
-                    values = base64.b64encode(packed).decode()
-                rows.append(dict(object="embedding", index=i, embedding=values))
+                    packed = struct.pack(f"<{len(embedding)}f", *embedding)
+                    embedding = base64.b64encode(packed).decode()
+                rows.append(dict(object="embedding", index=i, embedding=embedding))
             return rows, read
 
         try:
@@ -939,7 +948,7 @@ class ChatServer:
         usage = dict(prompt_tokens=read, total_tokens=read)
         return JSONResponse(dict(object="list", data=rows, model=body.model, usage=usage))
 
-    def _model(self, name: str) -> dict[str, Any]:
+    def _model(self, name: str) -> _Object:
         about = dict(id=name, object="model", created=self.created, owned_by="trainkit")
         parent = None if name == self.name else self.name
         return about | dict(parent=parent, max_model_len=self.scheduler.max_length)
@@ -976,7 +985,7 @@ async def _refused(http: HttpRequest, error: Exception) -> Response:
 class _Shape:
     def __init__(self, server: ChatServer, model: str):
         self.server = server
-        self.about: dict[str, Any] = dict(
+        self.about: _Object = dict(
             id=f"{self.prefix}-{secrets.token_hex(12)}", created=int(time.time()), model=model
         )
 
@@ -993,18 +1002,18 @@ class _Shape:
 class _ChatShape(_Shape):
     prefix = "chatcmpl"
 
-    def logprob(self, piece: Piece) -> list[dict[str, Any]]:
+    def logprob(self, piece: Piece) -> list[_Object]:
         if piece.logprob is None or piece.token is None:
             return []
 
-        def entry(token: int, logprob: float) -> dict[str, Any]:
+        def entry(token: int, logprob: float) -> _Object:
             text, data = self.token(token)
             return dict(token=text, logprob=max(logprob, -9999.0), bytes=data)
 
         top = [entry(*pair) for pair in piece.top]
         return [entry(piece.token, piece.logprob) | dict(top_logprobs=top)]
 
-    def parts(self, job: _Job, piece: Piece) -> list[tuple[str, Any]]:
+    def parts(self, job: _Job, piece: Piece) -> _Parts:
         parts = job.reader.push(piece.text)
         return parts + job.reader.finish() if piece.finish_reason else parts
 
@@ -1016,12 +1025,12 @@ class _ChatShape(_Shape):
         job.parts += self.parts(job, piece)
         job.logprobs += self.logprob(piece)
 
-    def call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+    def call(self, call: _Object) -> _Object:
         arguments = json.dumps(call["arguments"], ensure_ascii=False)
         function = dict(name=call["name"], arguments=arguments)
         return dict(id=f"call_{secrets.token_hex(12)}", type="function", function=function)
 
-    def whole(self, watched: _Watched) -> dict[str, Any]:
+    def whole(self, watched: _Watched) -> _Object:
         choices = []
         for job in watched.jobs:
             texts = {
@@ -1032,7 +1041,7 @@ class _ChatShape(_Shape):
             content = texts["content"]
             if calls:
                 content = content.strip() or None
-            message: dict[str, Any] = dict(role="assistant", content=content, refusal=None)
+            message: _Object = dict(role="assistant", content=content, refusal=None)
             if texts["reasoning_content"]:
                 message["reasoning_content"] = texts["reasoning_content"]
             if calls:
@@ -1049,10 +1058,12 @@ class _ChatShape(_Shape):
             )
         return self.about | dict(object="chat.completion", choices=choices, usage=watched.usage())
 
-    async def stream(self, watched: _Watched, usage: bool) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, watched: _Watched, usage: bool) -> AsyncIterator[_Object]:
         head = self.about | dict(object="chat.completion.chunk")
 
-        def chunk(job: _Job, delta: dict, reason: str | None = None, logprobs: Any = None) -> dict:
+        def chunk(
+            job: _Job, delta: _Object, reason: str | None = None, logprobs: _Object | None = None
+        ) -> _Object:
             choice = dict(index=job.index, delta=delta, logprobs=logprobs, finish_reason=reason)
             return head | dict(choices=[choice])
 
@@ -1080,7 +1091,7 @@ class _ChatShape(_Shape):
 class _TextShape(_Shape):
     prefix = "cmpl"
 
-    def logprob(self, job: _Job, piece: Piece) -> dict[str, Any] | None:
+    def logprob(self, job: _Job, piece: Piece) -> _Object | None:
         if piece.logprob is None or piece.token is None:
             return None
         top = {self.token(token)[0]: value for token, value in piece.top}
@@ -1097,7 +1108,7 @@ class _TextShape(_Shape):
         if entry := self.logprob(job, piece):
             job.logprobs.append(entry)
 
-    def whole(self, watched: _Watched) -> dict[str, Any]:
+    def whole(self, watched: _Watched) -> _Object:
         choices = []
         for job in watched.jobs:
             names = job.logprobs[0] if job.logprobs else {}
@@ -1112,7 +1123,7 @@ class _TextShape(_Shape):
             )
         return self.about | dict(object="text_completion", choices=choices, usage=watched.usage())
 
-    async def stream(self, watched: _Watched, usage: bool) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, watched: _Watched, usage: bool) -> AsyncIterator[_Object]:
         head = self.about | dict(object="text_completion")
         async for job, piece in watched.pieces():
             entry = self.logprob(job, piece)

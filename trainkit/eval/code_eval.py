@@ -60,7 +60,8 @@ def _encode(
     kind = type(value)
     if issubclass(kind, int):
         number = int.__add__(value, 0)
-        tag, body = b"i", number.to_bytes(number.bit_length() // 8 + 1, "big", signed=True)
+        tag = b"i"
+        body = number.to_bytes(number.bit_length() // 8 + 1, "big", signed=True)
     elif issubclass(kind, float):
         tag, body = b"f", float.hex(value).encode()
     elif issubclass(kind, complex):
@@ -232,7 +233,10 @@ class _Peer:
         # Which objects the other side may use
         lends: Callable[[object], bool] = lambda thing: True,
     ) -> None:
-        self.reader, self.writer, self.answers, self.lends = reader, writer, answers, lends
+        self.reader = reader
+        self.writer = writer
+        self.answers = answers
+        self.lends = lends
         self.lent: dict[int, object] = {}
         self.remotes: dict[int, _Remote] = {}
         self.broken = ""
@@ -454,7 +458,9 @@ def _guard_accidents(folder: str) -> None:
     import os
     import sys
 
-    realpath, fsdecode, sep = os.path.realpath, os.fsdecode, os.sep
+    realpath = os.path.realpath
+    fsdecode = os.fsdecode
+    sep = os.sep
     folder = realpath(folder)
     stopped = (
         "socket.",
@@ -623,7 +629,12 @@ def _seccomp_filter(
     column = {"x86_64": 0, "aarch64": 1}.get(machine)
     if column is None:
         return b""
-    load, equal, above, bits, mask, end = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
+    load = 0x20
+    equal = 0x15
+    above = 0x25
+    bits = 0x45
+    mask = 0x54
+    end = 0x06
     allow, refuse, unknown, kill = 0x7FFF0000, 0x50001, 0x50026, 0x80000000
     first, second = 16, 24  # Where the arguments of a call stand, their lower halves
 
@@ -684,7 +695,8 @@ def _pipes(role: str) -> tuple[BinaryIO, BinaryIO, BinaryIO]:
     import os
     import sys
 
-    reader, writer = open(os.dup(0), "rb"), open(os.dup(1), "wb")
+    reader = open(os.dup(0), "rb")
+    writer = open(os.dup(1), "wb")
     words = open(os.dup(2), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
@@ -1189,7 +1201,8 @@ def _run_isolated(
         _kill(program)
         words.seek(max(0, words.seek(0, os.SEEK_END) - 4000))
         output = words.read().decode("utf-8", errors="replace")
-    seconds, last = time.monotonic() - start, next(iter(output.strip().splitlines()[::-1]), "")
+    seconds = time.monotonic() - start
+    last = next(iter(output.strip().splitlines()[::-1]), "")
     if stopped == "late":
         status, error = "timeout", f"stopped after {timeout:g} s"
     elif stopped == "full":

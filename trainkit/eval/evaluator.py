@@ -113,7 +113,8 @@ def compare_streams(
     "A paired test of two models on a stream."
     n = differences.n
     if n <= RatioSum.KEEP:
-        zeros, values = np.zeros(n).tolist(), differences.linear().tolist()
+        zeros = np.zeros(n).tolist()
+        values = differences.linear().tolist()
         return compare(zeros, values, names, higher_is_better, level)
     value, error = differences.value, differences.error
     p = math.erfc(abs(value) / error / math.sqrt(2)) if error else float(value == 0)
@@ -156,11 +157,13 @@ def ask_row(
     "A question as a chat where the tokenizer has a chat format, else as the bare text."
     turns = to_messages(row)
     last = max(i for i, turn in enumerate(turns) if turn["role"] == "assistant")
-    prompt, answer = turns[last - 1]["content"] if last else "", turns[last]["content"]
+    prompt = turns[last - 1]["content"] if last else ""
+    answer = turns[last]["content"]
     if template or getattr(tokenizer, "chat_template", None):
         head = render(turns[:last], tokenizer, template, add_generation_prompt=True)[0]
         return _Question(prompt, head, render(turns[: last + 1], tokenizer, template)[0], answer)
-    head, tail = text_to_ids(prompt, tokenizer), text_to_ids(answer, tokenizer)
+    head = text_to_ids(prompt, tokenizer)
+    tail = text_to_ids(answer, tokenizer)
     return _Question(prompt, head, head + tail, answer)
 
 
@@ -343,7 +346,8 @@ def evaluate(
     models = [model] if other is None else [model, other]
     size = int(max_length or min(2048, *(context_length(m) for m in models)))
     room = min(size, *(context_length(m) for m in models))
-    report, stream = EvalReport(tuple(names[: len(models)])), iter(rows)
+    report = EvalReport(tuple(names[: len(models)]))
+    stream = iter(rows)
     sums: dict[str, list[RatioSum]] = {}
     # The answers of each model, with their thoughts and without
     texts: list[list[tuple[str, str]]] = [[] for _ in models]
@@ -455,8 +459,13 @@ class AnswerMetrics:
     ):
         if every < 1:
             raise ValueError(f"every = {every}: it is a number of evaluations, at least 1")
-        self.tokenizer, self.rows, self.metrics = tokenizer, list(rows)[:answers], metrics
-        self.every, self.options, self.evaluations, self.measured = every, options, 0, False
+        self.tokenizer = tokenizer
+        self.rows = list(rows)[:answers]
+        self.metrics = metrics
+        self.every = every
+        self.options = options
+        self.evaluations = 0
+        self.measured = False
 
     def on_eval(self, trainer: "Trainer", record: dict) -> None:
         if not self.measured:
@@ -628,7 +637,8 @@ def side_by_side(
     def decode(ids: list[int]) -> str:
         return str(tokenizer.decode(ids))
 
-    base, samples = next(iter(pairs.values())), []
+    base = next(iter(pairs.values()))
+    samples = []
     for i, (prompt, head) in enumerate(zip(prompts, heads, strict=True)):
         row = []
         for name, pair in pairs.items():

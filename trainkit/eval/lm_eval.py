@@ -43,7 +43,9 @@ class HarnessBackend:
         batch_size: int = 16,  # Answers that are written at once
     ):
         super().__init__()
-        self.model, self.tokenizer, self.batch = model, tokenizer, batch_size
+        self.model = model
+        self.tokenizer = tokenizer
+        self.batch = batch_size
         self.max_length = int(max_length or min(2048, context_length(model) - 1))
 
     def _ids(self, text: str) -> list[int]:
@@ -56,7 +58,8 @@ class HarnessBackend:
         head = context.rstrip(" ")
         if not head:
             return [begin_token(self.tokenizer), *self._ids(context + continuation)], 1
-        whole, first = self._ids(context + continuation), len(self._ids(head))
+        whole = self._ids(context + continuation)
+        first = len(self._ids(head))
         return whole, min(first, len(whole) - 1)
 
     def loglikelihood(
@@ -87,7 +90,10 @@ class HarnessBackend:
         disable_tqdm: bool = True,
     ) -> list[float]:
         "Log-probability of each text, its first token included."
-        begin, pieces, owner, sums = begin_token(self.tokenizer), [], [], [0.0] * len(requests)
+        begin = begin_token(self.tokenizer)
+        pieces = []
+        owner = []
+        sums = [0.0] * len(requests)
         for i, request in enumerate(requests):
             ids = [begin, *self._ids(request.args[0])]
             for start, end, first in windows(len(ids), self.max_length + 1, self.max_length):

@@ -266,7 +266,8 @@ def compute_metrics(
         if isinstance(metric, str):
             name, function = metric, METRICS[metric]
         else:
-            name, function = getattr(metric, "__name__", type(metric).__name__), metric
+            name = getattr(metric, "__name__", type(metric).__name__)
+            function = metric
         result = function(predictions, references)
         parts = result if isinstance(result, Mapping) else {name: result}
         for key, value in parts.items():
@@ -335,7 +336,8 @@ def embed(
     layers = getattr(model.config, "num_hidden_layers", None)
     if layer is not None and not 0 <= layer <= (layers or layer):
         raise ValueError(f"layer = {layer}: this model has {layers}")
-    device, longest = next(model.parameters()).device, max(map(len, rows))
+    device = next(model.parameters()).device
+    longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
     lengths = torch.tensor([len(row) for row in rows], device=device)
     real = torch.arange(longest, device=device) < lengths[:, None]
@@ -358,7 +360,8 @@ def greedy_match(
     def mean(best: Tensor, w: Tensor) -> Tensor:
         return torch.nan_to_num((best * w).sum(1) / w.sum(1))  # 0/0: nothing counts
 
-    p, r = mean(similarity.amax(2), weights), mean(similarity.amax(1), ref_weights)
+    p = mean(similarity.amax(2), weights)
+    r = mean(similarity.amax(1), ref_weights)
     both = (weights.sum(1) > 0) & (ref_weights.sum(1) > 0)
     p, r = p * both, r * both
     return p, r, torch.nan_to_num(2 * p * r / (p + r))

@@ -203,7 +203,8 @@ def _batch_rows(
     lengths, positions = [len(ids) - 1 for ids, _ in pieces], {}  # A last token predicts nothing
     longest = max(lengths)
     if packed:
-        rows, starts = [[i for ids, _ in pieces for i in ids[:-1]]], [0, *accumulate(lengths[:-1])]
+        rows = [[i for ids, _ in pieces for i in ids[:-1]]]
+        starts = [0, *accumulate(lengths[:-1])]
         if len(pieces) > 1:
             positions = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
     else:  # Attention is causal, so no token attends to padding on its right
@@ -228,7 +229,9 @@ def _score_batch(
     device, (rows, positions, at) = next(model.parameters()).device, _batch_rows(pieces, packed)
     counted = [(i, k) for k, (ids, first) in enumerate(pieces) for i in ids[first:]]
     labels, owner = (torch.tensor(column) for column in zip(*counted, strict=True))
-    rows, at, labels = rows.to(device), at.to(device), labels.to(device)
+    rows = rows.to(device)
+    at = at.to(device)
+    labels = labels.to(device)
     sums = [(0.0, 0)] * len(pieces)
     with fast_products():
         states = parts[0](rows, **positions) if parts else _logits(model, rows)
@@ -237,7 +240,8 @@ def _score_batch(
         with fast_products():
             logits = parts[1](states[a]) if parts else states[a]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (n, V)
-        value, best = logits.gather(-1, label[:, None])[:, 0], logits.amax(-1)
+        value = logits.gather(-1, label[:, None])[:, 0]
+        best = logits.amax(-1)
         log_probs = value - best - logits.sub_(best[:, None]).exp_().sum(-1).log()
         columns = owners.tolist(), log_probs.tolist(), (value == best).tolist()
         for i, log_prob, hit in zip(*columns, strict=True):
@@ -253,10 +257,12 @@ def score_pieces(
     """The log-probability of the counted tokens, and how many of them the model would choose.
 
     A batch holds pieces of similar length; for our own models on a CPU they share one row."""
-    scores, parts = [(0.0, 0)] * len(pieces), split_head(model)
+    scores = [(0.0, 0)] * len(pieces)
+    parts = split_head(model)
     device = next(model.parameters()).device
     size = int(getattr(model.config, "vocab_size", 50_000))
-    room, most = max(1, LOGITS[device.type != "cpu"] // size), TOKENS[device.type != "cpu"]
+    room = max(1, LOGITS[device.type != "cpu"] // size)
+    most = TOKENS[device.type != "cpu"]
     if parts is None:
         most = min(most, LOGITS[1] // size)
     ours = any(isinstance(m, Decoder) for m in model.modules())
@@ -265,7 +271,9 @@ def score_pieces(
     order = deque(sorted(with_labels, key=lambda i: -len(pieces[i][0])))
     with evaluating(model):
         while order:
-            batch, longest, used = [], len(pieces[order[0]][0]), 0
+            batch = []
+            longest = len(pieces[order[0]][0])
+            used = 0
             while order and (
                 not batch
                 or used + longest <= most
@@ -289,7 +297,9 @@ def score_texts(
 ) -> Iterator[TextScore]:  # One for each text, in order
     "How likely a model finds each text."
     size = int(max_length or min(2048, context_length(model)))
-    step, texts, done = stride or max(1, size // 2), iter(texts), 0
+    step = stride or max(1, size // 2)
+    texts = iter(texts)
+    done = 0
     with Progress(None, "Scoring", "text", enabled=progress) as bar:
         while chunk := list(islice(texts, 256)):
             encoded = [text_to_ids(text, tokenizer) for text in chunk]

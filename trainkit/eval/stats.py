@@ -50,8 +50,10 @@ def proportion(
         raise ValueError("n = 0: there is nothing to take a share of")
     if not 0 <= successes <= n:
         raise ValueError(f"{successes} successes out of {n}")
-    p, z = successes / n, NormalDist().inv_cdf((1 + level) / 2)
-    centre, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    p = successes / n
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    centre = p + z * z / (2 * n)
+    spread = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     low, high = ((centre + s) / (1 + z * z / n) for s in (-spread, spread))
     # The ends are exact
     return Interval(p, low if successes else 0.0, high if successes < n else 1.0, n, level)
@@ -59,7 +61,8 @@ def proportion(
 # %% ../../nbs/09_eval/03_confidence.ipynb #a22dae81
 def _resamples(n: int, count: int, seed: int) -> Iterator[np.ndarray]:
     "Rows of `n` indices drawn with repetition, a block at a time so that memory stays small."
-    draw, block = np.random.default_rng(seed), max(1, 2**20 // n)
+    draw = np.random.default_rng(seed)
+    block = max(1, 2**20 // n)
     for start in range(0, count, block):
         yield draw.integers(0, n, size=(min(block, count - start), n))
 
@@ -120,13 +123,16 @@ def sign_flip_p(
 ) -> float:
     "How often flipping signs at random makes a sum as large, in either direction (Fisher 1935)."
     d = differences[differences != 0]  # A tie has no sign
-    total, n = abs(d.sum()) * (1 - 1e-12), len(d)
+    total = abs(d.sum()) * (1 - 1e-12)
+    n = len(d)
     if not n:
         return 1.0
     if n <= 14:  # All of them
         signs = 1 - 2 * (np.arange(2**n)[:, None] >> np.arange(n) & 1)
         return float((abs(signs @ d) >= total).mean())
-    draw, hits, block = np.random.default_rng(seed), 0, max(1, 2**20 // n)
+    draw = np.random.default_rng(seed)
+    hits = 0
+    block = max(1, 2**20 // n)
     for start in range(0, resamples, block):
         signs = draw.integers(0, 2, size=(min(block, resamples - start), n), dtype=np.int8) * 2 - 1
         hits += int((abs(signs @ d) >= total).sum())

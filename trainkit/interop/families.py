@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/10_interop/02_families.ipynb #472029fb
 Rule = Callable[[ModelConfig], bool]
+_Fields = dict[str, Any]  # Name of a field of a config -> value
 
 
 def _windows(config: ModelConfig) -> set[int]:
@@ -162,7 +163,7 @@ def to_hf_config(
             f"no class of transformers computes this: {', '.join(unsupported_knobs(config))}"
         )
     names = _GPT2_NAMES if name == "GPT2LMHeadModel" else _LLAMA_NAMES
-    values: dict[str, Any] = {theirs: getattr(config, ours) for ours, theirs in names.items()}
+    values: _Fields = {theirs: getattr(config, ours) for ours, theirs in names.items()}
     if name == "GPT2LMHeadModel":
         activation = next(
             theirs for theirs, ours in _ACTIVATIONS.items() if ours == config.activation
@@ -254,7 +255,7 @@ def from_hf_config(
         hf = getattr(transformers, FAMILIES[kind]).config_class.from_dict(hf)
     names = _GPT2_NAMES if kind == "gpt2" else _LLAMA_NAMES
     ours = {"kv_heads": "n_kv_heads", "head_width": "head_dim"}
-    values: dict[str, Any] = {ours.get(a, a): getattr(hf, b, None) for a, b in names.items()}
+    values: _Fields = {ours.get(a, a): getattr(hf, b, None) for a, b in names.items()}
     values |= _gpt2_values(hf, remedy) if kind == "gpt2" else _llama_values(hf, kind)
     try:
         config = ModelConfig(**values)
@@ -265,7 +266,7 @@ def from_hf_config(
     return config
 
 
-def _gpt2_values(hf: Any, remedy: str) -> dict[str, Any]:
+def _gpt2_values(hf: Any, remedy: str) -> _Fields:
     "The knobs of a GPT-2 that the names do not cover."
     activation = hf.activation_function
     if activation not in _ACTIVATIONS:
@@ -281,7 +282,7 @@ def _gpt2_values(hf: Any, remedy: str) -> dict[str, Any]:
     )
 
 
-def _llama_values(hf: Any, kind: str) -> dict[str, Any]:
+def _llama_values(hf: Any, kind: str) -> _Fields:
     "The knobs of the families that descend from Llama that the names do not cover."
     rope = dict(getattr(hf, "rope_parameters", None) or {})
     if not rope:
@@ -317,7 +318,7 @@ def _llama_values(hf: Any, kind: str) -> dict[str, Any]:
     return values
 
 
-def _without_type(rope: Mapping[str, object]) -> dict[str, Any]:
+def _without_type(rope: Mapping[str, object]) -> _Fields:
     "Rotary parameters without `type`, an older word for `rope_type`, and without unset ones."
     return {k: v for k, v in rope.items() if k != "type" and v is not None}
 

@@ -103,7 +103,8 @@ def _first_piece(
             return
         kinds.add(kind)
     if p.numel() > UPDATE_CHUNK and p.is_contiguous() and p.device.type == "cpu":
-        p, grad = p.view(-1)[:UPDATE_CHUNK], grad.reshape(-1)[:UPDATE_CHUNK]
+        p = p.view(-1)[:UPDATE_CHUNK]
+        grad = grad.reshape(-1)[:UPDATE_CHUNK]
         piece = {}
         for name, x in state.items():
             size = UPDATE_CHUNK // STATE_BLOCK if name.startswith("absmax") else UPDATE_CHUNK
@@ -141,7 +142,8 @@ def _several_steps(
     The states of the optimizer are allocated in the first step, after the gradients."""
     events, other = events[: marks[-1]], events[marks[-1] :]
     if in_backward:
-        first, again = events[marks[0] : marks[3]], events[marks[3] :]
+        first = events[marks[0] : marks[3]]
+        again = events[marks[3] :]
     else:
         gradients, states, start, update = marks[:4]
         outside = {number for number, size in events[gradients:states] if size}
@@ -630,7 +632,8 @@ OTHERS = 4
 
 def _others(trainer: "Trainer", batch: _Batch | None) -> list[_Batch]:
     "The first batches of a step that has several, without those of the size of the largest one."
-    batches, count = trainer.train_batches, min(OTHERS, trainer.config.gradient_accumulation_steps)
+    batches = trainer.train_batches
+    count = min(OTHERS, trainer.config.gradient_accumulation_steps)
     if count < 2 or batch is None or not hasattr(batches, "join") or not hasattr(batches, "plan"):
         return []
     own_plan = batches._plan
@@ -669,7 +672,8 @@ def kernels_kept(
     products: set[tuple],  # The different ones of a step with it
 ) -> int:  # At most `bound_kernels`
     "How many different matrix products a run has: batches of another size need others."
-    passes, most = trainer.total_steps * trainer.config.gradient_accumulation_steps, bound_kernels()
+    passes = trainer.total_steps * trainer.config.gradient_accumulation_steps
+    most = bound_kernels()
     if "input_ids" not in batch or "liked" in batch or not hasattr(trainer.train_batches, "widths"):
         return min(most, len(products) * passes)  # Pairs have another number of tokens each time
     vocabulary = getattr(getattr(trainer.model, "config", None), "vocab_size", None)
@@ -688,7 +692,9 @@ def predict_run(
     resident: bool = True,  # Also what malloc keeps on a CPU, which takes longer
 ) -> MemoryReport:  # Raises what the objective raises for a batch of `input_ids` and `labels`
     "The memory of a trainer's steps, predicted without its numbers."
-    config, accelerator, batches = trainer.config, trainer.accelerator, trainer.train_batches
+    config = trainer.config
+    accelerator = trainer.accelerator
+    batches = trainer.train_batches
     half = "fp16" if accelerator.scaler is not None else accelerator.mixed_precision
     device = "cuda" if accelerator.device.type == "cuda" else "cpu"
     if batch is not None and hasattr(trainer.objective, "ready"):
@@ -928,7 +934,8 @@ class MemoryWatch:
         if trainer.accelerator.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated()
         elif trainer.accelerator.device.type == "cpu" and (most := peak_memory_used()):
-            peak, self.held = most - self.before, memory_used()
+            peak = most - self.before
+            self.held = memory_used()
         else:
             return
         self.measured = max(peak, self.measured or 0)

@@ -276,13 +276,15 @@ class Plan:
         if self.skipped:
             reasons = "; ".join(f"{lever} ({why})" for lever, why in self.skipped.items())
             lines.append(f"not pulled: {reasons}")
-        new, old = vars(self.setup), vars(Setup())
+        new = vars(self.setup)
+        old = vars(Setup())
         chosen = ", ".join(
             f"{k}={v!r}"
             for k, v in new.items()
             if k != "lora" and (v != old[k] or k in ("batch_size", "seq_len"))
         )
-        budget, peak = show_bytes(self.budget), show_bytes(self.peak)
+        budget = show_bytes(self.budget)
+        peak = show_bytes(self.peak)
         end = f"fits into {budget}"
         if not self.fits:
             end = (

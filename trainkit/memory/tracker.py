@@ -110,8 +110,12 @@ class Ledger(TorchDispatchMode):
     ):
         super().__init__()
         self.block, self.alive, self.hooks = block, dict[int, _Entry](), []
-        self.parts, self.total, self.stepping = Counter(), 0, False
-        self.peak, self.at_peak, self.history = 0, Counter(), []
+        self.parts = Counter()
+        self.total = 0
+        self.stepping = False
+        self.peak = 0
+        self.at_peak = Counter()
+        self.history = []
         # (number, bytes) when allocated, (number, 0) when released: for `system.heap_peak`
         self.events: list[tuple[int, int]] = []
         self.born = 0  # How many were allocated
@@ -194,7 +198,8 @@ class Ledger(TorchDispatchMode):
             self.peak, self.history = 0, []
         self.history.append(self.total)
         if self.total > self.peak:
-            self.peak, self.at_peak = self.total, Counter(self.parts)
+            self.peak = self.total
+            self.at_peak = Counter(self.parts)
 
     def tell(
         self,

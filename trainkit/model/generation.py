@@ -171,7 +171,9 @@ class TextStreamer:
         self.stopped = False
         # A few ids are enough, so that nothing is decoded as the beginning of a text
         self.ids = list(prompt)[-8:]
-        self.start, self.shown, self.pending = 0, len(self.ids), ""
+        self.start = 0
+        self.shown = len(self.ids)
+        self.pending = ""
 
     def push(
         self,
@@ -188,7 +190,8 @@ class TextStreamer:
         text = self.tokenizer.decode(self.ids[self.start :])
         if len(text) <= len(before) or (text.endswith("\ufffd") and not last):
             return ""
-        self.start, self.shown = self.shown, len(self.ids)
+        self.start = self.shown
+        self.shown = len(self.ids)
         return text[len(before) :]
 
     def _release(self, text: str, last: bool) -> str:
@@ -431,7 +434,9 @@ class ThinkingBudget:
             raise ValueError(f"the ending {ending!r} does not contain {tags[1]!r}")
         if budget is not None and budget < at_least:
             raise ValueError(f"budget = {budget} is less than at_least = {at_least}")
-        self.tokenizer, self.budget, self.at_least = tokenizer, budget, at_least
+        self.tokenizer = tokenizer
+        self.budget = budget
+        self.at_least = at_least
         self.opening, self.closing = tags
         self.ending = _template_ids(ending, tokenizer)
         self.first = _template_ids(self.closing, tokenizer)[0]

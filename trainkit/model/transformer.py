@@ -135,7 +135,8 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        self.self_attn, self.mlp = Attention(config, layer), MLP(config)
+        self.self_attn = Attention(config, layer)
+        self.mlp = MLP(config)
         self.input_layernorm, self.post_attention_layernorm = make_norm(config), make_norm(config)
         if (
             config.sandwich_norm

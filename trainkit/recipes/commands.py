@@ -447,7 +447,8 @@ def with_model_name(
         try:
             return command(*args, **options)
         except (FloatingPointError, ValueError) as error:
-            text, model = str(error), str(options.get("model"))
+            text = str(error)
+            model = str(options.get("model"))
             of_model = type(error) is FloatingPointError or (
                 type(error) is ValueError and "chat template" in text
             )

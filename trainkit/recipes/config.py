@@ -39,6 +39,7 @@ from ..settings import OptimConfig, QuantConfig, RLConfig, SamplingConfig
 from ..train.config import TrainConfig
 
 # %% ../../nbs/11_recipes/03_run_config.ipynb #c855dfbd
+_Values = dict[str, Any]  # Knob -> value, or group -> knob -> value
 METHOD_NAMES = {
     "from_scratch": "pretrain",
     "pretraining": "pretrain",
@@ -60,7 +61,7 @@ _BITS = {"quantization_bit", "load_in_8bit", "load_in_4bit", "bits"}
 def read_method(
     words: Mapping[str, object],  # Of a config: dotted key -> value
     under: str | None = None,  # The method so far, which `finetuning_type` alone is a part of
-) -> dict[str, Any]:  # Knob -> value: `method`, and perhaps `use_lora`, `quant.bits` and a loss
+) -> _Values:  # Knob -> value: `method`, and perhaps `use_lora`, `quant.bits` and a loss
     "Read `stage: sft` with `finetuning_type: lora` and the like as one method."
     said = {k: METHOD_NAMES.get(str(words[k]), str(words[k])) for k in NAMING if k in words}
     if under and [*said] == ["finetuning_type"]:
@@ -71,13 +72,14 @@ def read_method(
     losses = [name for name in names if name in FAMILY]
     parts = [name for name in names if name in _PARTS]
     goals = {"dpo" if name in FAMILY else name for name in names if name not in _PARTS} or {"sft"}
-    goal, part = min(goals), next(iter(parts), "")
+    goal = min(goals)
+    part = next(iter(parts), "")
     adapter = goal in ALIGNED and part in ("lora", "qlora")
     if max(map(len, (goals, parts, losses))) > 1 or part and goal != "sft" and not adapter:
         first, *_, last = said
         remedy = f"does not go with '{first}', which says {words.get(first, under)!r}"
         raise ConfigError([Problem(last, words[last], remedy)], "RunConfig")
-    settings: dict[str, Any] = {"method": goal if adapter else part or goal}
+    settings: _Values = {"method": goal if adapter else part or goal}
     if losses:
         settings["dpo.loss_type"] = losses
     if adapter:
@@ -122,11 +124,11 @@ class TokenizerConfig:
 def read_packing(
     words: Mapping[str, Any],  # Of a config: dotted key -> value
     under: object = None,
-) -> dict[str, Any]:
+) -> _Values:
     "One strategy, where other libraries have a switch and a strategy next to it."
     named = {key: words[key] for key in words if key.rpartition(".")[2] in _PACKING}
     switches = {value for value in named.values() if isinstance(value, bool)}
-    strategies: dict[bool, dict[str, Any]] = {True: {}, False: {}}
+    strategies: dict[bool, _Values] = {True: {}, False: {}}
     for key, value in named.items():
         if not isinstance(value, bool) and value != "none":
             strategies[key.endswith("packing_strategy")][value] = key
@@ -465,7 +467,7 @@ class RunConfig:
     def layers(
         under: Mapping[str, Any],  # The values of a profile
         said: Mapping[str, Any],  # What files and commands say, by the names of the knobs
-    ) -> dict[str, Any]:
+    ) -> _Values:
         "What nobody says comes from the preset, else from the method, else from the profile."
         preset = canonical_config(RunConfig, preset_knobs(said.get("preset")))
         use_lora = said.get("use_lora")
@@ -473,7 +475,7 @@ class RunConfig:
         method = choose_method(said.get("method"), use_lora, default)
         if method not in METHODS:
             return {**said}  # The error names it
-        settings: dict[str, Any] = {"method": method}
+        settings: _Values = {"method": method}
         if method in ALIGNED and use_lora is None:
             groups = {*preset, *said}
             settings["use_lora"] = use_lora = bool({"lora", "quant"} & groups)
@@ -533,10 +535,10 @@ class Preset(NamedTuple):
 
     kind: str  # 'size', 'economy', 'look' or 'hardware'
     doc: str  # What it is for, and what it costs
-    knobs: dict[str, Any]  # Group -> knob -> value
+    knobs: _Values  # Group -> knob -> value
 
 
-def _run(rows: int, windows: int, **more: Any) -> dict[str, Any]:
+def _run(rows: int, windows: int, **more: Any) -> _Values:
     return dict(per_device_train_batch_size=rows, gradient_accumulation_steps=windows, **more)
 
 
@@ -738,15 +740,15 @@ def own_presets() -> dict[str, Preset]:  # Sections `[strategy.NAME]` of setting
 
 def _nested(
     flat: Mapping[str, object],
-) -> dict[str, Any]:  # {'optim.learning_rate': 1} -> {'optim': {'learning_rate': 1}}
-    out: dict[str, Any] = {}
+) -> _Values:  # {'optim.learning_rate': 1} -> {'optim': {'learning_rate': 1}}
+    out: _Values = {}
     for key, value in flat.items():
         group, _, name = key.rpartition(".")
         (out.setdefault(group, {}) if group else out)[name] = value
     return out
 
 
-def _file_preset(path: Path) -> dict[str, Any]:
+def _file_preset(path: Path) -> _Values:
     "The knobs of a file that serves as a preset, as groups or as `group.knob: value`."
     if not path.is_file():
         raise ConfigError([Problem("preset", str(path), "there is no such file")], "presets")
@@ -758,9 +760,9 @@ def preset_knobs(
     # 'cpu,small', or a list; 'auto' is this machine's, 'mine.yaml' a file with knobs,
     # others are in settings.ini
     names: str | list[str] | None,
-) -> dict[str, Any]:  # Group -> knob -> value; raises `ConfigError` that names the nearest preset
+) -> _Values:  # Group -> knob -> value; raises `ConfigError` that names the nearest preset
     "What one or more presets set together, the last one over the others."
-    out: dict[str, Any] = {}
+    out: _Values = {}
     for name in [n.strip() for n in names.split(",")] if isinstance(names, str) else names or []:
         if name == "auto":
             name = this_machine()

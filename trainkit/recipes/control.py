@@ -143,7 +143,10 @@ class Remote:
         folder: str | Path,  # Of the run
         every: float = 0.1,  # Seconds between two looks
     ):
-        self.folder, self.every, self.thread, self.noted = Path(folder), every, None, ""
+        self.folder = Path(folder)
+        self.every = every
+        self.thread = None
+        self.noted = ""
 
     def obey(self, trainer: "Trainer", order: str, text: str) -> None:
         "Ask the trainer to do what an order says; an error is printed and the run continues."
@@ -209,8 +212,13 @@ class StageReport:
         folder: str | Path | None = None,  # Of the run; None while it has none
         every: float = 0.3,  # Seconds between two looks
     ):
-        self.control, self.folder, self.every = control, Path(folder) if folder else None, every
-        self.stages, self.state, self.next, self.wrote = Stages(), "preparing", 0.0, False
+        self.control = control
+        self.folder = Path(folder) if folder else None
+        self.every = every
+        self.stages = Stages()
+        self.state = "preparing"
+        self.next = 0.0
+        self.wrote = False
 
     def hear(
         self,
@@ -231,7 +239,8 @@ class StageReport:
 
         Where a run was refused before it wrote anything, the state is what it was before."""
         self.folder, born = folder, _born(os.getpid()) or time.time()
-        state, records = folder / ".control" / "state.json", folder / "metrics.jsonl"
+        state = folder / ".control" / "state.json"
+        records = folder / "metrics.jsonl"
         before = state.read_text(encoding="utf-8") if state.is_file() else None
         size = records.stat().st_size if records.is_file() else None
         for path in (folder / ".control").glob("[0-9]*"):
@@ -274,7 +283,9 @@ class LogTail:
         self,
         path: str | Path,  # It may not exist yet
     ):
-        self.path, self.place, self.file = Path(path), 0, None
+        self.path = Path(path)
+        self.place = 0
+        self.file = None
 
     def read(self) -> tuple[bool, list[str]]:
         "Whether the file was replaced, and the lines since the last call."

@@ -71,8 +71,13 @@ class Conversation:
     ):
         self.enable_thinking = enable_thinking
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
-        self.model, self.tokenizer, self.base, self.comparing = model, tokenizer, base, False
-        self.max_new_tokens, self.knobs, self.messages = max_new_tokens, knobs, []
+        self.model = model
+        self.tokenizer = tokenizer
+        self.base = base
+        self.comparing = False
+        self.max_new_tokens = max_new_tokens
+        self.knobs = knobs
+        self.messages = []
         self.best_of, self.score = best_of, score
         self.packed: PackedModel | None = None
         if best_of > 1 and score is None:

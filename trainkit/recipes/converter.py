@@ -222,7 +222,8 @@ class _Script:
         if isinstance(node.func, ast.Attribute) and node.func.attr in _MUTATORS:
             self._bind(node.func.value, None)
         if function == "setattr" and len(node.args) == 3:
-            owner, name = ast.unparse(node.args[0]), node.args[1]
+            owner = ast.unparse(node.args[0])
+            name = node.args[1]
             if isinstance(name, ast.Constant):
                 self.attributes.setdefault(f"{owner}.{name.value}", []).append(node.args[2])
             else:
@@ -573,7 +574,8 @@ class _Script:
         return node is owner
 
     def _Call(self, node: ast.Call) -> object:
-        name, dotted = _last(node.func), ast.unparse(node.func)
+        name = _last(node.func)
+        dotted = ast.unparse(node.func)
         if dotted.endswith(("environ.get", "getenv")) and node.args:
             default = [self.known(a) for a in node.args[1:]]
             return f"${{{self.known(node.args[0])}{''.join(f':-{d}' for d in default)}}}"
@@ -757,7 +759,8 @@ _DATASET_LIST = (
 
 def _from_accelerate(data: Mapping) -> dict[str, object]:
     "The file of `accelerate config` in the words of a launch."
-    nodes, deepspeed = data.get("num_machines") or 1, data.get("deepspeed_config") or {}
+    nodes = data.get("num_machines") or 1
+    deepspeed = data.get("deepspeed_config") or {}
     words: dict[str, object] = dict(
         num_processes=max(1, (data.get("num_processes") or 1) // nodes),
         num_nodes=nodes,
@@ -832,7 +835,8 @@ class Implied(str):
 
 
 # {'group.knob': value}; '@…' is a word about the method, '?…' a default for other words to replace
-Meaning = dict[str, Any] | Refused | Implied
+_Values = dict[str, Any]  # Knob -> value, or group -> knob -> value
+Meaning = _Values | Refused | Implied
 Reader = Callable[[Any, Mapping], Meaning]  # Of a value and the values of its group
 
 PRECISIONS = {
@@ -2092,7 +2096,8 @@ def _launch_words(settings: list[Setting]) -> dict[str, object]:
     "Settings about processes as the arguments of `translate`; raises where two disagree."
     words: dict[str, object] = {}
     for s in settings:
-        key, value = _LAUNCH_NAMES.get(s.path[-1], s.path[-1]), s.value
+        key = _LAUNCH_NAMES.get(s.path[-1], s.path[-1])
+        value = s.value
         if key in ("fsdp", "fsdp_config"):
             key, value = "strategy", "fsdp"
         if value is False and key in _LAUNCH_SWITCHES:
@@ -2162,9 +2167,7 @@ def _number_of_processes(deepspeed: Mapping) -> int:  # 0: its batch sizes do no
     return total // (rows * (windows if isinstance(windows, int) else 1))
 
 
-def _launch(
-    words: Mapping[str, object], notes: list[Problem]
-) -> "tuple[LaunchConfig, dict[str, Any]]":
+def _launch(words: Mapping[str, object], notes: list[Problem]) -> "tuple[LaunchConfig, _Values]":
     """The launch of a file.
 
     Where the file does not give the number of processes, its batch sizes decide; else it is one
@@ -2241,7 +2244,7 @@ def _object_meaning(s: Setting, file: str, named: set[str]) -> Meaning:
 
 def _accepted(
     values: Mapping[str, Any], origin: Mapping[str, Setting]
-) -> tuple[RunConfig, dict[str, Any], dict[str, str]]:
+) -> tuple[RunConfig, _Values, dict[str, str]]:
     """The config, its values without those that no knob accepts, and why each was not accepted.
 
     Raises `ConfigError` where values contradict each other."""
@@ -2476,11 +2479,8 @@ class _Conversion:
         self.final |= {key: choice.value for key, choice in self.choices.items()}
         if self.final.get("train.eval_steps") and "train.eval_strategy" not in self.final:
             self.final["train.eval_strategy"] = "steps"
-        values: dict[str, Any] = {} if self.only_launch else {"method": self.method}
-        made = {
-            name.lower() for choice in self.choices.values() for name in choice.setting.path[:-1]
-        }
-        made |= {s.path[-1] for s, _ in self.meanings if s.value is not None}
+        values: _Values = {} if self.only_launch else {"method": self.method}
+        made = {s.path[-1] for s, _ in self.meanings if s.value is not None}
         values |= _adapter(self.words, self.method, bool(made & {"loraconfig", "peft_config"}))
         for key, value in self.final.items():
             group, _, name = key.rpartition(".")
@@ -2510,7 +2510,8 @@ class _Conversion:
         self.report.rows.sort(key=lambda row: row.line or 10**9)
 
     def _verdict(self, s: Setting, meaning: Meaning) -> tuple[str, str, str]:
-        group, device = method_group(s.path), device_group(s.path)
+        group = method_group(s.path)
+        device = device_group(s.path)
         if device not in ("", self.device):
             return "refused", "", f"is for {device}, and this run is on {self.device}"
         if group and group not in self.groups:

@@ -544,7 +544,8 @@ def pack(
     _check_template(template)
     if output:  # CSV would make texts of the ids
         _may_write([output], file, force, (".jsonl", ".json", ".parquet"))
-    tok, rows = _tokenizer(tokenizer), read_file(file, kind, column, encoding)
+    tok = _tokenizer(tokenizer)
+    rows = read_file(file, kind, column, encoding)
     if template or (rows.report.kind != "text" and not tok.chat_template):
         set_template(tok, template or "chatml")
     with warnings.catch_warnings():

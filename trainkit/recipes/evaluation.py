@@ -79,7 +79,9 @@ class TextEvaluator:
 
     def __init__(self, inputs: RunInputs):
         config, tokenizer = inputs.config, inputs.tokenizer
-        self.inputs, self.before, self.after = inputs, [], []
+        self.inputs = inputs
+        self.before = []
+        self.after = []
         self.callbacks: list[Any] = []
         # Where nothing is held out, its samples begin as it has read
         texts = [_first_text(row) for row in inputs.eval_rows or inputs.train_rows[:50]]
@@ -220,7 +222,10 @@ class AnswerEvaluator(TextEvaluator):
 
     def __init__(self, inputs: AnswerInputs):
         _check_samples(inputs)
-        self.inputs, self.before, self.after, self.callbacks = inputs, [], [], []
+        self.inputs = inputs
+        self.before = []
+        self.after = []
+        self.callbacks = []
         self.sample = answering(inputs)
 
     def begin(self) -> list[str]:
@@ -299,7 +304,10 @@ class PairEvaluator(TextEvaluator):
 
     def __init__(self, inputs: PairInputs):
         if isinstance(inputs.model, RewardModel) or inputs.questions:
-            self.inputs, self.before, self.after, self.callbacks = inputs, [], [], []
+            self.inputs = inputs
+            self.before = []
+            self.after = []
+            self.callbacks = []
             self.sample = (
                 self.scored if isinstance(inputs.model, RewardModel) else answering(inputs)
             )
@@ -402,7 +410,8 @@ def pairwise_auc(
 
     It is the share among all twos of a liked answer and one that was not.
     """
-    found, device = ([], []), next(model.parameters()).device
+    found = ([], [])
+    device = next(model.parameters()).device
     with evaluating(model):
         for at in range(0, len(rows), batch_size):
             part = rows[at : at + batch_size]
@@ -455,7 +464,10 @@ class PromptEvaluator(TextEvaluator):
 
     def __init__(self, inputs: PromptInputs):
         _check_samples(inputs)
-        self.inputs, self.before, self.after, self.callbacks = inputs, [], [], []
+        self.inputs = inputs
+        self.before = []
+        self.after = []
+        self.callbacks = []
         self.sample, self.marks = answering(inputs), {}
 
     def marked(self) -> tuple[Sequence[str], dict[str, float]]:  # Answers; the mean of each reward
@@ -574,7 +586,10 @@ class NoEvaluator(TextEvaluator):
             self.sample = lambda model, step, *own: []  # it has no words
         else:
             self.sample = answering(inputs)
-        self.inputs, self.before, self.after, self.callbacks = inputs, [], [], []
+        self.inputs = inputs
+        self.before = []
+        self.after = []
+        self.callbacks = []
 
     def end(self, evaluation: dict) -> tuple[dict[str, float], list[str]]:
         return {}, ["Nothing was held out, so the quality of the model on new data is unknown"]
@@ -793,10 +808,8 @@ def write_run_report(
     measured_on: str = "",  # Which texts or questions, and how many
 ) -> Path:
     "`report.html`: the verdict, then curves, samples, timings, config and machine."
-    shown, narrow = (
-        run_sections(read_run(folder.path)),
-        '<div style="max-width:560px">{}</div>'.format,
-    )
+    shown = run_sections(read_run(folder.path))
+    narrow = '<div style="max-width:560px">{}</div>'.format
     own, words = ("eval_loss", "perplexity", "bits_per_byte"), ""
     if "bits_per_byte" in metrics:
         bits = {"this model": metrics["bits_per_byte"]} | {

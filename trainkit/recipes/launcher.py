@@ -85,7 +85,8 @@ class LaunchConfig:
 
     def __post_init__(self):
         check_config(self)
-        wrong, stage = [], self.deepspeed.get("zero_optimization", {}).get("stage")
+        wrong = []
+        stage = self.deepspeed.get("zero_optimization", {}).get("stage")
         if self.node_rank >= self.num_nodes:
             wrong.append(
                 Problem("node_rank", self.node_rank, f"must be below num_nodes = {self.num_nodes}")
@@ -163,7 +164,8 @@ def _take_batch_sizes(left: _Json, knobs: _Json, world_size: int | None) -> list
         return []
     rows_knob = _ABOUT_RUN["train_micro_batch_size_per_gpu"]
     steps_knob = _ABOUT_RUN["gradient_accumulation_steps"]
-    rows, steps = knobs.get(rows_knob), knobs.get(steps_knob)
+    rows = knobs.get(rows_knob)
+    steps = knobs.get(steps_knob)
     if rows is None:
         rows = knobs[rows_knob] = max(1, total // (world_size * (steps or 1)))
         steps = knobs.get(steps_knob, 1)
@@ -214,7 +216,9 @@ def _take_scheduler(left: _Json, knobs: _Json) -> list[Problem]:
     scheduler = left.pop("scheduler", None)
     if not scheduler:
         return []
-    kind, values, problems = scheduler.get("type"), scheduler.get("params", {}), []
+    kind = scheduler.get("type")
+    values = scheduler.get("params", {})
+    problems = []
     if kind in _SCHEDULERS:
         knobs["optim.lr_scheduler_type"] = _SCHEDULERS[kind]
     else:
@@ -248,7 +252,9 @@ def translate_deepspeed(
     notes: list[Problem] | None = None,
 ) -> tuple[str, _Json, _Json]:
     "Divide a DeepSpeed file into the strategy, `{knob: value}`, and what is left for DeepSpeed."
-    left, knobs, wrong = {k: v for k, v in given.items() if v != "auto"}, {}, []
+    left = {k: v for k, v in given.items() if v != "auto"}
+    knobs = {}
+    wrong = []
     unsupported = wrong if notes is None else notes
     stage = left.get("zero_optimization", {}).get("stage", 0)
     strategy = "ddp" if stage == 0 else f"zero{stage}"
@@ -319,7 +325,8 @@ def _read_deepspeed(words: _Json) -> tuple[_Json, _Json]:
         if not Path(file).is_file():
             raise FileNotFoundError(f"No DeepSpeed file at '{file}'")
         file = json.loads(Path(file).read_text(encoding="utf-8"))
-    file, inline = dict(file or {}), dict(inline or {})
+    file = dict(file or {})
+    inline = dict(inline or {})
     settings = {k: v for k, v in file.items() if k not in _FLAT}
     # `deepspeed_config: {zero_stage: 3}`
     flat = {k: v for k, v in file.items() if k in _FLAT}
@@ -486,7 +493,9 @@ class ProcessFailed(RuntimeError):
 
     def __init__(self, rank: int, why: str, trace: str = ""):
         super().__init__(f"Process {rank} died: {why}" + f"\n{trace}" * bool(trace))
-        self.rank, self.why, self.trace = rank, why, trace
+        self.rank = rank
+        self.why = why
+        self.trace = trace
 
     def __reduce__(self):
         # Another process reads all of it
@@ -705,7 +714,9 @@ class WorkerFailed(RuntimeError):
     def __init__(
         self, rank: int | None, exit_code: int | None, log: Path | None, restarts: int = 0
     ):
-        self.rank, self.exit_code, self.log = rank, exit_code, log
+        self.rank = rank
+        self.exit_code = exit_code
+        self.log = log
         reason = _SIGNALS.get(exit_code or 0, f"exit code {exit_code}")
         again = f" after {plural(restarts, 'restart')}" if restarts else ""
         name = "?" if rank is None else rank
@@ -727,7 +738,8 @@ def find_failure(
     root = output[max(0, output.rfind("Root Cause")) :]
     rank = re.search(r"rank\s*:\s*(\d+)\s*\(local_rank:\s*(\d+)\)", root)
     code = re.search(r"exitcode\s*:\s*(-?\d+)", root)
-    number, exit_code = int(rank[1]) if rank else None, int(code[1]) if code else None
+    number = int(rank[1]) if rank else None
+    exit_code = int(code[1]) if code else None
     attempts = sorted(
         logs.glob("*/attempt_*"), key=lambda path: (path.stat().st_mtime, _attempt_number(path))
     )
@@ -805,7 +817,8 @@ def start(
     files: Mapping[str | Path, str] | None = None,  # Path -> text: what else the program reads
 ) -> str:  # What was shown
     "Write the files, show the command, run it."
-    gpu, folder = pick_device().type == "cuda", Path(folder)
+    gpu = pick_device().type == "cuda"
+    folder = Path(folder)
     if launch.num_nodes > 1:
         folder = folder / f"node-{launch.node_rank}"
     if not dry_run:
@@ -850,7 +863,8 @@ def launch(
     **more: Any,  # Other fields of `LaunchConfig`
 ) -> Path:  # The run folder; raises `WorkerFailed`
     "Run a config in several processes."
-    plan, wanted = LaunchConfig(num_processes, strategy, **more), Path(config.folder)
+    plan = LaunchConfig(num_processes, strategy, **more)
+    wanted = Path(config.folder)
     if plan.num_nodes > 1:
         folder = wanted
     else:

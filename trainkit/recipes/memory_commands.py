@@ -121,8 +121,11 @@ def read_setup(
     "The model and the training setup of a config."
     from trainkit.memory.planner import Setup
 
-    shape, train = find_model(config.init_from, config), config.train
-    length, note, rows = config.data.max_length, "", train.per_device_train_batch_size
+    shape = find_model(config.init_from, config)
+    train = config.train
+    length = config.data.max_length
+    note = ""
+    rows = train.per_device_train_batch_size
     longest = getattr(shape, "max_seq_len", length)
     if config.method in ("dpo", "reward"):
         rows *= 2

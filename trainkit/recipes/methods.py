@@ -20,16 +20,19 @@ from typing import Any, NamedTuple
 from ..settings import COUPLED, OptimConfig
 
 # %% ../../nbs/11_recipes/02_methods.ipynb #methods-class
+_Defaults = dict[str, dict[str, Any]]  # Group -> what is changed of its defaults
+
+
 class Method(NamedTuple):
     "What a training method learns from, what it trains, and its defaults."
 
     learns_from: str  # 'text', 'answers', 'pairs' or 'prompts'
     trains: str  # 'model', 'blocks', 'adapter', or 'either': the model, an adapter with `use_lora`
-    defaults: dict[str, dict[str, Any]] = {}  # Group -> what is changed of the group's defaults
+    defaults: _Defaults = {}  # Group -> what is changed of the group's defaults
     adapter_rate: float | None = None  # Learning rate where an adapter learns; None: the same
 
 # %% ../../nbs/11_recipes/02_methods.ipynb #methods-table
-_SFT: dict[str, dict[str, Any]] = {
+_SFT: _Defaults = {
     "data": dict(eval_fraction=0.1, max_length=1024),
     "optim": dict(
         learning_rate=2e-5,
@@ -51,7 +54,7 @@ _SFT: dict[str, dict[str, Any]] = {
 _LORA = {**_SFT, "optim": {**_SFT["optim"], "learning_rate": 2e-4}}
 
 
-def _aligned(rate: float, rows: int, accumulation: int, **optim: Any) -> dict[str, dict[str, Any]]:
+def _aligned(rate: float, rows: int, accumulation: int, **optim: Any) -> _Defaults:
     "Defaults of SFT for one epoch with a linear schedule."
     return {
         "data": _SFT["data"],
@@ -93,7 +96,7 @@ def defaults_of(
     method: str,  # A key of `METHODS`
     adapter: bool = False,  # It trains an adapter
     losses: Sequence[str] = (),  # Of method dpo
-) -> dict[str, dict[str, Any]]:  # Group -> what is changed of the group's defaults
+) -> _Defaults:  # Group -> what is changed of the group's defaults
     "The defaults of a method."
     row = METHODS[method]
     defaults = {group: dict(values) for group, values in row.defaults.items()}

@@ -109,6 +109,9 @@ def questions(
     return out
 
 # %% ../../nbs/11_recipes/06_preparation.ipynb #bb256abb
+_Base = tuple[Any, Any]  # A trained model and its tokenizer
+
+
 @dataclass
 class RunInputs:
     "What every run is made of."
@@ -345,10 +348,8 @@ def make_batches(
 ]:  # To train on, and to evaluate on; None where there are no rows for it
     "Rows in batches, as the config says."
     c, pad = config.train, tokenizer.pad_token_id
-    order, pad = (
-        c.seed if c.data_seed is None else c.data_seed,
-        tokenizer.eos_token_id if pad is None else pad,
-    )
+    order = c.seed if c.data_seed is None else c.data_seed
+    pad = tokenizer.eos_token_id if pad is None else pad
     more: dict[str, Any] = dict(
         pad_id=pad, num_workers=config.data.num_workers, pin_memory=config.data.pin_memory
     )
@@ -420,8 +421,7 @@ def drop_short(
 
 def prepare_text(
     config: RunConfig,
-    base: tuple[Any, Any]
-    | None = None,  # A trained model and its tokenizer to begin with; None: new ones
+    base: _Base | None = None,  # A trained model and its tokenizer to begin with; None: new ones
     saved: Path | None = None,  # The folder of an interrupted run, whose tokenizer is taken
 ) -> RunInputs:
     "Text: read, learn the tokenizer, encode, build."
@@ -456,7 +456,8 @@ def prepare_text(
             for part in ("train", "eval")
         }
     seed_everything(config.train.seed)
-    model, length = model or prepare_model(config.model, tokenizer), config.data.max_length
+    model = model or prepare_model(config.model, tokenizer)
+    length = config.data.max_length
     held = token_blocks(ids["eval"], length) if rows["eval"] else []
     train, test = make_batches(config, token_blocks(ids["train"], length), held, tokenizer)
     return TextInputs(
@@ -489,8 +490,7 @@ def _text_plan(data: DataFacts, tokenizer: BPETokenizer, tokens: int) -> list[st
 
 def prepare_shards(
     config: RunConfig,  # Whose `data.path` is a folder of shards
-    base: tuple[Any, Any]
-    | None = None,  # A trained model to begin with, and its tokenizer; None: a new one
+    base: _Base | None = None,  # A trained model to begin with, and its tokenizer; None: a new one
 ) -> RunInputs:
     "Shards: map the files, take their tokenizer, build."
     seconds: dict[str, float] = {}
@@ -535,7 +535,8 @@ def prepare_shards(
     def decode(ids):
         return [text for text in tokenizer.decode(ids).split(tokenizer.eos_token) if text]
 
-    recent, held = shards[max(0, cut - 2 * _HELD_OUT) : cut], shards[cut:]
+    recent = shards[max(0, cut - 2 * _HELD_OUT) : cut]
+    held = shards[cut:]
     rows = [[dict(text=text) for text in decode(ids)] for ids in (recent, held)]
     data = DataFacts(
         str(shards.folder),
@@ -570,8 +571,7 @@ def prepare_shards(
 
 def prepare_sft(
     config: RunConfig,
-    base: tuple[Any, Any]
-    | None = None,  # A trained model and its tokenizer to begin with; None: new ones
+    base: _Base | None = None,  # A trained model and its tokenizer to begin with; None: new ones
     saved: Path | None = None,  # The folder of an interrupted run, whose tokenizer is taken
     # Rows of each part and their facts; None: those of `config.data`
     loaded: tuple[dict[str, list[dict]], DataFacts] | None = None,
@@ -695,7 +695,7 @@ _NUMBERS = "reference.npz"
 
 
 def _base(
-    config: RunConfig, base: tuple[Any, Any] | None
+    config: RunConfig, base: _Base | None
 ) -> tuple[Any, Any, int]:  # The last: tokens that the model has never seen
     if base is None:
         raise ValueError(
@@ -747,7 +747,9 @@ def _prepare_labels(
     seconds: dict[str, float],
 ) -> LabelInputs:
     "Thumbs: encode, adapt, copy the reference."
-    c, d, length = config.data, config.dpo, int(min(config.dpo.max_length, context_length(model)))
+    c = config.data
+    d = config.dpo
+    length = int(min(config.dpo.max_length, context_length(model)))
     if d.precompute_ref_log_probs:
         raise ValueError(
             "dpo.precompute_ref_log_probs: kto also needs the reference "
@@ -773,10 +775,8 @@ def _prepare_labels(
             for some in (rows["train"], rows["eval"])
         )
     liked = [dict(row, chosen=row["completion"]) for row in rows["eval"] if row["label"]]
-    asked, causal = (
-        _asked(liked, tokenizer, model, config.sft.questions),
-        adapt(model, config, new_tokens),
-    )
+    asked = _asked(liked, tokenizer, model, config.sft.questions)
+    causal = adapt(model, config, new_tokens)
     batches, held = make_batches(config, train, test, tokenizer, c.group_by_length, UnpairedBatches)
     reference = make_reference(causal, d.reference)
     plan = [
@@ -825,7 +825,7 @@ def _tokenizer_line(tokenizer: "BPETokenizer | PreTrainedTokenizerBase") -> str:
 
 def prepare_pairs(
     config: RunConfig,  # With method dpo or reward
-    base: tuple[Any, Any] | None = None,  # A trained model and its tokenizer
+    base: _Base | None = None,  # A trained model and its tokenizer
     saved: Path
     | None = None,  # The folder of an interrupted run, where the reference's numbers may be
 ) -> PairInputs:
@@ -871,7 +871,8 @@ def prepare_pairs(
         return pairs
 
     with timed(seconds, "encoding"):
-        train, test = encode(rows["train"]), encode(rows["eval"]) if rows["eval"] else Pairs()
+        train = encode(rows["train"])
+        test = encode(rows["eval"]) if rows["eval"] else Pairs()
     asked = (
         _asked(rows["eval"], tokenizer, model, config.sft.questions)
         if config.method == "dpo"
@@ -897,7 +898,8 @@ def prepare_pairs(
             files = {_NUMBERS: there}
         elif d.needs_reference:
             reference = make_reference(model, d.reference)
-        objective, kind = dpo_objective(reference, d), reference.kind if reference else kind
+        objective = dpo_objective(reference, d)
+        kind = reference.kind if reference else kind
     batches, held = make_batches(config, train, test, tokenizer, c.group_by_length, PairBatches)
     r = train.report
     plan = [
@@ -1048,7 +1050,7 @@ def _episodes_alone() -> tuple[dict[str, list[dict]], DataFacts]:
 
 def prepare_prompts(
     config: RunConfig,  # With method grpo, rloo, ppo or reinforce
-    base: tuple[Any, Any] | None = None,  # A trained model and its tokenizer
+    base: _Base | None = None,  # A trained model and its tokenizer
     rewards: Sequence[Reward] = (),  # Functions besides those that the config names
     environment: Callable[[], Environment] | None = None,  # None: `config.rl.environment`
 ) -> PromptInputs:
@@ -1083,7 +1085,8 @@ def prepare_prompts(
             f"name a reward, such as {', '.join(REWARDS)}, or the folder of a reward model"
         )
     model = disable_dropout(adapt(model, config, new))
-    causal, model = model, ActorCritic(model) if config.method == "ppo" else model
+    causal = model
+    model = ActorCritic(model) if config.method == "ppo" else model
     batches = Rollouts(
         model,
         tokenizer,
@@ -1094,7 +1097,8 @@ def prepare_prompts(
         environment=environment,
     )
     few = replace(config.rl, num_generations=min(2, config.rl.num_generations), num_iterations=1)
-    held, few_rows = None, prompts["eval"][: max(1, config.sft.questions)]
+    held = None
+    few_rows = prompts["eval"][: max(1, config.sft.questions)]
     if few_rows:
         held = Rollouts(
             model,
@@ -1176,7 +1180,7 @@ _ANSWERS = "teacher_answers.json"
 
 def open_teacher(
     config: RunConfig,  # With `distill.teacher`
-) -> tuple[Any, Any]:  # The model and its tokenizer
+) -> _Base:  # The model and its tokenizer
     "The teacher of a run, in the number format in which the run computes, or quantized."
     from trainkit.interop.hf import load_pretrained  # transformers takes seconds to import
 
@@ -1206,7 +1210,7 @@ def _answered(prompt: Any, answer: str) -> dict:  # Of kind prompt_completion or
 
 def _teacher_rows(
     config: RunConfig,
-    teacher: tuple[Any, Any],
+    teacher: _Base,
     loaded: tuple[dict[str, list[dict]], DataFacts],
     saved: Path | None,
 ) -> tuple[dict[str, list[dict]], DataFacts, Path, str]:  # Rows, facts, a file, a line of the plan
@@ -1275,7 +1279,7 @@ def _on_policy(
 
 def _prepare_questions(
     config: RunConfig,
-    base: tuple[Any, Any],
+    base: _Base,
     loaded: tuple[dict[str, list[dict]], DataFacts],
 ) -> DistillInputs:
     "Prompts without answers: the student writes them all."
@@ -1311,7 +1315,7 @@ def _prepare_questions(
 
 def prepare_distill(
     config: RunConfig,  # With method distill
-    base: tuple[Any, Any] | None = None,  # A trained student and its tokenizer; None: a new one
+    base: _Base | None = None,  # A trained student and its tokenizer; None: a new one
     saved: Path | None = None,  # The folder of an interrupted run, where the answers may be
 ) -> DistillInputs:  # Raises `ValueError` where the vocabularies of both do not fit
     "A student and its teacher: whose answers, whose probabilities, and how they are compared."
@@ -1348,7 +1352,8 @@ def prepare_distill(
     asked: Teacher | TeacherCache
     asked = Teacher(teacher[0], d, None if sizes[0] == sizes[1] == shared else shared)
     if data.kind != "prompt":
-        given, held = inputs.train_batches.rows, getattr(inputs.eval_batches, "rows", [])
+        given = inputs.train_batches.rows
+        held = getattr(inputs.eval_batches, "rows", [])
         if d.teacher_cache:
             asked = TeacherCache(
                 Path(d.teacher_cache).expanduser(), asked, list_vocabulary(teacher[1])

@@ -266,7 +266,8 @@ def loop_config(
     inputs: RunInputs,
 ) -> TrainConfig:  # Raises `ValueError` for what nothing but an evaluation can decide
     "The knobs of the loop; a run that holds nothing out evaluates nothing."
-    c, blind = inputs.config.train, inputs.eval_batches is None
+    c = inputs.config.train
+    blind = inputs.eval_batches is None
     for name, value in (
         ("train.early_stopping_patience", c.early_stopping_patience),
         ("dpo.converged_patience", inputs.config.dpo.converged_patience),
@@ -287,7 +288,8 @@ def make_trainer(
     control: Control | None = None,  # To pause or stop the loop from outside
 ) -> Trainer:
     "The trainer for prepared inputs."
-    config, judge = inputs.config, judge or make_judge(inputs)
+    config = inputs.config
+    judge = judge or make_judge(inputs)
     loop = Trainer if config.engine == "trainkit" else partial(make_loop, inputs)
     return loop(
         inputs.model,
@@ -564,7 +566,9 @@ def run(
         inputs = prepare(config, config.folder if resume else None, base, rewards, environment)
         _add_own(inputs, objective, compute_metrics)
         facts, judge = collect_facts(), make_judge(inputs)
-        seconds, model, tokenizer = inputs.seconds, inputs.model, inputs.tokenizer
+        seconds = inputs.seconds
+        model = inputs.model
+        tokenizer = inputs.tokenizer
         trainer = make_trainer(
             inputs,
             judge,
@@ -709,7 +713,8 @@ class _Clock:
     "Notes when each step ended."
 
     def __init__(self):
-        self.at, self.losses = [time.monotonic()], []
+        self.at = [time.monotonic()]
+        self.losses = []
 
     def on_step(self, trainer: "Trainer", record: dict) -> None:
         self.at.append(time.monotonic())
@@ -730,11 +735,9 @@ def rehearse(
     _engine(config)  # what is not installed is said before the data are read
     inputs = prepare(config)
     trainer = make_trainer(inputs)
-    plan, total, rows = (
-        plan_lines(inputs, trainer),
-        trainer.total_steps,
-        config.train.per_device_train_batch_size * trainer.window_size,
-    )
+    plan = plan_lines(inputs, trainer)
+    total = trainer.total_steps
+    rows = config.train.per_device_train_batch_size * trainer.window_size
     length, notes = inputs.max_length, []
     memory = None
     largest = getattr(trainer.train_batches, "largest", lambda: None)

@@ -58,7 +58,8 @@ def merged_copy(
 # %% ../../nbs/11_recipes/09_saving.ipynb #cc75e223
 def _padding(tokenizer: "Tokenizer") -> int | None:
     "A padding token other than the end of a text; None: texts are scored one at a time."
-    end, pad = getattr(tokenizer, "eos_token_id", None), getattr(tokenizer, "pad_token_id", None)
+    end = getattr(tokenizer, "eos_token_id", None)
+    pad = getattr(tokenizer, "pad_token_id", None)
     if pad is not None and pad != end:
         return pad
     special = getattr(tokenizer, "special_tokens", None)
@@ -189,7 +190,8 @@ def score_answers(
     bos = getattr(tokenizer, "bos_token_id", None)
     for row in tokenize_examples(rows, tokenizer):
         places = (row["labels"] != -100).nonzero()[0]  # What follows an answer is not scored
-        prompt, answer = row["input_ids"][: places[0]], row["input_ids"][places[0] : places[-1] + 1]
+        prompt = row["input_ids"][: places[0]]
+        answer = row["input_ids"][places[0] : places[-1] + 1]
         if len(prompt) + len(answer) > limit:  # As `tokenize_pairs` cuts the training rows
             cut += 1
             rest = max(1, int(limit) - len(answer))

@@ -320,7 +320,8 @@ class ThoughtSplitter:
             start = self.pending.lstrip()
             for opening, closing in _THOUGHT_TAGS:
                 if start.startswith(opening):
-                    self.closing, self.pending = closing, start[len(opening) :]
+                    self.closing = closing
+                    self.pending = start[len(opening) :]
                 elif opening.startswith(start) and not last:
                     return []  # It may still become one
             self.said = self.closing is None
@@ -1465,7 +1466,11 @@ _FILLED |= {
 }
 
 # %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #calls-def
-def _call(value: Any, words: str, key: str = "arguments") -> dict[str, Any]:
+_Call = dict[str, Any]  # Name and arguments of a call, and perhaps an id
+_Calls = tuple[list[_Call], str]  # And the text around them
+
+
+def _call(value: Any, words: str, key: str = "arguments") -> _Call:
     "A call that was read from JSON, in OpenAI's names."
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError(f'a call is {{"name": …, "{key}": {{…}}}}, not {words.strip()}')
@@ -1489,7 +1494,7 @@ def _json(words: str, start: int = 0) -> tuple[Any, int]:
 _TAGGED_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 
-def _hermes_calls(answer: str) -> tuple[list[dict[str, Any]], str]:
+def _hermes_calls(answer: str) -> _Calls:
     calls = []
     for match in _TAGGED_CALL.finditer(answer):
         value, end = _json(match[1])
@@ -1499,7 +1504,7 @@ def _hermes_calls(answer: str) -> tuple[list[dict[str, Any]], str]:
     return calls, _TAGGED_CALL.sub("", answer).strip()
 
 
-def _llama_calls(answer: str) -> tuple[list[dict[str, Any]], str]:
+def _llama_calls(answer: str) -> _Calls:
     words, calls = answer.replace("<|python_tag|>", "", 1), []
     end = 0
     while words[end:].strip():
@@ -1509,7 +1514,7 @@ def _llama_calls(answer: str) -> tuple[list[dict[str, Any]], str]:
     return calls, ""
 
 
-def _mistral_calls(answer: str) -> tuple[list[dict[str, Any]], str]:
+def _mistral_calls(answer: str) -> _Calls:
     rest, *parts = answer.split("[TOOL_CALLS]")
     calls = []
     for part in parts:
@@ -1532,7 +1537,7 @@ _GEMMA_TOKEN = re.compile(
 )
 
 
-def _gemma_calls(answer: str) -> tuple[list[dict[str, Any]], str]:
+def _gemma_calls(answer: str) -> _Calls:
     calls = []
     for match in _GEMMA_CALL.finditer(answer):
         tokens = [*_GEMMA_TOKEN.finditer(match[2])]
@@ -1574,7 +1579,7 @@ def _gemma_value(tokens: list[re.Match]) -> Any:
 
 
 # How a family writes its calls -> what recognizes the format, and what reads it
-TOOL_FORMATS: dict[str, tuple[re.Pattern, Callable[[str], tuple[list[dict[str, Any]], str]]]] = {
+TOOL_FORMATS: dict[str, tuple[re.Pattern, Callable[[str], _Calls]]] = {
     "hermes": (re.compile("<tool_call>"), _hermes_calls),  # And chatml, qwen, qwen3
     "mistral": (re.compile(r"\[TOOL_CALLS\]"), _mistral_calls),
     "gemma4": (re.compile(r"<\|tool_call>"), _gemma_calls),
@@ -1589,7 +1594,7 @@ def parse_tool_calls(
     answer: str,  # Of a model, without the token that ends it
     tool_format: str | None = None,  # A key of `TOOL_FORMATS`; None: recognized by its marks
     # Dicts with `name`, `arguments` and perhaps `id`; the rest of the text
-) -> tuple[list[dict[str, Any]], str]:
+) -> _Calls:
     """The tool calls in an answer, in the format of any family; the opposite of a template.
 
     What stands in a thought is no call. Raises `ValueError` for a call that is broken."""

@@ -307,7 +307,10 @@ class Control:
     "Buttons for a running loop, for any thread; the loop obeys after the step it is in."
 
     def __init__(self):
-        self.running, self.paused, self.stopping, self.reason = False, False, False, ""
+        self.running = False
+        self.paused = False
+        self.stopping = False
+        self.reason = ""
         self.presses = 0  # Of the stop button
         self.patience = 0  # So many of them wait for the end of a step
         self.shielded = False  # Whether what is being done must be finished
@@ -385,7 +388,9 @@ class Control:
     @contextmanager
     def session(self) -> Iterator[None]:
         "Inside, a loop runs: Ctrl-C, SIGTERM and a lost terminal are stop buttons."
-        self.running, self.patience, self.presses = True, 1, int(self.stopping)
+        self.running = True
+        self.patience = 1
+        self.presses = int(self.stopping)
         try:
             with stop_on_signal(self):
                 yield

@@ -276,7 +276,9 @@ def samples_html(
     most: int = 4,  # How many moments to show of each prompt
 ) -> str:
     "What the model wrote before, during and after training, prompt by prompt."
-    samples, cards, chosen = run.samples, [], range(len(run.samples))
+    samples = run.samples
+    cards = []
+    chosen = range(len(run.samples))
     if len(samples) > most:
         chosen = sorted({round(i * (len(samples) - 1) / max(1, most - 1)) for i in range(most)})
     for prompt in dict.fromkeys(p for _, pairs in samples for p, _ in pairs):
@@ -302,7 +304,8 @@ def run_sections(
     run: Run,  # From `read_run`
 ) -> list[tuple[str, str]]:  # (heading, HTML)
     "What every report shows: the result, curves, samples, timings, config, machine."
-    final, seconds = run.final(), (run.series("seconds")[1] or [math.nan])[-1]
+    final = run.final()
+    seconds = (run.series("seconds")[1] or [math.nan])[-1]
     tiles = [
         ("training loss", final.get("loss")),
         ("best held-out loss", final.get("best_eval_loss")),
@@ -428,7 +431,8 @@ def write_report(
         f'<section id="{i}"><h2>{clean(heading)}</h2>{html}</section>'
         for i, (heading, html) in zip(ids, parts, strict=True)
     )
-    name, start = clean(title or run.name), clean(run.started[:16].replace("T", " "))
+    name = clean(title or run.name)
+    start = clean(run.started[:16].replace("T", " "))
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'

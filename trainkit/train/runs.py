@@ -399,7 +399,8 @@ def _extremes(data: bytes, name: bytes) -> list[int]:
         indices |= {values.index(min(real)), values.index(max(real))}
 
     def place(i: int) -> int:  # Near where it would be if all lines were of one length
-        text, guess = b'"%b": %b' % (name, texts[i]), max(0, i * len(data) // len(texts) - 2**14)
+        text = b'"%b": %b' % (name, texts[i])
+        guess = max(0, i * len(data) // len(texts) - 2**14)
         return at if (at := data.find(text, guess)) >= 0 else data.find(text)
 
     return [place(i) for i in indices]
@@ -458,7 +459,8 @@ def _read_long(file: BinaryIO, size: int) -> list[Record]:
         if not cut and end > step:  # A line that is longer than a piece
             step *= 2
             continue
-        data, end = data[cut:], max(0, end - step) + cut
+        data = data[cut:]
+        end = max(0, end - step) + cut
         begins = b'{"event": "start"' in data
         lines = data.splitlines() if begins or last < math.inf else _telling(data)
         for line in reversed(lines if begins else ()):

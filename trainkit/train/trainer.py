@@ -141,12 +141,15 @@ class Trainer:
         self.model = model
         self.objective = objective
         self.callbacks: list[Any] = list(callbacks)
-        self.config, self.optim = config or TrainConfig(), optim or OptimConfig()
+        self.config = config or TrainConfig()
+        self.optim = optim or OptimConfig()
         self.build_optimizer = build_optimizer or make_optimizer
         self.adds_z_loss = bool(self.config.z_loss) and objective is lm_loss
         if self.adds_z_loss:
             self.objective = lm_objective(self.config.z_loss)
-        self.sample, self.write_model, self.control = sample, save_model, control or Control()
+        self.sample = sample
+        self.write_model = save_model
+        self.control = control or Control()
         self.accelerator = accelerator or make_accelerator(self.config.mixed_precision, model)
         self.folder = Path(self.config.output_dir) if self.config.output_dir else None
         self.facts = dict(facts or {})

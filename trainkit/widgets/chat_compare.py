@@ -103,7 +103,8 @@ def token_kl(
     "KL(p || q) at each token; what p rules out adds nothing."
     # Rows that only pad a table of embeddings have no meaning
     n = min(p.shape[-1], q.shape[-1])
-    p, q = p[:, :n].double(), q[:, :n].double()
+    p = p[:, :n].double()
+    q = q[:, :n].double()
     return torch.where(p.isneginf(), 0.0, p.exp() * (p - q)).sum(-1).float().clamp(min=0)
 
 # %% ../../nbs/12_widgets/13_chat_compare.ipynb #753158ed
@@ -257,7 +258,9 @@ class ChatCompareState:
         tell: Callable[[Opening], object] | None = None,  # See `open_models`
         **knobs: Any,  # Of `SamplingConfig`, such as temperature
     ):
-        self.models, self.system, self.seed = open_models(models, tell), system, seed
+        self.models = open_models(models, tell)
+        self.system = system
+        self.seed = seed
         self.max_new_tokens, self.knobs = max_new_tokens, knobs
         self.turns: list[Turn] = []
         self.stopping = threading.Event()
@@ -338,7 +341,8 @@ class ChatCompareState:
             token = next(tokens, None)
         if token is None:
             return False
-        a, ended = turn.answers[m.name], token == m.tokenizer.eos_token_id
+        a = turn.answers[m.name]
+        ended = token == m.tokenizer.eos_token_id
         pieces = (*a.pieces, "" if ended else text.push(token))
         turn.answers[m.name] = ChatAnswer(m.name, a.prompt, (*a.ids, token), pieces, ended)
         return True
@@ -548,7 +552,8 @@ class ChatCompare:
             label: str = "initial",
             **options: object,
         ) -> Any:  # A widget of the class `make`
-            style, layout = dict(description_width=label), W.Layout(width=width)
+            style = dict(description_width=label)
+            layout = W.Layout(width=width)
             return make(value=value, description=word, layout=layout, style=style, **options)
 
         self.system = field(
@@ -667,7 +672,8 @@ class ChatCompare:
     def refresh(self, live: Turn | None = None, busy: bool = False):
         "Show the state of the chat."
         put, state = self.page.put, self._state
-        ready, some = state is not None, state is not None and bool(state.turns)
+        ready = state is not None
+        some = state is not None and bool(state.turns)
         word = "The models are writing." if busy else "Ready." if ready else "No model is open."
         put(self.chat, str(chat_html(state, live)) if state is not None else "")
         put(self.status, _STATUS.format(word))

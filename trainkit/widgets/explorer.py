@@ -214,7 +214,8 @@ class ExplorerControl(Field):
     def __init__(self, knob: Knob, changed: Callable[[str, object], None]):
         W = widgets()
         super().__init__(knob.name, knob, knob.value, changed, _label(knob))
-        self.slider, self.whole = None, knob.type is int
+        self.slider = None
+        self.whole = knob.type is int
         self.widget.style.description_width = "130px"
         self.raw = knob.type is str and not knob.choices  # With the spaces around it
         if self.raw and len(knob.value) > 30:
@@ -267,7 +268,8 @@ class ExplorerControl(Field):
         k, quiet = self.knob, self.quiet
         if self.slider is None or k.low is None or k.high is None or not math.isfinite(value):
             return
-        value, self.quiet = min(max(value, k.low), k.high), True
+        value = min(max(value, k.low), k.high)
+        self.quiet = True
         try:
             self.slider.value = round(value) if self.whole else value_notch(value, k.low, k.high)
         finally:
@@ -275,7 +277,9 @@ class ExplorerControl(Field):
 
     def follow(self, k: Knob):
         "Update the limits of the slider."
-        self.knob, quiet, self.quiet = k, self.quiet, True
+        self.knob = k
+        quiet = self.quiet
+        self.quiet = True
         try:
             if self.slider is not None and self.whole and k.low is not None and k.high is not None:
                 if (high := int(k.high)) != self.slider.max:

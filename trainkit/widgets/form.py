@@ -121,7 +121,10 @@ class Page:
         key: str = "",
         closing: Callable[[], object] | None = None,  # Called before it is closed
     ):
-        self.html, self.closing, self.closed, self.handle = html, closing, False, None
+        self.html = html
+        self.closing = closing
+        self.closed = False
+        self.handle = None
         claim_cell(self, self.pages, key, str(id(self)))
         self.lock, self.worker = threading.RLock(), None
         W = widgets()
@@ -446,7 +449,10 @@ class Field:
         upload: Callable[[str, bytes], object] | None = None,  # Gets a file, returns the value
     ):
         W = widgets()
-        self.path, self.knob, self.changed, self.quiet = path, knob, changed, False
+        self.path = path
+        self.knob = knob
+        self.changed = changed
+        self.quiet = False
         self.words, self.pick = words or {}, None
         # A value with words of its own is an empty field that shows them
         self.blank = next(iter(self.words), None) if not knob.choices else None
@@ -601,8 +607,13 @@ class PartsField(Field):
         options: Mapping[str, Sequence[str]],  # Key -> what it can be
     ):
         W = widgets()
-        self.path, self.knob, self.changed, self.quiet = path, knob, changed, False
-        self.words, self.label, self.pick = words, label or path, None
+        self.path = path
+        self.knob = knob
+        self.changed = changed
+        self.quiet = False
+        self.words = words
+        self.label = label or path
+        self.pick = None
         self.parts: dict[str, "Dropdown"] = {}
         self.widget, self.wrong = _grid(), W.HTML(layout=W.Layout(display="none"))
         self.box = W.VBox([self.widget, self.wrong]).add_class("trainkit-knob")
@@ -660,7 +671,8 @@ class Form:
     ):
         W = widgets()
         self.kind, self.knobs = type(config), config_fields(config)
-        self.changed, self.guide = changed or (lambda form: None), guide or Guide()
+        self.changed = changed or (lambda form: None)
+        self.guide = guide or Guide()
         self.fixed = list(first) or [*self.knobs][:8]
         self.presets: dict[str, object] = {}
         self.values = flatten(config)
@@ -740,7 +752,9 @@ class Form:
 
     def arrange(self):
         "Put the fields of the present config in sight, under their headings."
-        W, sections, before = widgets(), self.sections(), self.first
+        W = widgets()
+        sections = self.sections()
+        before = self.first
         self.first = [path for paths in sections.values() for path in paths]
         for heading, paths in sections.items():
             if heading not in self.parts:
@@ -806,7 +820,8 @@ class Form:
         return self.fields[path]
 
     def _offer_parts(self, path: str):
-        options, value = self.guide.parts[path][0](self.config), self.values[path]
+        options = self.guide.parts[path][0](self.config)
+        value = self.values[path]
         field = self.fields.get(path)
         if isinstance(field, PartsField) and isinstance(value, dict) and field.options != options:
             field.offer_parts(options, value)
@@ -833,7 +848,8 @@ class Form:
     def check(self) -> list[Problem]:
         "Build the config, and show its problems and what there is to say about it."
         try:
-            self.config, self.problems = load_config(self.kind, nested(self.values)), []
+            self.config = load_config(self.kind, nested(self.values))
+            self.problems = []
         except ConfigError as error:
             self.problems = error.problems
         else:

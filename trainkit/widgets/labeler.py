@@ -428,7 +428,8 @@ class PreferenceLabels:
         "Write a record to the journal, and the row that it adds or takes away to the file."
         after = self._after(record)
         pair, judged = after or (-1, [])
-        before, size = self.places.get(pair), self.end
+        before = self.places.get(pair)
+        size = self.end
         if after is not None and before is None and _agreed(judged):
             record["at"] = list(self._place(pair, judged))
         self._append(record)
@@ -479,7 +480,8 @@ class PreferenceLabels:
 
     def _row(self, number: int, judged: list[_Record]) -> _Record:
         "The preference that follows from the verdicts on a pair."
-        pair, first = self.pairs[number], judged[0]
+        pair = self.pairs[number]
+        first = judged[0]
         origin = dict(pair=_pair_id(pair), who=first["who"], time=first["time"])
         return dict(
             prompt=pair["prompt"],
@@ -547,7 +549,8 @@ def _prompt_html(prompt: _Prompt) -> str:
 
 def progress_text(labels: PreferenceLabels) -> str:
     "The progress of labeling in a line."
-    done, total = len(labels.verdicts), len(labels.plan)
+    done = len(labels.verdicts)
+    total = len(labels.plan)
     parts = [f"{done} of {total} judged", plural(labels.count, "preference")]
     if agreement := labels.agreement():
         parts.append(f"agrees with itself in {agreement.value * agreement.n:.0f} of {agreement.n}")
@@ -631,7 +634,9 @@ class PreferenceLabeler:
         )
         self.keys.observe(self._typed, names="value")
         page.fill(self.note, self.status, self.pair, page.row(*self.buttons.values(), self.keys))
-        self.widget, self.show, self.close = page.widget, page.show, page.close
+        self.widget = page.widget
+        self.show = page.show
+        self.close = page.close
         self.refresh()
 
     @classmethod

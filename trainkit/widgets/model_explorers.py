@@ -73,7 +73,8 @@ class _AttentionRecorder(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             arguments |= dict(zip(names, args, strict=False))
-            value, size = arguments["value"], arguments["key"].shape[-2]
+            value = arguments["value"]
+            size = arguments["key"].shape[-2]
             eye = torch.eye(size, dtype=value.dtype, device=value.device)
             eye = eye.expand(*value.shape[:-2], *eye.shape).contiguous()
             self._record(func(**{**arguments, "value": eye, "dropout_p": 0.0}))
@@ -192,10 +193,13 @@ def _cells(weights: Tensor) -> str:
 
 def _thumbnails(maps: Tensor, chosen: int) -> Picture:
     "The heads of a layer, small; the chosen one has a frame."
-    heads, size, side = len(maps), maps.shape[-1], 60
+    heads = len(maps)
+    size = maps.shape[-1]
+    side = 60
     columns, body = min(heads, 8), ""
     for h, weights in enumerate(maps):
-        x, y = (h % columns) * (side + 10) + 3, (h // columns) * (side + 24) + 16
+        x = (h % columns) * (side + 10) + 3
+        y = (h // columns) * (side + 24) + 16
         style = 'font-weight="600"' if h == chosen else 'opacity=".8"'
         stroke = _CHOSEN_STROKE if h == chosen else _STROKE
         body += text(x, y - 4, f"head {h}", more=style)
@@ -203,7 +207,8 @@ def _thumbnails(maps: Tensor, chosen: int) -> Picture:
             x=x, y=y, scale=side / size, colour=PALETTE[0], cells=_cells(weights)
         )
         body += _HEAD_FRAME.format(x=x, y=y, side=side, stroke=stroke)
-    width, height = columns * (side + 10) + 6, -(-heads // columns) * (side + 24) + 4
+    width = columns * (side + 10) + 6
+    height = -(-heads // columns) * (side + 24) + 4
     return svg(width, height, f"{heads} heads of the layer, head {chosen} chosen", body)
 
 
@@ -317,7 +322,8 @@ def sampling_steps(
 ) -> SamplingSteps:
     "The effect of each knob on the next token, in the order of `trainkit.model.generation.adjust`."
     logits = logits.float()
-    before, adjusted = logits[0].softmax(-1), adjust(logits, ids, config)[0]
+    before = logits[0].softmax(-1)
+    adjusted = adjust(logits, ids, config)[0]
     if config.temperature == 0:
         best = F.one_hot(adjusted.argmax(), len(adjusted))
         return SamplingSteps(before, best.float(), {"temperature": best == 0})
@@ -325,7 +331,8 @@ def sampling_steps(
     if config.repetition_penalty != 1:
         scores = penalize_repetition(logits, ids, config.repetition_penalty)
     scores = scores / config.temperature
-    cuts, gone = {}, torch.zeros_like(adjusted, dtype=torch.bool)
+    cuts = {}
+    gone = torch.zeros_like(adjusted, dtype=torch.bool)
     for name, keep in (
         ("top_k", lambda x: keep_top_k(x, config.top_k) if config.top_k else x),
         ("top_p", lambda x: keep_top_p(x, config.top_p)),
@@ -345,16 +352,21 @@ def draw_chances(
     width: int = 480,  # Largest width, in CSS pixels
 ) -> Picture:
     "Two bars for each token: the model's probability, pale, and the one after the knobs."
-    left, most = 10 + 7 * max([5, *(min(14, len(n)) for n in names)]), max([*before, *after, 1e-9])
-    room, body, descriptions = width - left - 62, "", []
+    left = 10 + 7 * max([5, *(min(14, len(n)) for n in names)])
+    most = max([*before, *after, 1e-9])
+    room = width - left - 62
+    body = ""
+    descriptions = []
     rows = zip(names, before, after, cut_by, strict=True)
     for i, (name, b, a, cut) in enumerate(rows):
-        y, short = 24 + 24 * i, name if len(name) <= 14 else name[:13] + "…"
+        y = 24 + 24 * i
+        short = name if len(name) <= 14 else name[:13] + "…"
         style = 'font-family="ui-monospace,monospace"' + ' opacity=".75"' * bool(cut)
         body += text(left - 8, y + 14, short, "end", style)
         body += _BEFORE_BAR.format(x=left, y=y, width=max(1, b / most * room))
         if cut:
-            x, colour = left + max(b / most * room, 0) + 6, f'fill="{PALETTE[1]}"'
+            x = left + max(b / most * room, 0) + 6
+            colour = f'fill="{PALETTE[1]}"'
             body += text(x, y + 14, f"cut by {cut}", more=colour)
         else:
             x = left + max(a, b) / most * room + 6
@@ -407,7 +419,8 @@ class SamplingExplorer(Explorer):
     def read(self) -> tuple[Tensor, Tensor]:  # (1, V) logits of the next token, (1, T) ids
         "Let the model read the prompt, once."
         if self.cached is None or self.cached[0] != self.prompt:
-            ids, training = encode_for(self.tokenizer, self.prompt), self.model.training
+            ids = encode_for(self.tokenizer, self.prompt)
+            training = self.model.training
             device = next(self.model.parameters()).device
             self.model.eval()
             try:

@@ -204,7 +204,8 @@ def preference_config(
     labels: Path,  # A file of preferences
 ) -> "RunConfig":
     "The config of a DPO run on labels of a run's answers."
-    config, length = run.config, min(run.config.data.max_length, 1024)
+    config = run.config
+    length = min(run.config.data.max_length, 1024)
     values: dict[str, object] = dict(
         method="dpo",
         name=f"{run.name}-dpo",
@@ -343,7 +344,9 @@ class NextAction(Page):
     ):
         super().__init__(lambda: "", key)
         W = widgets()
-        self.word, self.do, self.when_closed = word, do, closed
+        self.word = word
+        self.do = do
+        self.when_closed = closed
         self.close_opened: Callable[[], object] | None = None
         self.start_button = self.button(word, icon, word, self.press, width="200px")
         self.what = W.HTML(
@@ -419,7 +422,10 @@ class NextSteps:
         script: Callable[[], str] = str,  # Returns the Python that repeats the run
         key: str = "next",  # Of its pages: those of another one with the same key are closed
     ):
-        self.run, self.open_panel, self.script, self.key = run, open_panel, script, key
+        self.run = run
+        self.open_panel = open_panel
+        self.script = script
+        self.key = key
         self.models: dict[str, Opened] = {}  # Folder -> model and tokenizer
         self.panel: TrainerPanel | None = None  # The one for the labels
         self.closed = False
@@ -446,7 +452,8 @@ class NextSteps:
         W = widgets()
 
         def field(make: Callable[..., _T], word: str, width: str, **options: object) -> _T:
-            style, layout = dict(description_width="initial"), W.Layout(width=width)
+            style = dict(description_width="initial")
+            layout = W.Layout(width=width)
             return make(description=word, layout=layout, style=style, **options)
 
         held = [("of this run", "run"), ("typed here", "typed")]
@@ -485,7 +492,8 @@ class NextSteps:
 
     def _actions(self) -> "Iterator[tuple[str, NextAction]]":
         "The actions that make sense for this run."
-        run, model = self.run, f"<code>{escape(self.run.path(self.run.model))}</code>"
+        run = self.run
+        model = f"<code>{escape(self.run.path(self.run.model))}</code>"
         config = run.config
 
         def action(name: str, *args: Any, **more: Any) -> tuple[str, NextAction]:
@@ -697,7 +705,8 @@ class NextSteps:
         W = widgets()
 
         def field(make: Callable[..., _T], word: str, text: str, **options: object) -> _T:
-            style, layout = dict(description_width="50px"), W.Layout(width="98%", **options)
+            style = dict(description_width="50px")
+            layout = W.Layout(width="98%", **options)
             return make(value=text, description=word, style=style, layout=layout)
 
         script = field(W.Textarea, "Python", self.script(), height="220px")

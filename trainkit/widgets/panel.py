@@ -120,7 +120,8 @@ class TrainerPanel:
     ):
         session = self._take_over(config, job, key)
         claim_cell(self, self.panels, key, f"{config.method} {config.name}")
-        self.job, self.session = job, session or TrainSession(config, job)
+        self.job = job
+        self.session = session or TrainSession(config, job)
         self.closed, self.finished, self.rehearsing = False, True, False
         self.blocked = ""  # Why no click arrives while a cell waits for the run
         self.lock, self.handle = threading.RLock(), None
@@ -451,7 +452,9 @@ class TrainerPanel:
         self, session: TrainSession, saved: tuple[float, int | None]
     ) -> tuple[float, int | None]:
         "A run in a kernel ends with it: no more than a few minutes of its work may be lost."
-        now, state, when = session.snapshot(), session.run_state, time.monotonic()
+        now = session.snapshot()
+        state = session.run_state
+        when = time.monotonic()
         train = getattr(session.config, "train", None)
         if state.checkpoint != saved[1] or now.state != "running" or session.mode == "process":
             return when, state.checkpoint
@@ -638,7 +641,8 @@ class TrainerPanel:
         return now
 
     def _refresh_buttons(self, now: RunSnapshot):
-        can, process = buttons(now), self.session.mode == "process" and now.state in ACTIVE
+        can = buttons(now)
+        process = self.session.mode == "process" and now.state in ACTIVE
         ended = now.state in ("stopped", "failed")
         for widget, enabled in (
             (self.pause_button, can["pause"] or can["resume"]),
@@ -1069,7 +1073,8 @@ def resume_check_text(
         before == after or (before != before and after != after)
         for _, before, after in snapshot.proof
     ]
-    first, last = snapshot.proof[0][0], snapshot.proof[-1][0]
+    first = snapshot.proof[0][0]
+    last = snapshot.proof[-1][0]
     if all(same):
         losses = f"{len(same)} losses of steps {first} to {last}"
         return (
@@ -1141,7 +1146,8 @@ def config_changes(
     "The values that `load_config` needs to build the same config."
     kind, whole = type(config), to_dict(config)
     base = {"method": whole["method"]} if "method" in whole else {}
-    fresh, small = to_dict(load_config(kind, base)), dict(base)
+    fresh = to_dict(load_config(kind, base))
+    small = dict(base)
     for k in knobs(config):
         value = whole[k.name]
         if value == fresh[k.name]:
@@ -1196,7 +1202,8 @@ def expect_memory(
         needs = predict_needs(config)
     frozen_copy = config.method == "dpo" and not config.adapts
     reference = needs.parts.get("parameters", 0) if frozen_copy else 0
-    peak, where = needs.peak + reference, "on the GPU" if on_gpu else "in this machine"
+    peak = needs.peak + reference
+    where = "on the GPU" if on_gpu else "in this machine"
     text = f"A step will take about {show_bytes(peak)}"
     if peak < room:
         return MemoryForecast(peak, room, f"{text} of the {show_bytes(room)} free {where}.")
@@ -1305,7 +1312,8 @@ def _preview_tokenizer(
     from trainkit.interop.hf import load_tokenizer
     from trainkit.tokenizer.chat import set_template
 
-    source, remark = config.tokenizer.path or config.init_from, ""
+    source = config.tokenizer.path or config.init_from
+    remark = ""
     if source:
         tokenizer = load_tokenizer(source, cache_dir=config.cache_dir or None)
         if tokenizer is None:
@@ -1354,7 +1362,8 @@ def preview_data(
     from trainkit.data.tokenization import show_mask
 
     splits, facts = load_splits(config.data)
-    kind, first = facts.kind, splits["train"][:rows]
+    kind = facts.kind
+    first = splits["train"][:rows]
     counts = {name: getattr(facts, name) for name in ("train_rows", "eval_rows")}
     head = _ROW_COUNTS.format(kind=clean(kind), **counts)
     based = config.tokenizer.path or config.init_from

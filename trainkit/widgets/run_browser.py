@@ -215,7 +215,9 @@ class RunBrowser:
             page.row(self.metric, self.log_y),
             self.picture,
         )
-        self.widget, self.show, self.close = page.widget, page.show, page.close
+        self.widget = page.widget
+        self.show = page.show
+        self.close = page.close
         self.filter()
 
     def read(self):
@@ -226,7 +228,8 @@ class RunBrowser:
     def filter(self):
         "List the runs that match the filter; the chosen ones stay chosen."
         self.listed = find_runs(self.runs, self.words.value)
-        before, metric = {*self.list.value}, self.metric.value
+        before = {*self.list.value}
+        metric = self.metric.value
         self.quiet = True
         try:
             names = [run.name for run in self.listed]

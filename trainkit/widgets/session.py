@@ -103,7 +103,8 @@ class Curve:
         self.points += self.pending if self.stride == 1 else extremes(self.pending)
         self.pending = []
         if len(self.points) >= self.limit - 1:
-            self.points, self.stride = thin(self.points, self.limit // 2 + 2), 2 * self.stride
+            self.points = thin(self.points, self.limit // 2 + 2)
+            self.stride = 2 * self.stride
 
     def cut(
         self,
@@ -172,7 +173,11 @@ class RunState:
     def clear(self):
         "Forget the run, except for its log and its losses."
         with self.lock:
-            self.phase, self.step, self.total, self.start, self.seconds = "", 0, 0, 0, 0.0
+            self.phase = ""
+            self.step = 0
+            self.total = 0
+            self.start = 0
+            self.seconds = 0.0
             self.curves: dict[str, Curve] = {}
             self.last: dict[str, float] = {}
             self.samples: deque[tuple[int, str, str]] = deque(maxlen=12)
@@ -458,8 +463,14 @@ class TrainSession:
         # (config, resume, callbacks, control) -> result; None: `trainkit.recipes.runner.run`
         job: "Callable[..., RunResult] | None" = None,
     ):
-        self.config, self.job, self.control, self.run_state = config, job, Control(), RunState()
-        self.lock, self.state, self.mode, self.error = threading.RLock(), "idle", "", ""
+        self.config = config
+        self.job = job
+        self.control = Control()
+        self.run_state = RunState()
+        self.lock = threading.RLock()
+        self.state = "idle"
+        self.mode = ""
+        self.error = ""
         self.folder: Path | None = None
         self.pressed_at = 0.0  # Time of the last button, since a process answers a little later
         self.at_once = False  # Whether Stop was pressed twice
@@ -500,7 +511,9 @@ class TrainSession:
                 raise ValueError("A process can only run a config, not a job of your own")
             if not resume:
                 self.run_state.clear()
-            self.control, self.mode, self.at_once = Control(), mode, False
+            self.control = Control()
+            self.mode = mode
+            self.at_once = False
             self.error, self._failure, self._result = "", None, None
             self.run_state.begin_stages()
             self.run_state.remote = mode == "process"
@@ -561,7 +574,8 @@ class TrainSession:
 
     def _abandon(self):
         "Wait no longer for a thread that prepares a run: it ends by itself, and changes nothing."
-        version, lines = self.run_state.version, list(self.run_state.log)
+        version = self.run_state.version
+        lines = list(self.run_state.log)
         self.run_state = RunState()
         self.run_state.log.extend(lines)
         self.run_state.version += version
@@ -649,7 +663,11 @@ class TrainSession:
 
     def _work(self, resume: bool):
         "Run the job; the thread's target."
-        run_state, control, result, failure, text = self.run_state, self.control, None, None, ""
+        run_state = self.run_state
+        control = self.control
+        result = None
+        failure = None
+        text = ""
         if self.abandoned is not None:  # It may hold the lock of the folder
             with listen(run_state.hear), Progress(None, _WAITING, "", where="silent"):
                 self.abandoned.join()
@@ -678,7 +696,10 @@ class TrainSession:
                 return  # Nobody waits for it any more
             if run_state.folder:
                 self.folder = Path(run_state.folder)
-            self._result, self._failure, self.error, self.state = result, failure, text, state
+            self._result = result
+            self._failure = failure
+            self.error = text
+            self.state = state
             run_state.add_log("")
 
     def _spawn(self, resume: bool):

@@ -237,7 +237,8 @@ def save_upload(
     content: bytes,
 ) -> str:  # Its path here
     "Write an uploaded file into the folder `uploads`; one of the same name with other bytes stays."
-    folder, name = Path("uploads"), Path(name.replace("\\", "/")).name
+    folder = Path("uploads")
+    name = Path(name.replace("\\", "/")).name
     folder.mkdir(exist_ok=True)
     path, count = folder / name, 1
     while path.exists() and path.read_bytes() != content:
@@ -387,7 +388,8 @@ def switch_method(
     "The same run with another method; what was set stays, where it means the same there."
     from trainkit.recipes.methods import METHODS
 
-    kind, adapter = type(config), config.adapts if adapter is None else adapter
+    kind = type(config)
+    adapter = config.adapts if adapter is None else adapter
     old = _defaults(kind, config.method, config.adapts)
     new = _defaults(kind, method, adapter)
     own = ("method", "use_lora")
@@ -499,7 +501,8 @@ def _most_tokens(path: Path, changed: float, pattern: str) -> int:
 
 
 def _vocabulary_advice(config: "RunConfig") -> Iterator[Advice]:
-    path, tokens = Path(config.data.path), config.tokenizer
+    path = Path(config.data.path)
+    tokens = config.tokenizer
     learns = config.recipe.learns_from == "text" and not (config.init_from or tokens.path)
     if not learns or path.suffix != ".txt" or not path.is_file():
         return

@@ -371,7 +371,9 @@ class LabelPage:
         if len(self.column.options) > 1 and not self.column.value:
             raise ValueError("Choose the column with the questions first.")
         columns = dict(prompt=self.column.value) if self.column.value else None
-        model, data, count = self.model.value, self.data.value, self.count.value
+        model = self.model.value
+        data = self.data.value
+        count = self.count.value
         self.page.background(lambda: self._sample(path, model, data, count, columns))
         return None
 
@@ -480,7 +482,8 @@ def write_page(
     home: str | Path,  # An empty folder
 ) -> Path:  # The notebook
     "Write what Voilà serves: the notebook and the page around it."
-    home, here = Path(home), Path(str(files("trainkit"))) / "widgets"
+    home = Path(home)
+    here = Path(str(files("trainkit"))) / "widgets"
     template = home / "voila" / "templates" / _TEMPLATE
     template.mkdir(parents=True)
     (template / "conf.json").write_text('{"base_template": "lab"}', encoding="utf-8")

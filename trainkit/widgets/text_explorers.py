@@ -244,7 +244,8 @@ class TokenizerExplorer(Explorer):
 
     def _column(self, tokenizer: "BPETokenizer | PreTrainedTokenizerBase", text: Cut) -> str:
         "One tokenizer: the number of tokens, the tokens as boxes, and the growth of the word."
-        count, size = len(text.ids), len(self.text.encode())
+        count = len(text.ids)
+        size = len(self.text.encode())
         each = f"{len(self.text) / count:.2f} characters each" if count else "nothing to cut"
         per_100 = 100 * count / max(1, size)
         body = _head(_named(tokenizer))
@@ -327,14 +328,17 @@ class MaskViewer(Explorer):
 
     def compute(self) -> dict:  # An example with input_ids, labels, attention_mask, and `problems`
         "The row as it would be trained on."
-        row, tokenizer = self.rows[self.row], self.templated()
+        row = self.rows[self.row]
+        tokenizer = self.templated()
         if "input_ids" in row:
             names = ("input_ids", "labels", "attention_mask", "position_ids")
             row = {name: np.asarray(row[name]) for name in names if name in row}
         else:
             row = self._tokenized(row, tokenizer)
-        ids, n = row["input_ids"], len(row["input_ids"])
-        labels, real = row.get("labels", ids), row.get("attention_mask", np.ones(n, int))
+        ids = row["input_ids"]
+        n = len(row["input_ids"])
+        labels = row.get("labels", ids)
+        real = row.get("attention_mask", np.ones(n, int))
         problems = mask_problems(ids[real > 0], labels[real > 0], tokenizer)
         row = {**row, "input_ids": ids, "labels": labels, "attention_mask": real}
         if self.pad_to > n:
@@ -434,9 +438,12 @@ def draw_sight(
     width: int = 220,  # Largest width, in CSS pixels
 ) -> Picture:
     "Which tokens may attend to which in a packed row: a triangle for each document."
-    body, at, scale = "", 0, (width - 4) / max_length
+    body = ""
+    at = 0
+    scale = (width - 4) / max_length
     for k, n in enumerate(sizes):
-        start, end = 2 + at * scale, 2 + (at + n) * scale
+        start = 2 + at * scale
+        end = 2 + (at + n) * scale
         body += _TRIANGLE.format(a=start, b=end, colour=PALETTE[k % len(PALETTE)])
         at += n
     body += _SQUARE.format(size=width - 4)
@@ -475,7 +482,8 @@ class PackingExplorer(Explorer):
         return Packed(lengths, rows[self.strategy], cut, each)
 
     def html(self, values: Packed) -> str:
-        rows, k = values.rows, min(self.row, len(values.rows) - 1, self.most - 1)
+        rows = values.rows
+        k = min(self.row, len(values.rows) - 1, self.most - 1)
         sizes = [int(values.lengths[i]) for i in rows[k]]
         cut = f" {values.cut:,} longer than a row, and cut." if values.cut else ""
         more = f" The first {self.most} are drawn." if len(rows) > self.most else ""
@@ -580,7 +588,8 @@ class CurriculumExplorer(Explorer):
         return batches.plan(0)
 
     def compute(self) -> BatchOrder:
-        batches, config = self.planned(self.order), self.config()
+        batches = self.planned(self.order)
+        config = self.config()
         levels = np.sort(self.all if self.order == "length_based" else self.hard)
         limit = [
             config.limit(step, levels) if "based" in self.order else float("inf")
@@ -609,7 +618,8 @@ class CurriculumExplorer(Explorer):
             [{"order": name, "padding": f"{share:.1%}"} for name, share in padding.items()],
             "Places that are padding",
         )
-        first, limited = self.all[values.batches[0]], sum(np.isfinite(values.limit))
+        first = self.all[values.batches[0]]
+        limited = sum(np.isfinite(values.limit))
         text = f"{len(self.all):,} rows in {len(values.batches):,} batches. "
         if limited:
             text += f"For {limited:,} batches not all rows are allowed. "

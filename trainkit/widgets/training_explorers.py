@@ -172,7 +172,8 @@ def waterfall(
 
 def _bar(y: int, name: str, size: float, left: float, end: float, width: float, colour: str) -> str:
     "One bar of a waterfall, with its name and size."
-    start, style = end - width, 'font-weight="600"' if name == "total" else ""
+    start = end - width
+    style = 'font-weight="600"' if name == "total" else ""
     return (
         text(left - 8, y + 15, name, "end", style)
         + _BAR.format(x=start, y=y + 2, width=max(end - start, 1), colour=colour)
@@ -255,7 +256,9 @@ class MemoryPlanner(Explorer):
 
     def compute(self) -> _MemoryValues:
         "The memory of a step, and the plan that makes it fit."
-        shape, machine, start = self.model_shape(), MACHINES[self.gpu], self.setup(self.method)
+        shape = self.model_shape()
+        machine = MACHINES[self.gpu]
+        start = self.setup(self.method)
         setup = replace(start, batch_size=-(-self.batch_size // machine.cards))
         self.say(f"Computing: a step of {self.model}, without its numbers …")
         report = predicted(shape, setup)
@@ -274,7 +277,9 @@ class MemoryPlanner(Explorer):
 
     def html(self, values: _MemoryValues) -> Picture:
         "The parts, the levers, the GPUs."
-        report, plan, machine = values["report"], values["plan"], MACHINES[self.gpu]
+        report = values["report"]
+        plan = values["plan"]
+        machine = MACHINES[self.gpu]
         parts = {k: v for k, v in report.parts.items() if v > 0.001 * report.peak}
         if self.method == "QLoRA" and "other" in parts:
             parts = {"4-bit weights" if k == "other" else k: v for k, v in parts.items()}
@@ -287,7 +292,9 @@ class MemoryPlanner(Explorer):
 
     def _summary(self, values: _MemoryValues) -> str:
         "Whether a step fits, in a few sentences."
-        peak, shape, machine = values["report"].peak, self.model_shape(), MACHINES[self.gpu]
+        peak = values["report"].peak
+        shape = self.model_shape()
+        machine = MACHINES[self.gpu]
         is_config = isinstance(shape, ModelConfig)
         size = f" ({number(count_parameters(shape))} numbers)" if is_config else ""
         each = f" on each of {machine.cards} cards" if machine.cards > 1 else ""
@@ -311,7 +318,8 @@ def rates(
     "The learning rate that `make_schedule` gives to every step of a run."
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
     schedule = make_schedule(optimizer, config, total_steps)
-    peak, factor = float(schedule.base_lrs[0]), schedule.lr_lambdas[0]
+    peak = float(schedule.base_lrs[0])
+    factor = schedule.lr_lambdas[0]
     return [peak * factor(step) for step in range(total_steps)]
 
 # %% ../../nbs/12_widgets/11_training_explorers.ipynb #7b94b962
@@ -337,9 +345,12 @@ def strip(
 ) -> Picture:
     "Parts of a whole, side by side."
     body = text(0, 13, title, more='font-weight="600"') if title else ""
-    total, x, top = sum(size for _, size in parts) or 1, 0.0, 22 if title else 2
+    total = sum(size for _, size in parts) or 1
+    x = 0.0
+    top = 22 if title else 2
     for name, size in parts:
-        w, label = width * size / total, f"{name} {number(size)}"
+        w = width * size / total
+        label = f"{name} {number(size)}"
         part = dict(x=x, y=top, width=max(w - 1.5, 0.5), colour=colours[name])
         body += _PART.format(label=clean(label), **part)
         fitting = [words for words in (label, number(size)) if 6.9 * len(words) + 10 < w]
@@ -421,7 +432,8 @@ class ScheduleExplorer(Explorer):
             if len(runs) >= 20:
                 parts = [("changes", len(rate))]
             strips.append(strip(parts, PHASE_COLOURS, f"{name}, in steps"))
-            peak, mean = max(rate), sum(rate) / len(rate)
+            peak = max(rate)
+            mean = sum(rate) / len(rate)
             rows.append(
                 {
                     "schedule": name,

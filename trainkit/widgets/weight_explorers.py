@@ -79,11 +79,15 @@ def quantization_error(
     "A weight after quantizing, with its error and its size."
     if quant_type == "int8":
         q8 = quantize_int8(weight)
-        back, book, nbytes = dequantize_int8(q8), torch.arange(-127, 128) / 127, q8.nbytes
+        back = dequantize_int8(q8)
+        book = torch.arange(-127, 128) / 127
+        nbytes = q8.nbytes
         scales = (127 * q8.step).expand_as(weight).reshape(-1)
     else:
         q4 = quantize_4bit(weight.contiguous(), quant_type, blocksize, double_quant)
-        back, book, nbytes = dequantize_4bit(q4), CODEBOOKS[quant_type].unique(), q4.nbytes
+        back = dequantize_4bit(q4)
+        book = CODEBOOKS[quant_type].unique()
+        nbytes = q4.nbytes
         scales = q4.scales().repeat_interleave(blocksize)[: weight.numel()]
     error = back - weight
     return _QuantError(
@@ -109,7 +113,8 @@ def histogram(
         return 8 + 464 * (value + 1) / 2
 
     counts = torch.histc(scaled.float().clamp(-1, 1), 81, -1, 1)
-    most, wide = counts.max().item() or 1, 464 / 81
+    most = counts.max().item() or 1
+    wide = 464 / 81
     bars = ""
     for i, count in enumerate(counts.tolist()):
         if count:
@@ -228,7 +233,8 @@ class QuantExplorer(Explorer):
     def html(self, values: _QuantValues) -> Picture:
         "The codes, the block, and the errors."
         weight, kind = values["weight"], self.quant_type
-        one, shown = values["each"][kind], min(values["n"], 128)
+        one = values["each"][kind]
+        shown = min(values["n"], 128)
         title = "The first block"
         if shown < values["n"]:
             unit = "row" if kind == "int8" else "block"
@@ -251,11 +257,9 @@ class QuantExplorer(Explorer):
 
     def _summary(self, values: _QuantValues) -> str:
         "The error of the whole weight and of the block, in sentences."
-        kind, one, count = (
-            self.quant_type,
-            values["each"][self.quant_type],
-            values["weight"].numel(),
-        )
+        kind = self.quant_type
+        one = values["each"][self.quant_type]
+        count = values["weight"].numel()
         scale = "a scale for each row"
         if kind != "int8":
             scale = f"a scale for {self.blocksize} weights"
@@ -353,7 +357,8 @@ def _of_folder(
 
     def update(key: str, name: str) -> Update:
         scale = rank_and_alpha(name, config)[2]
-        A, B = tensors[key].float(), tensors[key.replace(".lora_A.", ".lora_B.")].float() * scale
+        A = tensors[key].float()
+        B = tensors[key.replace(".lora_A.", ".lora_B.")].float() * scale
         base = before.get(f"{name}.weight")
         return Update(B @ A, base() if base else None, (A, B))
 
@@ -513,7 +518,10 @@ class LoRAExplorer(Explorer):
 
     def html(self, values: _SpectrumValues) -> Picture:
         "The singular values, the energy, and the price."
-        s, kept, r, n = values["strengths"], values["kept"], self.rank, len(values["strengths"])
+        s = values["strengths"]
+        kept = values["kept"]
+        r = self.rank
+        n = len(values["strengths"])
         if not s.sum():
             return Picture(f"<p>{clean(self.layer)} has not changed.</p>")
         lines = {"kept": (range(1, r + 1), s[:r])}
