@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from trainkit.audit import PlainLoop, Subject, run_audit, write_audit_page
 from trainkit.audit.invariants import INVARIANTS, distance, expected_loss, random_rows
-from trainkit.audit.report import check_invariant
+from trainkit.audit.report import check_one
 from trainkit.cli import app
 
 MINE = """
@@ -41,8 +41,8 @@ def test_what_a_trainer_lacks_or_raises_is_a_finding():
             raise RuntimeError("no data\nat all")
 
     causal = INVARIANTS["model_is_causal"]
-    assert check_invariant(Silent(), causal).status == "not offered"
-    finding = check_invariant(Fragile(), INVARIANTS["packed_is_alone"])
+    assert check_one(Silent(), causal).status == "not offered"
+    finding = check_one(Fragile(), INVARIANTS["packed_is_alone"])
     assert (finding.status, finding.text) == ("failed", "RuntimeError: no data")
     audit = run_audit(Fragile(), ["packed_is_alone"])
     assert not audit.passed and "! packed_is_alone" in str(audit)

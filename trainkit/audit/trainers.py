@@ -30,7 +30,8 @@ from ..lora.inject import LoRAConfig, add_lora
 from ..lora.merge import merge_lora
 from ..model.config import ModelConfig
 from ..model.transformer import Transformer
-from .invariants import Fit, Row, Subject
+from .invariants import Fit, LabelledRow, Subject
+from ..files import open_with
 
 # %% ../../nbs/15_audit/02_trainers.ipynb #aut-shape-def
 SHAPE: dict[str, Any] = dict(
@@ -65,7 +66,7 @@ class PlainLoop(_TrainkitModel):
     control_ids, control_text = (1, 2, 300, 301), "<user>a<assistant>b</s>"
 
     # The loss
-    def collate(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+    def collate(self, rows: Sequence[LabelledRow]) -> dict[str, Tensor]:
         "Pad on the right; nothing is learned in the padding."
         size = max(len(row["input_ids"]) for row in rows)
 
@@ -80,7 +81,7 @@ class PlainLoop(_TrainkitModel):
             position_ids=torch.arange(size).expand(len(rows), -1),
         )
 
-    def pack(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+    def pack(self, rows: Sequence[LabelledRow]) -> dict[str, Tensor]:
         "Lay rows end to end; positions that begin again keep them apart."
         ids = [i for row in rows for i in row["input_ids"]]
         labels = [x for row in rows for x in [-100, *row["labels"][1:]]]
@@ -150,7 +151,7 @@ class PlainLoop(_TrainkitModel):
             random.Random(f"{fit.seed}-{epoch}").shuffle(order)
         return order
 
-    def windows(self, rows: Sequence[Row], fit: Fit) -> Iterator[list[dict[str, Tensor]]]:
+    def windows(self, rows: Sequence[LabelledRow], fit: Fit) -> Iterator[list[dict[str, Tensor]]]:
         "The batches of each step, for ever."
         epoch, waiting = 0, []
         while True:
@@ -164,7 +165,7 @@ class PlainLoop(_TrainkitModel):
             epoch += 1
 
     # Evaluating and saving
-    def evaluate(self, model: nn.Module, rows: Sequence[Row], fit: Fit) -> float:
+    def evaluate(self, model: nn.Module, rows: Sequence[LabelledRow], fit: Fit) -> float:
         "Mean loss over the tokens of all rows."
         model.eval()
         batches = [
@@ -202,7 +203,7 @@ class PlainLoop(_TrainkitModel):
     def fit(
         self,
         model: nn.Module,
-        rows: Sequence[Row],
+        rows: Sequence[LabelledRow],
         fit: Fit,
         folder: Path | None = None,
         resume: bool = False,
@@ -404,7 +405,7 @@ class AuditedTrainkit(_TrainkitModel):
     def fit(
         self,
         model: Any,
-        rows: Sequence[Row],
+        rows: Sequence[LabelledRow],
         fit: Fit,
         folder: Path | None = None,
         resume: bool = False,
@@ -611,7 +612,7 @@ class AuditedTransformers(Subject):
     def fit(
         self,
         model: Any,
-        rows: Sequence[Row],
+        rows: Sequence[LabelledRow],
         fit: Fit,
         folder: Path | None = None,
         resume: bool = False,
@@ -628,7 +629,7 @@ class AuditedTransformers(Subject):
         )
         return self.run(trainer, fit, resume)
 
-    def collate(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+    def collate(self, rows: Sequence[LabelledRow]) -> dict[str, Tensor]:
         "As `DataCollatorForSeq2Seq` does."
         batch = PlainLoop().collate(rows)
         return {k: batch[k].long() for k in ("input_ids", "labels", "attention_mask")}
@@ -639,7 +640,7 @@ class AuditedTransformers(Subject):
     def load(self, folder: Path) -> nn.Module:
         from transformers import LlamaForCausalLM
 
-        return LlamaForCausalLM.from_pretrained(folder)
+        return open_with(LlamaForCausalLM, folder)
 
     def sample(
         self,
@@ -720,7 +721,7 @@ class AuditedTRL(AuditedTransformers):
     def fit(
         self,
         model: Any,
-        rows: Sequence[Row],
+        rows: Sequence[LabelledRow],
         fit: Fit,
         folder: Path | None = None,
         resume: bool = False,

@@ -885,14 +885,14 @@ def audit(
     """Check training loops for silent errors, by invariants that hold for every trainer.
 
     Ends with 1 if a trainer violates one that is more than a convention."""
-    from trainkit.audit.report import STATUSES, Finding, find_subject, run_audit
+    from trainkit.audit.report import STATUSES, AuditFinding, find_subject, run_audit
     from trainkit.audit.report import select_invariants, write_audit_page
 
     count = len(select_invariants(only or ()))
     subjects = [find_subject(name) for name in trainers]  # A wrong name is said first
     audits = []
 
-    def show(finding: Finding) -> None:
+    def show(finding: AuditFinding) -> None:
         typer.echo(f"  {STATUSES[finding.status]} {finding.invariant.name:34} {finding.text}")
 
     for subject in subjects:
