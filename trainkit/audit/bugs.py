@@ -179,8 +179,8 @@ class AddsDecayToTheGradient(PlainLoop):
     "Adam with L2 instead of AdamW: the decay is normalized away."
 
     def optimizer(self, model, fit):
-        settings = dict(lr=fit.learning_rate, weight_decay=fit.weight_decay)
-        return torch.optim.Adam(model.parameters(), **settings)
+        rate, decay = fit.learning_rate, fit.weight_decay
+        return torch.optim.Adam(model.parameters(), lr=rate, weight_decay=decay)
 
 
 @finds("clipping_scales_the_whole")

@@ -624,8 +624,8 @@ class AuditedTransformers(Subject):
             learner,
             TrainingArguments(**self.arguments(fit, folder)),
             data_collator=DataCollatorWithFlattening() if fit.packed else self.collate,
-            train_dataset=list(rows),
-            eval_dataset=list(fit.eval_rows) or None,
+            train_dataset=list(rows),  # type: ignore
+            eval_dataset=list(fit.eval_rows) or None,  # type: ignore
         )
         return self.run(trainer, fit, resume)
 
@@ -691,10 +691,10 @@ def _listener(logs: list[dict[str, float]]) -> Any:
     class Listener(TrainerCallback):
         rate = 0.0
 
-        def on_pre_optimizer_step(self, args, state, control, optimizer=None, **_):
+        def on_pre_optimizer_step(self, args, state, control, optimizer: Any = None, **_):
             self.rate = optimizer.param_groups[0]["lr"]
 
-        def on_log(self, args, state, control, logs=None, **_):
+        def on_log(self, args, state, control, logs: Any = None, **_):
             if "loss" in logs:
                 mine.append(logs | dict(learning_rate=self.rate))
             elif "eval_loss" in logs:
@@ -727,7 +727,8 @@ class AuditedTRL(AuditedTransformers):
         resume: bool = False,
     ) -> list[dict[str, float]]:
         from datasets import Dataset
-        from trl import SFTConfig, SFTTrainer
+        from trl.trainer.sft_config import SFTConfig
+        from trl.trainer.sft_trainer import SFTTrainer
 
         settings: dict[str, Any] = dict(padding_free=fit.packed, max_length=None)
         learner: Any = model
@@ -744,7 +745,8 @@ class AuditedTRL(AuditedTransformers):
         self, messages: list[dict[str, str]], prompt: bool = False
     ) -> tuple[list[int], list[int]]:
         from datasets import Dataset
-        from trl import SFTConfig, SFTTrainer
+        from trl.trainer.sft_config import SFTConfig
+        from trl.trainer.sft_trainer import SFTTrainer
 
         if prompt:
             ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
@@ -762,7 +764,8 @@ class AuditedTRL(AuditedTransformers):
         self, model: Any, pairs: Sequence[dict[str, list[int]]], fit: Fit
     ) -> list[dict[str, float]]:
         from datasets import Dataset
-        from trl import DPOConfig, DPOTrainer
+        from trl.trainer.dpo_config import DPOConfig
+        from trl.trainer.dpo_trainer import DPOTrainer
 
         class Tokenized(DPOTrainer):
             "The rows are ids already."

@@ -313,8 +313,14 @@ def _answer(
         longest = max(len(question.ids) - len(question.head) for question in questions)
         room = math.ceil(1.5 * longest) + 4
     new = max(1, int(min(room, context_length(model) - max(map(len, heads)))))
-    how = {} if thinking_budget is None else dict(thinking_budget=thinking_budget)
-    rows = generate(model, heads, new, temperature=0, tokenizer=tokenizer, **how)
+    rows = generate(
+        model,
+        heads,
+        new,
+        temperature=0,
+        tokenizer=tokenizer,
+        thinking_budget=thinking_budget,
+    )
     texts = []
     for ids, head in zip(rows, heads, strict=True):
         answer: list[int] = ids[len(head) :]

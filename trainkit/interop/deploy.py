@@ -256,7 +256,9 @@ def fold_awq(
             layer = name.removesuffix("input_layernorm")
             for before, readers in _AWQ_GROUPS:
                 names = [layer + reader for reader in readers]
-                weights = [model.get_submodule(n).weight.data for n in names]  # type: ignore
+                weights: list[Tensor] = [
+                    model.get_submodule(n).get_parameter("weight").data for n in names
+                ]
                 stats = inputs[names[0]]
                 factors = _awq_factors([w.float() for w in weights], stats, group, dtype)
                 for n, weight in zip(names, weights, strict=True):

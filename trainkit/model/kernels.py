@@ -266,7 +266,7 @@ def product_tile(
 def memory_functions() -> dict[str, Any]:  # For compiled code, by name
     "Pointers from addresses, powers of two, and a counter for several threads."
     from llvmlite import ir
-    from numba import carray, types
+    from numba import carray, types  # type: ignore
     from numba.extending import intrinsic
 
     long, word, number = ir.IntType(64), ir.IntType(32), ir.FloatType()
@@ -728,13 +728,34 @@ class PackedModel:
         logits = np.empty((len(ids), config.vocab_size), np.float32)
         self._barrier[0] = 0
         memory = StepMemory(
-            *(config.n_heads, config.kv_heads, config.head_width, config.qk_norm),
-            *(config.activation == "geglu", keys[0].stride(0), keys[0].shape[2]),
-            *(np.float32(config.norm_eps), self.scale, self.codes, self.scales, self.code_rows),
-            *(self.scale_rows, self.norms, self.biases, x.numpy(), qkv, att, act, hidden, scores),
-            *(np.ascontiguousarray(a.numpy()[:, 0, 0]) for a in (cos, sin)),
-            *(np.array([t.data_ptr() for t in side]) for side in (keys, values)),
-            *(starts.numpy(), ends.numpy(), self._barrier),
+            heads=config.n_heads,
+            kv_heads=config.kv_heads,
+            width=config.head_width,
+            head_norms=config.qk_norm,
+            gelu=config.activation == "geglu",
+            row_size=keys[0].stride(0),
+            room=keys[0].shape[2],
+            eps=np.float32(config.norm_eps),
+            scale=self.scale,
+            codes=self.codes,
+            scales=self.scales,
+            code_rows=self.code_rows,
+            scale_rows=self.scale_rows,
+            norms=self.norms,
+            biases=self.biases,
+            x=x.numpy(),
+            qkv=qkv,
+            att=att,
+            act=act,
+            hidden=hidden,
+            scores=scores,
+            cos=np.ascontiguousarray(cos.numpy()[:, 0, 0]),
+            sin=np.ascontiguousarray(sin.numpy()[:, 0, 0]),
+            keys=np.array([layer.data_ptr() for layer in keys]),
+            values=np.array([layer.data_ptr() for layer in values]),
+            starts=starts.numpy(),
+            ends=ends.numpy(),
+            barrier=self._barrier,
         )
         layers, head = compiled_kernels(self.kind), compiled_kernels(self.head_kind)
         matrix = self.head

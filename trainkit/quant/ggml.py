@@ -186,7 +186,7 @@ def _six_bits(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _nibbles(blocks: np.ndarray, at: int, width: int) -> np.ndarray:
     "(blocks, bytes) uint8 -> (blocks, 256): low halves of `width` bytes, then their high halves."
     rows = blocks[:, at : at + 128].reshape(len(blocks), -1, 1, width)
-    return (rows >> np.uint8([[0], [4]]) & 15).reshape(len(blocks), 256)
+    return (rows >> np.array([[0], [4]], np.uint8) & 15).reshape(len(blocks), 256)
 
 
 def _unpack_q4_k(blocks: np.ndarray) -> np.ndarray:
@@ -206,7 +206,7 @@ def _unpack_q5_k(blocks: np.ndarray) -> np.ndarray:
 def _unpack_q6_k(blocks: np.ndarray) -> np.ndarray:
     low = _nibbles(blocks, 0, 64).reshape(-1, 2, 4, 32)
     rows = blocks[:, 128:192].reshape(-1, 2, 1, 32)
-    high = rows >> np.uint8([[0], [2], [4], [6]]) & 3
+    high = rows >> np.array([[0], [2], [4], [6]], np.uint8) & 3
     codes = (low | high << 4).astype(np.float32).reshape(-1, 16, 16) - 32
     scales = _floats(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
     return (scales[..., None] * codes).reshape(-1, 256)
@@ -290,7 +290,9 @@ def _fit_scale(
     largest = np.take_along_axis(x, np.abs(x).argmax(0)[None], 0)[0]
     zero = np.abs(largest) < 1e-15
     weighted = weights * x
-    best = gain = scale = None
+    best: Any = None
+    gain: Any = None
+    scale: Any = None
     for extra in (0, *range(-9, 0), *range(1, 10)):
         inverse = -(top + np.float32(0.1) * np.float32(extra)) / largest
         codes = _codes(x * inverse, -top, top - 1)
@@ -419,7 +421,7 @@ def _pack_q6_k(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
     again = _codes(groups / step, -32, 31)
     codes = (np.where(step == 0, codes, again) + 32).T.astype(np.uint8).reshape(-1, 256)
     codes[zero] = 0
-    high = codes.reshape(-1, 2, 4, 32) >> 4 << np.uint8([[0], [2], [4], [6]])
+    high = codes.reshape(-1, 2, 4, 32) >> 4 << np.array([[0], [2], [4], [6]], np.uint8)
     return np.concatenate(
         (
             _pack_low(codes, 64),
