@@ -6,6 +6,7 @@ from . import (
     course as course,
     data as data,
     display as display,
+    audit as audit,
     engine as engine,
     eval as eval,
     files as files,

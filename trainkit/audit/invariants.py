@@ -342,9 +342,8 @@ def loss_is_cross_entropy(subject: Subject, folder: Path) -> Proof:
     model, rows = subject.model(), random_rows(4)
     expected = expected_loss(subject, model, rows)
     logged = observe(subject, model, rows, Fit()).losses[0]
-    return Proof(
-        abs(logged - expected) / expected, TOLERANCE, f"logged {logged:.5f}, expected {expected:.5f}"
-    )
+    text = f"logged {logged:.5f}, expected {expected:.5f}"
+    return Proof(abs(logged - expected) / expected, TOLERANCE, text)
 
 
 @invariant("Loss", "A batch of eight rows gives the gradient of the eight rows alone.")
@@ -382,9 +381,8 @@ def accumulated_loss_is_the_mean(subject: Subject, folder: Path) -> Proof:
     model, rows = subject.model(), random_rows(8)
     expected = expected_loss(subject, model, rows)
     logged = observe(subject, model, rows, Fit(batch_size=2, accumulation=4)).losses[0]
-    return Proof(
-        abs(logged - expected) / expected, TOLERANCE, f"logged {logged:.5f}, expected {expected:.5f}"
-    )
+    text = f"logged {logged:.5f}, expected {expected:.5f}"
+    return Proof(abs(logged - expected) / expected, TOLERANCE, text)
 
 
 @invariant("Loss", "A single learned token has exactly the gradient of its log-probability.")
@@ -668,9 +666,8 @@ def evaluation_is_the_mean(subject: Subject, folder: Path) -> Proof:
     fit = Fit(4, 1, 6, 3e-2, eval_rows=tuple(held), eval_every=6)
     logged = observe(subject, model, random_rows(4) * 6, fit).evals[0]
     expected = expected_loss(subject, model, held)
-    return Proof(
-        abs(logged - expected) / expected, TOLERANCE, f"logged {logged:.5f}, expected {expected:.5f}"
-    )
+    text = f"logged {logged:.5f}, expected {expected:.5f}"
+    return Proof(abs(logged - expected) / expected, TOLERANCE, text)
 
 # %% ../../nbs/15_audit/01_invariants.ipynb #inv-resume
 RESUMED = Fit(2, 2, 8, RATE, schedule="linear", warmup=2, shuffle=True, save_every=3)

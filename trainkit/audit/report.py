@@ -100,7 +100,7 @@ class Audit:
 
     def __str__(self) -> str:
         counts = ", ".join(f"{len(self.of(s))} {s}" for s in STATUSES if self.of(s))
-        lines = [f"{self.name} {self.version}: {counts}"]
+        lines = [f"{f'{self.name} {self.version}'.strip()}: {counts}"]
         for finding in (*self.of("violated"), *self.of("failed")):
             invariant = finding.invariant
             lines.append(f"  {STATUSES[finding.status]} {invariant.name} ({invariant.severity})")

@@ -896,7 +896,8 @@ def audit(
         typer.echo(f"  {STATUSES[finding.status]} {finding.invariant.name:34} {finding.text}")
 
     for subject in subjects:
-        typer.echo(f"{subject.name} {subject.version}: {count} invariants")
+        name = f"{subject.name} {subject.version}".strip()
+        typer.echo(f"{name}: {count} invariants")
         audits.append(run_audit(subject, only or (), show))
     for done in audits:
         typer.echo(f"\n{done}")
