@@ -3,7 +3,7 @@
 The same weights, the same prompt of 16 tokens, greedy. CPU seconds of the whole process, so that
 other programs count little: each lane writes 8 and then 8 + N tokens, and the difference is
 divided by N. The lanes take turns; medians over the rounds. `GB/s` is what a step reads, divided
-by that time and by the number of threads; beside it the share of what one core reads when it adds
+by that time and by the number of threads; next to it the share of what one core reads when it adds
 up an array of 512 MB just before and after. `first` is the time to the first token of a prompt of
 128, which all lanes of trainkit read with the model itself. `KL` and `same` compare each lane of
 trainkit with the float32 model over 2,000 tokens of text: mean divergence in nats, and the share

@@ -423,7 +423,7 @@ DIAGRAMS = {
         [("training", "3"), ("adapter folder", "6"), ("merged model", "7")],
     ],
     "06_quant": [
-        [("weights", ""), ("4-bit codes", "1, 3"), ("8-bit codes", "2"), ("layers", "4")],
+        [("weights", ""), ("4-bit codes", "1, 3, 7"), ("8-bit codes", "2"), ("layers", "4")],
         [("calibration", "6"), ("quantized model", "5")],
     ],
     "07_memory": [
@@ -440,7 +440,7 @@ DIAGRAMS = {
         [("intervals", "3"), ("report", "6"), ("side by side", "7")],
     ],
     "10_interop": [
-        [("Hugging Face", "1–3"), ("our model", ""), ("GGUF, Ollama", "4")],
+        [("Hugging Face", "1–3"), ("our model", ""), ("GGUF, 4-bit folders", "4, 9")],
         [("PEFT", "6"), ("TRL", "5, 8"), ("LLaMA-Factory", "7")],
     ],
     "11_recipes": [
@@ -466,7 +466,13 @@ DIAGRAMS = {
         [("what goes wrong", "3"), ("silent bugs", "4")],
     ],
     "14_engine": [
-        [("requests", ""), ("rows of a batch", "1"), ("allowed tokens", "2"), ("HTTP", "3")],
+        [
+            ("requests", ""),
+            ("rows of a batch", "1"),
+            ("compiled steps", "4"),
+            ("allowed tokens", "2"),
+            ("HTTP", "3"),
+        ],
     ],
     "15_audit": [
         [("a trainer", "2"), ("invariants", "1"), ("a page", "3")],

@@ -49,6 +49,7 @@ def test_another_answer_takes_the_place_of_the_last(chat):
     knobs = chat.calls[-1][3]
     assert knobs == dict(
         tokenizer=chat.tokenizer,
+        weights=None,
         eos_token_id=chat.tokenizer.eos_token_id,
         seed=6,
         temperature=0.5,

@@ -144,6 +144,7 @@ def test_a_report_shows_eight_answers(before, count, monkeypatch):
         inputs=SimpleNamespace(questions=questions),
         before=[f"b{i}" for i in range(before)],
         after=[f"a{i}" for i in range(count)],
+        sampled={},
     )
     ((heading, rows),) = evaluation.PromptEvaluator.sections(judge)
     shown = min(8, count, before or 8)
@@ -157,24 +158,24 @@ def test_a_report_shows_eight_answers(before, count, monkeypatch):
 @pytest.mark.parametrize(
     "highest, copied, count, wanted",
     [
-        (None, 50, 3, dict(checkpoint=50, kernels=30, allocator=0)),
-        (100, 50, 3, dict(checkpoint=50, kernels=30, allocator=20)),  # 1000 + 100 - 1000 more
-        (60, 50, 3, dict(checkpoint=50, kernels=30, allocator=0)),
+        (None, 50, 3, dict(checkpoint=50, kernels=600, allocator=0)),
+        (700, 50, 3, dict(checkpoint=50, kernels=600, allocator=50)),  # 1000 + 700 - 1000 more
+        (60, 50, 3, dict(checkpoint=50, kernels=600, allocator=0)),
         (60, 0, 0, dict(checkpoint=0, kernels=0, allocator=60)),
     ],
 )
 def test_what_a_process_takes_beside_the_tensors(highest, copied, count, wanted, monkeypatch):
     asked = []
-    monkeypatch.setattr(estimate, "product_memory", lambda: 10)
+    monkeypatch.setattr(estimate, "product_memory", lambda: 200)
     monkeypatch.setattr(
         estimate, "heap_peak", lambda steps, **knobs: asked.append((steps, knobs)) or highest
     )
     steps = [(0, 8), (1, 8), (0, -8)]
     assert estimate._beside(1000, 1000, steps, copied, count) == wanted
-    ((given, knobs),) = asked
-    assert knobs == dict(kept=True, thread=False) and given == estimate._with_code(
-        steps, count, 10 if count else 0
-    )
+    sizes = [200, 204] if count else [0]  # Of a product's code; the mean of two is taken
+    assert asked == [
+        (estimate._with_code(steps, count, size), dict(kept=True, thread=False)) for size in sizes
+    ]
 
 
 def test_the_code_of_products_lies_between_the_tensors():

@@ -109,8 +109,8 @@ def test_how_long_an_answer_may_be(room, context, new, monkeypatch):
         SimpleNamespace(head=[1] * head, ids=[1] * (head + answer))
         for head, answer in [(7, 6), (3, 2)]
     ]
-    assert evaluator._answer(model, tokenizer, questions, room) == ["[5, 6]"] * 2
-    assert asked == [(new, dict(temperature=0, tokenizer=tokenizer))]
+    assert evaluator._answer(model, tokenizer, questions, room, None) == [("[5, 6]",) * 2] * 2
+    assert asked == [(new, dict(temperature=0, tokenizer=tokenizer, thinking_budget=None))]
 
 
 def test_the_peak_of_the_whole_process_is_kept():

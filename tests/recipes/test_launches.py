@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 
@@ -138,3 +139,24 @@ def test_a_file_that_contains_the_word_that_ends_it():
         *("cat > 'a/c d.txt' <<'END_OF_THIS_FILE'", "x", "END", "END_OF_FILE"),
         *("END_OF_THIS_FILE", "go"),
     ]
+
+
+AFTER_A_FORK = """
+import torch
+from trainkit.recipes.launcher import notebook_launch
+
+def product():
+    return float((torch.ones(4096, 512) @ torch.ones(512, 512)).sum())
+
+assert torch.get_num_threads() == 2
+product()
+print(notebook_launch(product) == [product()] * 2)
+"""
+
+
+def test_processes_of_a_notebook_compute_although_its_threads_did():
+    "The threads of a process do not survive a fork, and a product with two would wait for them."
+    env = os.environ | {"OMP_NUM_THREADS": "2"}
+    call = [sys.executable, "-c", AFTER_A_FORK]
+    done = subprocess.run(call, env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "True", done.stderr

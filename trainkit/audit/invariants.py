@@ -358,7 +358,9 @@ def batch_is_its_rows(subject: Subject, folder: Path) -> Proof:
     return Proof(distance(together, alone), TOLERANCE, "difference of the gradients")
 
 
-@invariant("Loss", "Padding changes nothing: a short row beside a long one is as it is alone.")
+@invariant(
+    "Loss", "Padding changes nothing: a short row in a batch with a long one is as it is alone."
+)
 def padding_changes_nothing(subject: Subject, folder: Path) -> Proof:
     model, (short, long) = subject.model(), random_rows(2, (6, 6))[:1] + random_rows(1, (24, 24), 5)
     long = dict(long, labels=[-100] * 24)  # Only the short one is learned
@@ -701,14 +703,14 @@ def resumed_run_reads_on(subject: Subject, folder: Path) -> Proof:
     return Proof(wrong + late, 0, "rows that were read instead of others, or steps too many")
 
 
-@invariant("Resume", "A run that is continued goes on with the schedule.", "lost")
+@invariant("Resume", "A run that is continued keeps the schedule.", "lost")
 def resumed_run_keeps_its_schedule(subject: Subject, folder: Path) -> Proof:
     whole, again = _interrupted(subject, folder)
     gaps = [abs(a - b) for a, b in zip(again.rates[::-1], whole.rates[::-1], strict=False)]
     return Proof(max(gaps, default=math.inf) / RATE, TOLERANCE, "difference of a rate, in peaks")
 
 
-@invariant("Resume", "Dropout goes on with the numbers that it would have drawn.", "lost")
+@invariant("Resume", "A run that is continued draws the dropout that it would have drawn.", "lost")
 def resumed_run_keeps_its_dropout(subject: Subject, folder: Path) -> Proof:
     whole, again = _interrupted(subject, folder, dropout=0.2)
     return Proof(distance(again.weights, whole.weights), 0.0, "difference of the weights")
@@ -908,7 +910,7 @@ def sampler_agrees_with_training(subject: Subject, folder: Path) -> Proof:
     return Proof(worst, 1e-4, "difference of a log-probability")
 
 
-@invariant("Sampling", "A prompt is continued in the same way alone and beside others.")
+@invariant("Sampling", "A prompt is continued in the same way alone and in a batch.")
 def company_changes_no_answer(subject: Subject, folder: Path) -> Proof:
     model, prompts = subject.model(), [row["input_ids"] for row in random_rows(4, (3, 12))]
     together, recorded = subject.sample(model, prompts, 8, temperature=0)

@@ -177,7 +177,7 @@ class PlainLoop(_TrainkitModel):
         return total / max(1, sum(map(self.count, batches)))
 
     def state(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict:
-        "What a run needs to go on as if it had not stopped."
+        "What a run needs to continue as if it had not stopped."
         return dict(
             model=model.state_dict(),
             optimizer=optimizer.state_dict(),

@@ -400,7 +400,7 @@ def attend_one(q, keys, values, scale, scores, out):
 
 
 def wait(place, target, threads):
-    "A barrier: every thread arrives, and goes on when all have."
+    "A barrier: every thread waits here until all have arrived."
     if threads > 1:
         arrive(place)
         while arrived(place) < target * threads:

@@ -456,6 +456,11 @@ class LabelEvaluator(PairEvaluator):
         ]
 
 # %% ../../nbs/11_recipes/08_evaluation.ipynb #f41e195a
+def _content(text: str) -> str:
+    content = getattr(text, "content", None)
+    return text[thought_end(text) :] if content is None else content
+
+
 class PromptEvaluator(TextEvaluator):
     "Held-out prompts, scored by the rewards of the run."
 
@@ -742,11 +747,6 @@ def is_exact(
     "Whether an answer is the expected one to the letter, but for thoughts and outer blanks."
     said, expected = (_content(text).strip() for text in (answer, question["expected"]))
     return said == expected
-
-
-def _content(text: str) -> str:
-    content = getattr(text, "content", None)
-    return text[thought_end(text) :] if content is None else content
 
 # %% ../../nbs/11_recipes/08_evaluation.ipynb #56c0aae2
 def mask_picture(

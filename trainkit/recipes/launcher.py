@@ -463,7 +463,12 @@ def rank_env(
 def _child(
     function: Callable[..., object], args: tuple, env: dict[str, str], pipe: Connection
 ) -> None:
+    import torch
+
     os.environ.update(env)
+    # The threads of the notebook's process do not survive a fork: a product that waits for them
+    # would wait for ever. One thread is also what torchrun gives to each process
+    torch.set_num_threads(1)
     if "accelerate" in sys.modules:  # Its state describes the process before the fork
         from accelerate.state import AcceleratorState
 
@@ -476,8 +481,6 @@ def _child(
         packed = pickle.dumps(result)
     except Exception as error:
         packed = pickle.dumps((False, (f"its result cannot be sent: {error}", "")))
-    import torch
-
     if torch.distributed.is_initialized() and result[0]:  # Nobody leaves while another still asks
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

@@ -422,6 +422,13 @@ class Encoder:
         self.tokens = tokens if whole else {}
         self.recent = threading.local()  # Each thread has its own table of recent words
 
+    def __getstate__(self) -> dict[str, object]:
+        "A copy, also in another process, begins with an empty table of recent words."
+        return {name: value for name, value in vars(self).items() if name != "recent"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state, recent=threading.local())
+
     @functools.cached_property
     def words(self) -> _Words:
         "The cache of the Python backend."
