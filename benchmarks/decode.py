@@ -14,6 +14,9 @@ rows of several requests are asked with as many requests at once.
 
     python benchmarks/decode.py [--rows 1 8 32] [--threads 1] [--rounds 3] [--tokens 32]
         [--lanes NAME …] [--quality]
+
+`--plans` asks instead which of two ways computes a step faster, the compiled kernels or torch's own
+products of the same type, without the loop around the step: CPU milliseconds, medians of 8.
 """
 
 import argparse
@@ -184,6 +187,31 @@ def quality(model, tokenizer) -> None:
         print(f"| {name} | {kl:.4f} | {same:.1%} | {math.exp(-right):.3f} | {off} |", flush=True)
 
 
+def compare_plans(model, counts) -> None:
+    import torch
+
+    from trainkit.model.decoding import DecodePlan
+    from trainkit.model.kernels import KVCache, PackedModel, PackedPlan
+
+    print(f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} thread(s)")
+    print("| weights | rows | kernels | torch | ratio |")
+    print("|---|---|---|---|---|")
+    for kind in ("int8", "bfloat16"):
+        for rows in counts:
+            caches = [KVCache(model.config.n_layers, 64) for _ in range(2)]
+            packed = PackedPlan(PackedModel(model, kind), caches[0], rows)
+            plans = packed, DecodePlan(model, caches[1], rows, None, kind)
+            ids, times = torch.arange(3, 3 + rows), ([], [])
+            with torch.inference_mode():
+                for _ in range(9):
+                    for plan, took in zip(plans, times, strict=True):
+                        began = time.process_time()
+                        plan.step(ids)
+                        took.append(1000 * (time.process_time() - began))
+            ours, theirs = (statistics.median(took[1:]) for took in times)
+            print(f"| {kind} | {rows} | {ours:.1f} | {theirs:.1f} | {ours / theirs:.2f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -194,6 +222,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--lanes", nargs="+", default=[*OURS, *LLAMA, "transformers"])
     parser.add_argument("--quality", action="store_true")
+    parser.add_argument("--plans", action="store_true")
     args = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
@@ -203,6 +232,8 @@ def main() -> None:
     model, tokenizer = make_model()
     if args.quality:
         return quality(model, tokenizer)
+    if args.plans:
+        return compare_plans(model, args.rows)
     ids = tokenizer.encode(PROMPT)
     llama = find_spec("xllamacpp") is not None
     if not llama:

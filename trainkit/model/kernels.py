@@ -815,6 +815,14 @@ class PackedPlan:
         return logits
 
 
+def _has_wide_products() -> bool:
+    """Whether torch's own products of int8 and bfloat16 are the faster ones for a batch.
+
+    Asked of the processor and not of a clock, so that the same machine always gives the same bits;
+    the measurements are in benchmarks/README.md."""
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
 def decode_plan(
     model: "Transformer",  # One for which `unsupported_reason` is empty
     cache: KVCache,
@@ -829,7 +837,8 @@ def decode_plan(
     if weights is not None and weights not in (*PRODUCTS, *FORMATS):
         names = ", ".join(dict.fromkeys((*PRODUCTS, *FORMATS)))
         raise ValueError(f"weights is '{weights}', and must be None or one of {names}")
-    if weights in FORMATS and not packing_reason(model):
+    kernels = weights in FORMATS and not (weights in PRODUCTS and _has_wide_products())
+    if kernels and not packing_reason(model):
         return PackedPlan(PackedModel(model, cast(str, weights)), cache, rows, gaps)
     if weights is None or weights == "float32":
         return DecodePlan(model, cache, rows, gaps)
