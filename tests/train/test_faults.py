@@ -321,6 +321,7 @@ def test_a_loader_process_that_dies_is_named_and_the_run_goes_on_exactly(tmp_pat
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid") as caught:
         run("run")
     notes = " ".join(caught.value.__notes__)
+    assert "up to step " in notes, notes
     step = int(notes.split("up to step ")[1].split()[0])
     assert "fewer num_workers" in notes and 0 < step <= place // 3 and f"checkpoint-{step}" in notes
     (again, rest), (whole, expected) = run("run", resume=True), run("whole")
