@@ -221,7 +221,7 @@ def folders(folder, output, method, calibration, held_out, tokenizer) -> None:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    from trainkit.interop.deploy import unpack_compressed
+    from trainkit.interop.hf import unpack_compressed
 
     report = export_compressed(folder, output, method, calibration, progress=False)
     stored = load_file(output / "model.safetensors")

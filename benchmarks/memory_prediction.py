@@ -2,10 +2,10 @@
 
 Each case is a run from a config in a process of its own, as `trainkit train` makes it:
 pre-training of the quick profile, then from that model (or from --model, for example SmolLM2)
-tuning of all weights, LoRA, DPO and GRPO.
+tuning of all weights, LoRA, DPO, GRPO on answers and on episodes in an environment, distillation.
 
     python benchmarks/memory_prediction.py [--model FOLDER] [--threads 1 2]
-        [--methods pretrain sft lora dpo grpo] [--steps 8] [--batch 16]
+        [--methods pretrain sft lora dpo grpo episodes distill] [--steps 8] [--batch 16]
 """
 
 import argparse
@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-METHODS = ("pretrain", "sft", "lora", "dpo", "grpo")
+METHODS = ("pretrain", "sft", "lora", "dpo", "grpo", "episodes", "distill")
 
 
 def config_of(method, folder, model, steps, batch):
@@ -34,22 +34,30 @@ def config_of(method, folder, model, steps, batch):
         return dict(train=train, **(dict(init_from=str(model)) if Path(model).is_dir() else {}))
     rows = dict(dpo="pairs", grpo="prompts").get(method, "questions")
     lora = dict(r=16, lora_alpha=32, target_modules="all-linear")
+    rl = dict(num_prompts=2, num_generations=batch // 2, max_completion_length=32)
     more = dict(
         dpo=dict(use_lora=True),
-        grpo=dict(
-            use_lora=True,
-            rl=dict(num_prompts=2, num_generations=batch // 2, max_completion_length=32),
+        distill=dict(
+            distill=dict(teacher=str(model), max_completion_length=32),
+            sft=dict(template="plain", questions=4),
         ),
+        episodes=dict(
+            method="grpo",
+            use_lora=True,
+            rl=dict(rl, environment="calculator"),
+            sft=dict(template="chatml"),
+        ),
+        grpo=dict(use_lora=True, rl=rl),
     ).get(method, {})
-    return dict(
+    common = dict(
         method=method,
         init_from=str(model),
         data=dict(path=str(folder / "data" / f"{rows}.jsonl"), max_length=96),
         lora=lora,
         sft=dict(questions=4),
         train=train,
-        **more,
     )
+    return {**common, **more}
 
 
 def child(path):

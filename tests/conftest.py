@@ -17,6 +17,7 @@ import shutil
 import sys
 import warnings
 import zlib
+from contextlib import suppress
 from multiprocessing import resource_tracker
 
 import pytest
@@ -98,7 +99,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    "Freeze imports and tests, so that later garbage collections need not search them."
+    """Share what Numba compiles, and freeze imports and tests.
+
+    Later garbage collections need not search what is frozen.
+    """
+    with suppress(ImportError):
+        from support import kernel_cache
+
+        kernel_cache.share()
     gc.collect()
     gc.freeze()
 

@@ -151,6 +151,23 @@ def test_the_hidden_cell_finds_a_wheel(monkeypatch, folder):
     assert first[first.index("--find-links") + 1] == folder
 
 
+@pytest.mark.parametrize("old, new", [("0.9.1", "0.10.0"), ("0.2.0rc1", "0.2.0")])
+def test_the_hidden_cell_takes_the_newest_of_several_wheels(monkeypatch, old, new):
+    "The name that is first by letters may be an older version; of equal ones the nearest counts."
+    wheels = [f"{{}}/trainkit_llm-{version}-py3-none-any.whl" for version in (old, new)]
+    for found in (wheels, wheels[::-1]):
+        (first, _), _ = installed(monkeypatch, True, [wheel.format(".") for wheel in found])
+        assert wheels[1].format(".") in first and wheels[0].format(".") not in first
+    places = [
+        wheels[0].format("."),
+        wheels[1].format("/content"),
+        wheels[1].format("/content/drive/MyDrive"),
+    ]
+    (first, _), _ = installed(monkeypatch, True, places)
+    assert places[1] in first and first[first.index("--find-links") + 1] == "/content"
+    assert "--no-index" not in first  # Another version of it is not what it needs
+
+
 def test_the_hidden_cell_without_a_wheel_says_how_to_make_one(monkeypatch):
     with pytest.raises(RuntimeError, match=r"pip wheel --no-deps -w dist \.`.*run this cell again"):
         installed(monkeypatch, True, ["/elsewhere/" + WHEEL])

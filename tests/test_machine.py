@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -208,6 +209,23 @@ def test_the_memory_that_blocks_will_take(events, knobs, peak):
     assert took is not None and peak <= took <= peak + 6 * 4096 and took % 4096 == 0
 
 
+@pytest.mark.skipif(_glibc() is None, reason="asks glibc")
+def test_a_busy_machine_does_not_lose_the_memory_that_was_played(monkeypatch):
+    "One layout that takes too long is left out of the mean; the limit is CPU time."
+    results = iter([b"400", b"200", subprocess.TimeoutExpired("python", 1)])
+    limits = []
+
+    def run(call, input, capture_output, timeout):
+        limits.append((json.loads(call[-1])["seconds"], timeout))
+        if isinstance(result := next(results), Exception):
+            raise result
+        return subprocess.CompletedProcess(call, 0, stdout=result)
+
+    monkeypatch.setattr(system.subprocess, "run", run)
+    assert heap_peak([(0, 100)], beside=[(), (), ()], seconds=3) == 300
+    assert limits == [(3, 60)] * 3
+
+
 def test_the_record_of_a_machine_counts_in_gib(monkeypatch):
     facts = dict(ram=(24 * 2**30, 9 * 2**30), device=dict(kind="cuda", vram=(16 * 2**30, 2**30)))
     monkeypatch.setattr(system, "collect_facts", lambda: facts)
@@ -223,3 +241,16 @@ def test_freed_memory_is_kept_by_glibc_unless_it_is_set_up_already(monkeypatch):
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     with keep_freed_memory() as kept:
         assert not kept
+
+
+def test_memory_is_kept_within_the_block_and_not_after(monkeypatch):
+    calls = []
+    libc = SimpleNamespace(mallopt=lambda option, value: calls.append((option, value)))
+    for name in [n for n in os.environ if n.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(system, "_glibc", lambda: libc)
+    monkeypatch.setattr(system, "trim_malloc", lambda: calls.append("trim"))
+    monkeypatch.setattr(system, "_loops", [0])
+    with keep_freed_memory(), keep_freed_memory():
+        assert calls == [*system.KEEP.items()]
+    assert calls == [*system.KEEP.items(), *system.USUAL.items(), "trim"]

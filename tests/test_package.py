@@ -37,7 +37,7 @@ LAYERS = {
     "align": "data train lora eval",
     "eval": "data train",
     "interop": "align quant",
-    "audit": "interop",
+    "audit": "interop memory",
     "recipes": "memory eval interop engine audit",
     "widgets": "recipes",
     "cli": "widgets",
@@ -511,7 +511,7 @@ def test_readme_commands_exist():
     from trainkit.cli import app
 
     shell = "\n".join(re.findall(r"```sh\n(.*?)```", readme, re.S))
-    for first, second in set(re.findall(r"(?m)^trainkit ([a-z]+)(?: ([a-z]+)\b)?", shell)):
+    for first, second in set(re.findall(r"(?m)^trainkit ([a-z-]+)(?: ([a-z]+)\b)?", shell)):
         command = get_command(app).commands.get(first)  # type: ignore
         assert command, first
         assert not hasattr(command, "commands") or second in command.commands, f"{first} {second}"

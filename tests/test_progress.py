@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from trainkit.progress import Terminal, detect_display
+from trainkit.progress import Clock, Terminal, detect_display
 
 
 class Screen(io.StringIO):
@@ -51,3 +51,11 @@ def test_where_a_bar_is_shown(test, terminal, kind, display, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Screen() if terminal else io.StringIO())
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     assert detect_display() == display
+
+
+def test_positions_are_noted_sixty_times_a_window():
+    times = iter([0.0, 0.99, 1.0, 1.5])
+    clock = Clock(now=lambda: next(times), window=60.0)
+    for done in (1, 2, 3):
+        clock.at(done)
+    assert [*clock.marks] == [(0.0, 0), (1.0, 2)]

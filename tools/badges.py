@@ -26,6 +26,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 if find_spec("trainkit") is None:
+    from packaging.version import Version
+
     places = (".", "/content", "/content/drive/MyDrive", "/content/drive/MyDrive/*")
     names = [f"{place}/trainkit_llm-*.whl" for place in (*places, "/kaggle/input/**")]
     wheels = [wheel for name in names for wheel in glob.glob(name, recursive=True)]
@@ -35,12 +37,13 @@ if find_spec("trainkit") is None:
             "-w dist .` in a clone, put the file from dist/ next to this notebook (Colab: into "
             "/content or your Drive; Kaggle: into a dataset), and run this cell again."
         )
-    folder = os.path.dirname(wheels[0])
+    newest = max(wheels, key=lambda path: Version(os.path.basename(path).split("-")[1]))
+    folder = os.path.dirname(newest)
     pip = [sys.executable, "-m", "pip", "install", "-q", "--find-links", folder]
     if set(glob.glob(f"{folder}/*.whl")) - set(wheels):
         pip.append("--no-index")  # What it needs lies next to it: there may be no internet
     stays = [f"torch=={version('torch')}"] if find_spec("torch") else []  # the build for this GPU
-    subprocess.run([*pip, wheels[0], "fastcore>=1.7", *stays], check=True)
+    subprocess.run([*pip, newest, "fastcore>=1.7", *stays], check=True)
     subprocess.run(
 DATA
     )  # WHY

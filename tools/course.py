@@ -254,6 +254,9 @@ def index(notebooks):
         "The other "
         f"{len(notebooks) - len(main)} lessons explain how each part is built.",
         "You need Python, and to have trained or at least seen a neural network in PyTorch. "
+        "If you want to see first what is under all of it, read "
+        "[the ladder](13_projects/06_ladder.ipynb): one training step, from single numbers in "
+        "plain Python to a compiled trainer. "
         "Reading the main road takes "
         f"about {reading // 60} hours; a lesson runs in seconds on one CPU core.",
         "A chapter ends with a checkpoint: one exercise that needs all of its parts. You do it "

@@ -410,7 +410,12 @@ DIAGRAMS = {
         [("sampling", "9"), ("text", "10"), ("faster", "11–13")],
     ],
     "04_train": [
-        [("settings", "5"), ("loss", "4, 6"), ("optimizer step", "1–3, 7, 27"), ("loop", "8, 28")],
+        [
+            ("settings", "5, 29"),
+            ("loss", "4, 6"),
+            ("optimizer step", "1–3, 7, 27"),
+            ("loop", "8, 28"),
+        ],
         [
             ("checkpoints", "9–14"),
             ("faults", "15, 16"),
@@ -450,7 +455,7 @@ DIAGRAMS = {
             ("training", "1, 10, 11"),
             ("results", "8, 9"),
         ],
-        [("memory", "12"), ("processes", "13, 14"), ("shell", "15–18")],
+        [("memory", "12"), ("processes", "13, 14"), ("shell", "15–18"), ("sweeps", "19")],
     ],
     "12_widgets": [
         [("form", "5, 17"), ("run", "2, 3, 19"), ("panel", "1, 4, 18"), ("application", "20")],
@@ -464,6 +469,7 @@ DIAGRAMS = {
     "13_projects": [
         [("your data", "1"), ("one free GPU", "2"), ("on your own", "5")],
         [("what goes wrong", "3"), ("silent bugs", "4")],
+        [("from scalars up", "6"), ("a race", "7")],
     ],
     "14_engine": [
         [

@@ -1,7 +1,7 @@
 """Train, generate and diagnose with the trainkit command, and inspect past runs.
 
-`main` is the program; `demo`, `train`, `launch`, `generate`, `studio` and `doctor` are its own
-commands. The other groups come from `trainkit.recipes`: `data` prepares data, `config` shows and
+`main` is the program; `demo`, `train`, `sweep`, `lr-find`, `launch`, `generate`, `studio` and
+`doctor` are its own commands. The other groups come from `trainkit.recipes`: `data` prepares data, `config` shows and
 converts configs, `tokenizer` trains and shows tokenizers, `merge` and `export` write models, and
 `memory` predicts the memory of a run. Each command is a thin layer over a function of the kit, and
 nothing heavy is imported before a command needs it.
@@ -15,7 +15,8 @@ commands do not import torch."""
 # %% auto #0
 __all__ = ['runs', 'Root', 'app', 'Overrides', 'find_run', 'list_command', 'compare_command', 'show_command', 'health_command',
            'Commands', 'Profile', 'options', 'FlagCommand', 'Group', 'with_flags', 'read_run_config', 'check_start',
-           'ignore_print_errors', 'demo', 'train', 'launch', 'generate', 'doctor', 'studio', 'main']
+           'ignore_print_errors', 'demo', 'train', 'sweep_command', 'lr_find_command', 'launch', 'generate', 'doctor',
+           'studio', 'main']
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #imports-command_line
 import json
@@ -251,6 +252,11 @@ _COMMANDS = {  # The names in other programs -> what to type here
     **dict.fromkeys(("estimate", "estimate-memory", "vram", "fit"), "trainkit memory --help"),
     **dict.fromkeys(("resume", "continue"), "trainkit train --resume FOLDER"),
     **dict.fromkeys(("dry-run", "plan"), "trainkit train FILE --dry-run"),
+    **dict.fromkeys(
+        ("sweeps", "hpo", "search", "optuna", "hyperparameters", "grid-search", "asha"),
+        "trainkit sweep FILE learning_rate=1e-4..1e-2",
+    ),
+    **dict.fromkeys(("lr-finder", "find-lr", "find-rate", "lrfind"), "trainkit lr-find FILE"),
     **dict.fromkeys(("tutorial", "lessons", "learn", "docs"), "trainkit lab, or trainkit course"),
     "version": "trainkit --version",
     "help": "trainkit --help",
@@ -303,7 +309,7 @@ app.add_typer(data, name="data")
 app.add_typer(runs, name="runs")
 for group in (needs.memory, tools.config, tools.tokenizer, tools.export):
     app.add_typer(group)
-for command in (tools.chat, tools.serve, tools.merge, tools.audit):
+for command in (tools.chat, tools.serve, tools.merge, tools.audit, tools.speedrun):
     app.command()(command)
 app.command(name="eval")(tools.evaluate)
 course.command(name="check")(tools.check_project_command)
@@ -1043,6 +1049,204 @@ def _saved_config(folder: str) -> Path:
             "or write the config of the run again"
         )
     return path
+
+# %% ../nbs/11_recipes/18_command_line.ipynb #sweep-commands
+_Line = Annotated[
+    Optional[str],
+    typer.Argument(help="A YAML or JSON file, as for trainkit train.", show_default=False),
+]
+_Size = Annotated[
+    Optional[Profile],
+    typer.Option(help="Sizes to start from [default: what suits this machine]", show_default=False),
+]
+
+
+def _words(config: str | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
+    "The config file, if there is one, and the changes."
+    changes = [*([config] if config and "=" in config else []), *(overrides or [])]
+    return Path(config) if config and "=" not in config else None, changes
+
+
+@app.command(name="sweep")
+def sweep_command(
+    config: _Line = None,
+    overrides: Annotated[
+        Optional[list[str]],
+        typer.Argument(
+            metavar="[GROUP.KNOB=LOW..HIGH|A,B,C|VALUE]...",
+            show_default=False,
+            help="What is searched, such as learning_rate=1e-4..1e-2 or n_layers=2,4; and what is "
+            "fixed. log: or lin: before a range sets its scale.",
+        ),
+    ] = None,
+    runs: Annotated[
+        Optional[int], typer.Option(help="Points to try [default: 12]", show_default=False)
+    ] = None,
+    search: Annotated[
+        Optional[str],
+        typer.Option(help="sobol, random or grid [default: sobol]", show_default=False),
+    ] = None,
+    scheduler: Annotated[
+        Optional[str],
+        typer.Option(
+            show_default=False,
+            help="Who gets more steps: the best of each rung (halving), the best so far (asha), "
+            "or all (full) [default: halving]",
+        ),
+    ] = None,
+    eta: Annotated[
+        Optional[int],
+        typer.Option(
+            show_default=False,
+            help="One of so many runs is promoted, to so many times the steps [default: 3]",
+        ),
+    ] = None,
+    rungs: Annotated[
+        Optional[int],
+        typer.Option(
+            show_default=False, help="Where runs are compared [default: as many as runs allow]"
+        ),
+    ] = None,
+    seed: Annotated[
+        Optional[int], typer.Option(help="Of the search [default: 0]", show_default=False)
+    ] = None,
+    budget_steps: Annotated[
+        Optional[int],
+        typer.Option(show_default=False, help="Begin nothing that exceeds these steps in all."),
+    ] = None,
+    minutes: Annotated[
+        Optional[float],
+        typer.Option(show_default=False, help="Stop after so many minutes; resume later."),
+    ] = None,
+    output: Annotated[
+        Optional[Path],
+        typer.Option(show_default=False, help="Folder of the sweep [default: runs/NAME-sweep]"),
+    ] = None,
+    resume: Annotated[
+        Optional[Path],
+        typer.Option(metavar="FOLDER", show_default=False, help="Continue an interrupted sweep."),
+    ] = None,
+    profile: _Size = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Search for good settings: many runs begin, and the best continue.
+
+    trainkit sweep config.yaml learning_rate=1e-4..1e-2 --runs 12"""
+    from trainkit.recipes.sweep import SweepConfig, load_sweep, parse_spaces
+    from trainkit.recipes.sweep import run_sweep, start_sweep
+
+    options = dict(
+        runs=runs,
+        search=search,
+        scheduler=scheduler,
+        eta=eta,
+        rungs=rungs,
+        seed=seed,
+        budget_steps=budget_steps,
+        minutes=minutes,
+    )
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    file, changes = _words(config, overrides)
+    if resume is not None:
+        if extra := [*changes, *([str(file)] if file else []), *(["--output"] if output else [])]:
+            raise ValueError(f"--resume continues a sweep as it was planned: leave out {extra[0]}")
+        sweep = load_sweep(resume)
+        for name, value in given.items():
+            if name not in ("budget_steps", "minutes") and value != getattr(sweep.settings, name):
+                word = name.replace("_", "-")
+                raise ValueError(f"--{word} belongs to the plan of {resume}, which stays as it is")
+        limits = {name: given.get(name, 0) for name in ("budget_steps", "minutes")}
+        sweep.settings = replace(sweep.settings, **limits)
+    else:
+        _, fixed, remarks = parse_spaces(changes)
+        for remark in remarks:
+            say(remark, err=True)
+        settings = SweepConfig(**given)
+        check_start(file, fixed)
+        whole = read_run_config(profile.value if profile else None, file, fixed)
+        named = [*([str(file)] if file else []), *fixed]
+        searched = [change for change in changes if change not in fixed]
+        sweep = start_sweep(whole, searched, settings, output or "", named if file else ())
+    with ignore_print_errors(), redirect_stdout(sys.stderr) if as_json else nullcontext():
+        run_sweep(sweep)
+    values = sweep.best.values if sweep.has_result else {}
+    if as_json:
+        say(
+            to_json(
+                dict(
+                    folder=str(sweep.folder),
+                    done=sweep.done,
+                    best=values,
+                    metric=sweep.metric,
+                    value=sweep.value(sweep.best) if values else None,
+                    trials=sweep.rows(),
+                ),
+                indent=1,
+            )
+        )
+    else:
+        say(f"\n{sweep}\n")
+        if values:
+            say(f"Best    {sweep.best_line()}\n        trainkit train {sweep.folder / 'best.yaml'}")
+        say(f"Page    {sweep.folder / 'report.html'}")
+    if sweep.exit_code:
+        raise typer.Exit(sweep.exit_code)
+    if not values:
+        raise ValueError(
+            f"no run of the sweep has a result: {sweep.trials[0].ended or 'see above'}"
+        )
+
+
+@app.command(name="lr-find")
+def lr_find_command(
+    config: _Line = None,
+    overrides: Overrides = None,
+    start: Annotated[float, typer.Option(help="The first rate.")] = 1e-6,
+    end: Annotated[float, typer.Option(help="The last one; 10 for plain SGD.")] = 1.0,
+    steps: Annotated[int, typer.Option(help="At most; it ends where training diverges.")] = 100,
+    plot: Annotated[
+        Optional[Path], typer.Option(help="Write the curve as SVG.", show_default=False)
+    ] = None,
+    profile: _Size = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Test learning rates: the rate grows at every step until training diverges.
+
+    Takes a hundred steps and writes no run. Names three rates; the valley is the careful one."""
+    from trainkit.recipes.sweep import find_rate
+    from trainkit.train.lr_finder import rate_changes
+
+    file, changes = _words(config, overrides)
+    check_start(file, changes)
+    if plot is not None and plot.suffix != ".svg":
+        raise ValueError(f"--plot {plot}: the curve is written as SVG, so a name ends in .svg")
+    whole = read_run_config(profile.value if profile else None, file, changes)
+    with ignore_print_errors(), redirect_stdout(sys.stderr) if as_json else nullcontext():
+        curve = find_rate(whole, start, end, steps)
+    if plot is not None:
+        write_atomic(plot, curve.picture().standalone())
+    if as_json:
+        say(
+            to_json(
+                dict(
+                    suggestions=curve.suggestions,
+                    rates=curve.rates,
+                    losses=curve.losses,
+                    smooth=curve.smooth,
+                    stopped=curve.stopped,
+                ),
+                indent=1,
+            )
+        )
+        return
+    say(str(curve))
+    if curve.suggestions:
+        values = [f"optim.{k}={v:g}" for k, v in rate_changes(whole.optim, curve.rate).items()]
+        words = [*([str(file)] if file else []), *changes]
+        line = shlex.join(["trainkit", "train", *words, *values])
+        say(f"\nTrain with the rate of the valley: {line}")
+    if plot is not None:
+        say(f"Curve  {plot}")
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #10020094
 @app.command()

@@ -18,6 +18,8 @@ from trainkit.align.environments import ReasoningGym, TextArena, call_tool, pars
 from trainkit.align.environments import tool_schema
 from trainkit.align.episodes import Answer, Episode, continuation_ids, sample_answers
 from trainkit.align.rl import discount, gae
+from trainkit.engine.scheduler import Scheduler
+from trainkit.model import generation
 from trainkit.train.checkpoint import find_checkpoints
 from trainkit.tokenizer.chat import answer_ends, render, set_template
 from trainkit.tokenizer.chat_template import TEMPLATES
@@ -98,6 +100,35 @@ def test_a_short_context_is_not_cut_where_a_long_one_is():
     batch = dict(input_ids=torch.tensor([row]), labels=torch.tensor([[-100] * 2 + row[2:]]))
     again = token_scores(model, batch).log_probs[0, 2:]
     assert (again - torch.tensor(answers[1].log_probs)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("weights", [None, "packed", "int8"])
+def test_rows_that_end_leave_the_batch_and_change_no_other(weights, monkeypatch):
+    "Ids, log-probabilities and kept tokens, of contexts of different lengths."
+    model = tiny(vocab=32)
+    contexts = [[1] * (1 + i % 3) for i in range(12)]
+    sampling = SamplingConfig(seed=0, top_p=0.95)
+
+    def ask():
+        return sample_answers(
+            model, contexts, [4 + i for i in range(12)], sampling, [3, 7], weights
+        )
+
+    sizes = []
+    leave = generation._leave_out
+
+    def listen(*args):
+        sizes.append(len(left := leave(*args)))
+        return left
+
+    monkeypatch.setattr(generation, "_leave_out", listen)
+    left = ask()
+    assert sizes[0] == 12 and 2 <= sizes[-1] < 9 and sizes == sorted(sizes, reverse=True)
+    monkeypatch.setattr(generation, "_leave_out", lambda plan, left, alive: left)
+    for a, b in zip(left, ask(), strict=True):
+        assert a.ids == b.ids
+        assert a.log_probs == pytest.approx(b.log_probs, abs=1e-5)
+        assert all((x == y).all() for x, y in zip(a.kept, b.kept, strict=True))
 
 
 @pytest.mark.parametrize("name", [*TEMPLATES])
@@ -200,6 +231,38 @@ def test_episodes_of_a_group_are_the_same_game():
     seen.clear()
     rollouts.collect([0, 1], 9)
     assert len({*seen[:3]}) == len({*seen[3:]}) == 1 and seen[0] != seen[3]
+
+
+def test_an_environment_is_reset_when_it_is_needed():
+    "Once to learn of mistakes early; for all prompts only where one asks, and for equal rows once."
+    seen = []
+
+    class Noted(Echo):
+        def reset(self, row, seed):
+            seen.append(row.get("first"))
+            return super().reset(row, seed)[:1] * row.get("length", 1)
+
+    rows = [dict(first=i % 3) for i in range(300)]
+    config = RLConfig(num_prompts=2, num_generations=2, max_completion_length=8)
+
+    def rollouts(rows):
+        seen.clear()
+        return Rollouts(tiny(), None, rows, config=config, environment=Noted)
+
+    batches = rollouts(rows)
+    state = batches.state_dict()
+    assert seen == [0]
+    assert batches.prompt_ids == [[i % 3] for i in range(300)] and seen == [0, 0, 1, 2]
+    rollouts(rows).load_state_dict(state)
+    with pytest.raises(ValueError, match="not the rollouts.*prompts"):
+        rollouts([*rows[:-1], {}]).load_state_dict(state)
+    with pytest.raises(ValueError, match="prompt 0 has 41 tokens.* room for 40"):
+        rollouts([dict(length=41)])
+    late = rollouts([{}, dict(length=48)])
+    with pytest.raises(ValueError, match="prompt 1 has 48 tokens"):
+        _ = late.prompt_ids
+    with pytest.raises(ValueError, match="episode 2 has 48 tokens.* reads at most 48"):
+        late.collect([0, 1], 0)
 
 
 def test_ppo_pays_each_answer_where_it_ends():
@@ -675,6 +738,10 @@ def test_a_call_of_gemma_4_ends_an_answer():
     set_template(tok, "gemma4")
     call_end = tok.special_tokens["<|tool_response>"]
     assert answer_ends(tok) == (tok.eos_token_id, call_end)
+    # Also in the server, where no client names it
+    scheduler = Scheduler(tiny(vocab=len(tok)), tok, rows=1)
+    assert scheduler.add([1]).eos == [tok.eos_token_id, call_end]
+    assert scheduler.add([1], eos_token_id=3).eos == [3]
     game = Calculator(9)
     prompt = game.reset({}, 1)
     tools = [tool_schema(tool) for tool in game.tools]

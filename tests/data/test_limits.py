@@ -180,3 +180,21 @@ def test_a_config_with_impossible_sizes_is_refused(sizes, named, tmp_path):
 def test_the_rows_of_a_batch():
     batch = dict(scale=torch.ones(3), input_ids=torch.ones(4, 7), more=torch.ones(5, 2))
     assert count_rows(batch) == 4 and count_rows(dict(scale=torch.ones(3), name="x")) == 1
+
+
+def test_a_small_compressed_file_may_become_a_quarter_of_a_gigabyte(tmp_path, monkeypatch):
+    monkeypatch.delenv(readers.UNPACKED_VARIABLE, raising=False)
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(b"x" * 10)
+    assert readers._Budget(path).most == 2**28
+    with path.open("wb") as file:
+        file.truncate(2**21)
+    assert readers._Budget(path).most == 200 * 2**21
+    assert readers._Budget(path, free=300).most == 300 * 2**21
+
+
+@pytest.mark.parametrize(("ids", "twice"), [([1, 1, 5, 2], True), ([1, 5, 1, 2], False)])
+def test_two_bos_tokens_in_a_row(ids, twice):
+    tokenizer = SimpleNamespace(bos_token_id=1, eos_token_id=2)
+    problems = tokenization.mask_problems(np.array(ids), np.array(ids), tokenizer)
+    assert ("double BOS" in problems) == twice

@@ -366,6 +366,22 @@ def test_a_full_queue(place):
     assert idle(place)
 
 
+def test_a_request_switches_the_template(place, monkeypatch):
+    seen = []
+
+    def listen(*args, **knobs):
+        seen.append(knobs["chat_template_kwargs"])
+        return render(*args, **knobs)
+
+    monkeypatch.setattr("trainkit.engine.server.render", listen)
+    switches = dict(enable_thinking=False)
+    for body in (None, dict(chat_template_kwargs=switches)):
+        place.client.chat.completions.create(
+            model="small", messages=HELLO, max_tokens=1, extra_body=body
+        )
+    assert seen == [None, switches]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_answers_are_separated_whatever_the_pieces(size):
     call = '{"name": "add", "arguments": {"a": "<think>"}}'

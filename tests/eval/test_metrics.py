@@ -9,6 +9,7 @@ from trainkit.eval.metrics import (
     chrf,
     compute_metrics,
     exact_match,
+    load_encoder,
     repetition,
     rouge,
     token_f1,
@@ -80,3 +81,7 @@ def test_bert_score_gives_each_pair_its_own_score(pairs):
         assert bert_score([answers[i]], [refs[i]], str(folder), layer=5)["bertscore_f1"][
             0
         ] == pytest.approx(whole[i], abs=1e-5)
+
+
+def test_one_encoder_stays_in_memory():
+    assert load_encoder.cache_parameters()["maxsize"] == 1

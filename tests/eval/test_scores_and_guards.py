@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.snapshots import compare
 
+from trainkit import ModelConfig, Transformer
+from trainkit.eval import scoring
 from trainkit.eval.code_eval import _find_place, _seccomp_filter
 from trainkit.eval.scoring import windows
 from trainkit.eval.stats import sign_flip_p
@@ -124,3 +126,18 @@ def test_many_signs_are_drawn_like_all_of_them():
         every @ differences[differences != 0] + 0.5, every @ differences[differences != 0] - 0.5
     )
     assert abs(sign_flip_p(more, 20_000) - (abs(sums) >= 45.5 - 1e-9).mean()) < 0.01
+
+
+def test_a_batch_takes_as_many_tokens_as_there_is_room_for(monkeypatch):
+    model = Transformer(ModelConfig(vocab_size=13, d_model=32, n_heads=2, n_layers=1, d_ff=64))
+    sizes = []
+    plain = scoring._score_batch
+
+    def count(model, parts, pieces, *rest):
+        sizes.append(len(pieces))
+        return plain(model, parts, pieces, *rest)
+
+    monkeypatch.setattr(scoring, "_score_batch", count)
+    monkeypatch.setattr(scoring, "TOKENS", (8, 8))
+    scoring.score_pieces(model, [([1, 2, 3, 4], 1)] * 5)
+    assert sizes == [2, 2, 1]

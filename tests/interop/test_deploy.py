@@ -19,14 +19,14 @@ from trainkit.interop.deploy import (
     fold_awq,
     pack_int4,
     read_imatrix,
-    unpack_compressed,
     write_imatrix,
 )
 from trainkit.interop.gguf import QUANT_TYPES, block_kind, export_gguf
-from trainkit.interop.hf import load_pretrained, save_pretrained
+from trainkit.interop.hf import load_pretrained, save_pretrained, unpack_compressed
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.quant.calibration import collect_inputs, round_to_nearest
+from trainkit.quant.quantize import QuantConfig
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
 IDS = torch.randint(0, 300, (4, 32), generator=torch.Generator().manual_seed(0))
@@ -150,8 +150,6 @@ def test_a_folder_is_what_the_loader_expects(folder, tmp_path, method):
     assert stored[f"{layer}_shape"].tolist() == [256, 320]
     config = json.loads((tmp_path / "c" / "config.json").read_text())["quantization_config"]
     assert config["format"] == "pack-quantized" and (tmp_path / "c" / "tokenizer.json").is_file()
-    if find_spec("compressed_tensors") is None:
-        pytest.skip("compressed-tensors is not installed: its loader is not tested")
     weights = {name: w for name, w in stored.items() if ".weight_" not in name}
     for name in stored:
         if name.endswith("_packed"):
@@ -159,6 +157,14 @@ def test_a_folder_is_what_the_loader_expects(folder, tmp_path, method):
             weights[name] = unpack_compressed(stored[f"{name}_packed"], stored[f"{name}_scale"])
     ours, _ = load_pretrained(folder, native=False)
     ours.load_state_dict(weights, strict=False)
+    own, tokenizer = load_pretrained(tmp_path / "c")
+    with torch.no_grad():
+        torch.testing.assert_close(own(IDS).logits, ours(IDS).logits, atol=1e-3, rtol=1e-3)
+    assert type(own).__name__ == "Transformer" and tokenizer is not None
+    with pytest.raises(ValueError, match="4 bits already: load it without quant"):
+        load_pretrained(tmp_path / "c", quant=QuantConfig())
+    if find_spec("compressed_tensors") is None:
+        pytest.skip("compressed-tensors is not installed: its loader is not tested")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "c")
     with torch.no_grad():
         torch.testing.assert_close(theirs(IDS).logits, ours(IDS).logits, atol=1e-3, rtol=1e-3)

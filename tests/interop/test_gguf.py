@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trainkit.align.distillation import shared_vocabulary
 from trainkit.model.generation import generate
 from trainkit.interop.gguf import export_gguf, gguf_names, read_tensors
 from trainkit.interop.hf import load_pretrained, save_pretrained
@@ -78,6 +79,18 @@ def test_a_file_opens_without_a_bar_of_theirs(tokenizer, tmp_path, capfd, native
     ids = torch.arange(8)[None]
     with torch.no_grad():
         torch.testing.assert_close(opened(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_tokenizer_without_an_end_gets_none_of_its_class(tmp_path, native):
+    "transformers adds <|endoftext|>, which would be an id that the model has no row for."
+    own = BPETokenizer.train(["spell one two three four " * 9], 264, progress=False)
+    _, folder = saved(own, tmp_path / "m", vocab_size=264)
+    export_gguf(folder, tmp_path / "m.gguf", "f32", progress=False)
+    _, read = load_pretrained(tmp_path / "m.gguf", native=native)
+    assert len(read) == 264 and read.eos_token_id is None
+    assert list(read.encode("spell one")) == own.encode("spell one")
+    assert shared_vocabulary(own, read, 264, 264) == 264
 
 
 def test_tokens_kinds_and_rows_that_no_token_has(tokenizer, tmp_path):

@@ -503,7 +503,7 @@ def test_batches_of_other_sizes_leave_gaps_that_a_step_of_several_is_predicted_w
     from trainkit.align.dpo import DPOConfig, dpo_objective
     from trainkit.align.preference_data import PairBatches
     from trainkit.align.reference import make_reference
-    from trainkit.memory.estimate import OTHERS, _others, predict_run
+    from trainkit.memory.estimate import OTHERS, _others, computed_tokens, predict_run
 
     pairs = [dict(prompt=[1, 2, 3], chosen=[4] * n, rejected=[8, 9]) for n in range(2, 34)]
     model, peaks = Transformer(TINY), {}
@@ -528,6 +528,10 @@ def test_batches_of_other_sizes_leave_gaps_that_a_step_of_several_is_predicted_w
             tensors.products,
         )
     assert not _others(trainer, None)
+    trainer.config.gradient_accumulation_steps = 1
+    trainer.total_steps = 24  # A step for each of its first batches, where there are enough steps
+    others = _others(trainer, batches.largest())
+    assert batches._plan is plan and len({*map(computed_tokens, others)}) == len(others) == 3
 
 
 def test_the_largest_batch_of_pairs_is_the_one_with_the_most_tokens():

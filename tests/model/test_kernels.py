@@ -1,5 +1,9 @@
 "Decoding from packed weights: the numbers of the codes, in each format, rows and threads."
 
+import gc
+import statistics
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -61,15 +65,66 @@ def test_a_step_is_the_model_with_the_unpacked_numbers(shape, kind):
         for cache in caches:
             mask = (torch.arange(7) >= gaps[:, None]).long()
             model(prompt, attention_mask=mask, past_key_values=cache)
+        integers = kernels.FORMATS[kind].integers
+        product = (lambda w, rows: lambda x: kernels.round_groups(x) @ w.T) if integers else None
         plans = (
             kernels.PackedPlan(packed, caches[0], 6, gaps),
-            DecodePlan(rounded(model, packed), caches[1], 6, gaps),
+            DecodePlan(rounded(model, packed), caches[1], 6, gaps, product),
         )
-        ids = torch.arange(6)
+        ids, far = torch.arange(6), []
         for _ in range(5):
             ours, plain = (plan.step(ids) for plan in plans)
-            assert (ours - plain).norm() < 1e-5 * plain.norm()
+            far += ((ours - plain).norm(dim=1) / plain.norm(dim=1)).tolist()
             ids = plain.argmax(-1)
+        # Another order of sums may round a number of x the other way, which is a step of 1 / 127
+        assert statistics.median(far) < 1e-5
+        assert max(far) < (2e-2 if integers else 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_every_instruction_gives_the_same_bits(kind):
+    torch.manual_seed(0)
+    matrix = kernels.TiledMatrix.from_weight(torch.randn(20, 64), kind)
+    x, results = torch.randn(2, 64), []
+    x[1, :32] = 0
+    own = kernels.integer_instruction()
+    others = {own, (own[0], min(own[1], 8)), ("", 4)}
+    if own[0] == "vpdpbusd":  # Then it has the instructions of AVX2 too
+        others.add(("pmaddubsw", 8))
+    for instruction in others:
+        functions = kernels.memory_functions() | dict(INTEGERS=True)
+        names = "tile_eight", "tile_four", "tile_two", "tile_one"
+        functions |= dict.fromkeys(names, kernels.integer_tile(kind, 1, instruction))
+        shift = kernels._shift(kind, instruction[0])
+        functions["quantize_group"] = kernels.group_quantizer(shift)
+        parts = kernels.product_part, kernels.round_rows
+        compiled = kernels.compile_kernels(
+            parts, functions, f"test {kind} {instruction}", kernels.FREE_SUMS
+        )
+        y, blocks = torch.zeros(20), torch.zeros(2 * kernels.BLOCK, dtype=torch.uint8)
+        for row in x:
+            at = compiled.round_rows(row.data_ptr(), 0, blocks.data_ptr(), 0, 64, 1)
+            addresses = (t.data_ptr() for t in (matrix.codes, matrix.scales))
+            sizes = 64, *matrix.row_bytes, 0, 0, 0, 20, 1
+            compiled.product_part(*addresses, at, y.data_ptr(), *sizes)
+            want = kernels.round_groups(row) @ matrix.unpack().T
+            assert (y - want).norm() <= 1e-6 * want.norm()
+            results.append((instruction, y.tolist()))
+    assert all(y in (results[0][1], results[1][1]) for _, y in results)
+
+
+def test_a_packed_copy_is_used_again_until_the_weights_change():
+    model = make()
+    first = kernels.packed_copy(model, "q8_0")
+    assert kernels.packed_copy(model, "q8_0") is first
+    model.model.layers[0].mlp.up_proj.weight.data.neg_()  # Which autograd does not count
+    second = kernels.packed_copy(model, "q8_0")
+    assert second is not first
+    assert kernels.packed_copy(model, "q4_0").kind == "q4_0"
+    alive = weakref.ref(model)
+    del model, first, second
+    gc.collect()
+    assert alive() is None
 
 
 def test_threads_and_company_change_no_bit():
@@ -106,11 +161,11 @@ def test_generate_and_the_scheduler_write_the_same_text():
 
 def test_without_a_kernel_the_rounded_numbers_are_multiplied(monkeypatch):
     model = make()
-    want = generate(model, [1, 2], 9, temperature=0, weights="q8_0")
+    want = generate(model, [1, 2], 9, temperature=0, weights="q4_0")
     plain = generate(model, [1, 2], 9, temperature=0)
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     assert kernels.packing_reason(model) == "numba is not installed"
-    assert generate(model, [1, 2], 9, temperature=0, weights="q8_0") == want
+    assert generate(model, [1, 2], 9, temperature=0, weights="q4_0") == want
     assert generate(model, [1, 2], 9, temperature=0, weights="float32") == plain
     with pytest.raises(ValueError, match="numba is not installed"):
         Scheduler(model, rows=1, weights="q8_0")

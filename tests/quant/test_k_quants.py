@@ -4,6 +4,7 @@ import gguf
 import numpy as np
 import pytest
 
+from trainkit.quant import ggml
 from trainkit.quant.ggml import BLOCKS, PACKED, pack_blocks, unpack_blocks
 
 KINDS = {name: (size, width) for name, size, width, _ in BLOCKS.values()}
@@ -88,3 +89,13 @@ def test_importance_moves_the_error(kind):
 def test_what_has_no_block_is_refused(x, importance, message):
     with pytest.raises(ValueError, match=message):
         pack_blocks(x, "Q4_K", importance)
+
+
+def test_where_no_line_fits_the_range_decides():
+    "With one number that counts a line is not determined: the codes are the first ones."
+    x = np.array([[-1.0], [-0.5], [0.25], [0.5]], np.float32)
+    weights = np.array([[1.0], [0.0], [0.0], [0.0]], np.float32)
+    with np.errstate(invalid="ignore"):
+        scale, minimum, codes = ggml._fit_range(x, weights, 15, np.linspace(-1, 1, 21))
+    assert (float(scale[0]), float(minimum[0])) == (pytest.approx(0.1), 1.0)
+    assert codes[:, 0].tolist() == [0, 5, 12, 15]

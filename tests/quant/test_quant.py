@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trainkit.quant import calibration as calibrated
-from trainkit.quant import int8
+from trainkit.quant import int8, linear
 from trainkit.quant import quantize as quant
 from trainkit.quant.int8 import dequantize_int8, int8_linear, quantize_int8, quantize_rows
 from trainkit.model.config import ModelConfig
@@ -1008,3 +1008,19 @@ def test_a_codebook_is_learned_in_rounds(steps):
     if steps == 3:
         again, _ = learn_codebook(x, steps=2)
         assert not torch.equal(again, book), "each round moves it"
+
+
+@pytest.mark.parametrize(
+    ("asked", "interpreted", "there", "fuses"),
+    [
+        ("1", "1", True, True),
+        ("1", "0", True, False),
+        ("0", "1", True, False),
+        ("1", "1", False, 0),
+    ],
+)
+def test_where_the_fused_kernel_is_used(asked, interpreted, there, fuses, monkeypatch):
+    monkeypatch.setattr(linear, "triton", object() if there else None)
+    monkeypatch.setenv("TRAINKIT_FUSED", asked)
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    assert linear.can_fuse(torch.ones(1)) == fuses

@@ -50,7 +50,6 @@ def test_another_answer_takes_the_place_of_the_last(chat):
     assert knobs == dict(
         tokenizer=chat.tokenizer,
         weights=None,
-        eos_token_id=chat.tokenizer.eos_token_id,
         seed=6,
         temperature=0.5,
         max_new_tokens=200,

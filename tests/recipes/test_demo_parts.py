@@ -189,3 +189,29 @@ def test_the_code_of_products_lies_between_the_tensors():
     ]
     assert len(estimate._with_code(steps, 4, 10)) == 12
     assert estimate._with_code(steps, 4, 10)[:3] == [(0, 8), (6, 5), (7, 5)]
+
+
+def test_the_oldest_code_is_replaced_where_a_run_has_more_products_than_are_kept():
+    "The event (-1 - n, 0) is the use of product n."
+    steps = [(0, 8), (-1, 0), (-2, 0), (-1, 0), (1, 4), (-3, 0), (-2, 0)]
+    assert estimate._with_code(steps, 3, 10) == estimate._with_code([(0, 8), (1, 4)], 3, 10)
+    assert estimate._with_code(steps, 2, 100) == [
+        (0, 8),
+        *[(2, 47), (2, 0), (2, 47), (3, 47), (4, 6)],  # A buffer is tried first
+        *[(5, 47), (5, 0), (5, 47), (6, 47), (7, 6)],
+        (1, 4),
+        # Product 0 was used after product 1, which is released between the two buffers
+        *[(8, 47), (8, 0), (8, 47), (5, 0), (6, 0), (7, 0), (9, 47), (10, 6)],
+        *[(11, 47), (11, 0), (11, 47), (2, 0), (3, 0), (4, 0), (12, 47), (13, 6)],
+    ]
+
+
+def test_a_long_run_is_played_with_its_batches_of_other_sizes():
+    "Gradients, states, a step, its update, then a step with another batch; -1 is a product."
+    states, step, other = [(1, 8)], [(2, 4), (-1, 0), (2, 0)], [(3, 6), (-2, 0), (3, 0)]
+    events = [*states, *step, *other]
+    for count, played in ((7, 7), (2, 5)):
+        steps = estimate._several_steps(events, [0, 0, 1, 4, 4], False, [], [7], count)
+        assert [size for _, size in steps if size].count(8) == 1
+        products = [name for name, _ in steps if name < 0]
+        assert products == ([-1, -2] * 4)[:played]

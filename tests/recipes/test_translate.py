@@ -1608,6 +1608,44 @@ def test_a_base_model_without_a_chat_format_is_exported_with_the_one_that_it_get
     assert llamafactory_arguments(config, 100)["template"] == "llama3"
 
 
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"environment": "calculator"}, "single answers and no environments"),
+        ({"thinking_budget": 0}, "rl.thinking_budget = 0.*no such setting"),
+        ({"batch_invariant": True}, "rl.batch_invariant"),
+        ({"sampler_weights": "int8"}, "rl.sampler_weights"),
+        ({"mask_truncated_completions": True}, "rl.mask_truncated_completions"),
+        ({"gamma": 0.9}, "rl.gamma = 0.9"),
+        ({"rewards": ["a", "b"]}, "one reward model"),
+    ],
+)
+def test_what_ppo_of_llamafactory_cannot_do_is_refused(changes, message):
+    from trainkit.interop.llamafactory import llamafactory_arguments
+
+    base = {"method": "ppo", "init_from": "/no/such/model"}
+    llamafactory_arguments(method_config({**base, "rl": {"rewards": ["judge"]}}), 100)
+    config = method_config({**base, "rl": {"rewards": ["judge"], **changes}})
+    with pytest.raises(ValueError, match=message):
+        llamafactory_arguments(config, 100)
+
+
+def test_thoughts_and_tools_of_a_chat_are_not_lost_in_llamafactory():
+    "A thought comes between tags, where its templates look for it; what it lacks is refused."
+    from trainkit.interop.llamafactory import llamafactory_arguments, stage_rows
+
+    answer = dict(role="assistant", content="4", reasoning_content="two and two")
+    rows = [dict(messages=[dict(role="user", content="2 + 2?"), answer])]
+    for kept, text in ((True, "<think>\ntwo and two\n</think>\n\n4"), (False, "4")):
+        assert stage_rows("sft", rows, kept)[0]["messages"][1]["content"] == text
+    answer["tool_calls"] = [dict(function=dict(name="add", arguments={}))]
+    with pytest.raises(ValueError, match="row 0 calls a tool"):
+        stage_rows("sft", rows)
+    words = {"method": "sft", "init_from": "/no/such/model", "sft": {"reasoning": "read"}}
+    with pytest.raises(ValueError, match="sft.reasoning = read"):
+        llamafactory_arguments(method_config(words), 100)
+
+
 def test_a_script_of_sft_with_a_computed_model_is_still_sft(tmp_path):
     "What cannot be read is refused with what to give; the method follows from the trainer."
     (tmp_path / "train.py").write_text(

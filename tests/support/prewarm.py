@@ -60,4 +60,8 @@ with suppress(Exception):  # Which names weights had in other versions
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("llama")
+with suppress(ImportError):
+    from support import kernel_cache
+
+    kernel_cache.share()
 LOADED = frozenset(sys.modules)  # A child imports the rest, each time

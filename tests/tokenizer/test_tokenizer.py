@@ -26,7 +26,7 @@ from trainkit.tokenizer.chat import render
 from trainkit.tokenizer.encoder import Encoder
 from trainkit.tokenizer.bpe_tokenizer import TIKTOKEN_PATTERNS, spell
 from trainkit.interop.gguf import read_template
-from trainkit.tokenizer.pretokenize import PATTERNS, char_classes, split_words
+from trainkit.tokenizer.pretokenize import PATTERNS, char_classes, contraction_end, split_words
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 from trainkit.tokenizer.bpe import count_words
 from trainkit.tokenizer.bpe import _word_kernels as word_kernels
@@ -990,3 +990,13 @@ def test_harmony_opens_where_its_ranks_are():
     tok = BPETokenizer.from_tiktoken(theirs)
     text = "Hello<|endofprompt|> HelloWorld<|reserved_200018|><|reserved_200019|>"
     assert tok.encode(text, "all") == theirs.encode(text, allowed_special="all")
+
+
+@pytest.mark.parametrize(
+    ("text", "any_case", "end"),
+    [("'ſx", True, 3), ("'ſx", False, 0), ("'Sx", True, 2), ("'re", True, 3), ("'lx", True, 0)],
+)
+def test_where_a_contraction_ends(text, any_case, end):
+    "A long s counts as an s where case does not count, and has two bytes."
+    data = text.encode()
+    assert contraction_end(data, 0, len(data), any_case) == end

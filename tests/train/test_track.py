@@ -707,3 +707,16 @@ def test_a_short_index_of_runs_only_grows(tmp_path):
             folder.record("log", dict(step=step, loss=1.0 / step))
         assert [run.name for run in list_runs(tmp_path)] == ["run"]
         assert (tmp_path / INDEX).read_bytes().count(b"\n") == step
+
+
+@pytest.mark.parametrize(("lines", "after"), [(102, 103), (103, 1)])
+def test_an_index_is_rewritten_when_it_has_a_hundred_lines_too_many(tmp_path, lines, after):
+    for step in (1, 2):
+        with RunFolder(tmp_path / "run", resume=step > 1) as folder:
+            folder.record("log", dict(step=step, loss=1.0))
+        if step == 1:
+            list_runs(tmp_path)
+            index = tmp_path / INDEX
+            index.write_bytes(index.read_bytes() * lines)
+    list_runs(tmp_path)
+    assert index.read_bytes().count(b"\n") == after

@@ -13,6 +13,7 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
+from urllib.parse import urlsplit
 
 import pytest
 from support.contrast import faint_texts
@@ -148,6 +149,62 @@ def status_of(address):
         return answer.status, answer.url
     except urllib.error.HTTPError as error:
         return error.code, address
+
+
+def answer_to(address, path, method="GET", **headers):
+    "The status of an answer to a request with these headers, whatever a browser would send."
+    where = urlsplit(address)
+    line = f"{method} {path} HTTP/1.1\r\n"
+    headers = {"Host": where.netloc, "Connection": "close", **headers}
+    text = line + "".join(f"{k.replace('_', '-')}: {v}\r\n" for k, v in headers.items()) + "\r\n"
+    with socket.create_connection((where.hostname, where.port), timeout=120) as connection:
+        connection.sendall(text.encode())
+        return int(connection.makefile("rb").readline().split()[1])
+
+
+def test_whose_requests_are_answered():
+    "The names of this machine, and pages of the server itself."
+    from trainkit.widgets.studio import _asked_here
+
+    for host in ("127.0.0.1:8866", "localhost:8866", "localhost", "[::1]:8866"):
+        assert _asked_here(host) and _asked_here(host, f"http://{host}"), host
+        for origin in ("null", "http://evil.example", f"http://{host}.evil.example", ""):
+            assert not _asked_here(host, origin) and not _asked_here(host, f"http://{host}", origin)
+    wrong = ("evil.example:8866", "127.0.0.1.evil.example:8866", "127.0.0.1@evil.example", "[::1")
+    for host in (*wrong, "", "0.0.0.0:8866", "evil.example#127.0.0.1"):
+        assert not _asked_here(host) and not _asked_here(host, f"http://{host}"), host
+    assert not _asked_here(
+        "127.0.0.1:8866", "http://127.0.0.1:80"
+    )  # Another server of this machine
+
+
+@pytest.mark.slow
+def test_a_forged_host_or_origin_is_refused(tmp_path):
+    "Even with the right token, and before a kernel starts; a page of the server may do all."
+    pytest.importorskip("voila")
+    (tmp_path / "work").mkdir()
+    with running_studio(tmp_path / "work", tmp_path / "log") as (process, address):
+        token = address.partition("?")[2]
+        evil = f"evil.example:{urlsplit(address).port}"
+        for path in ("/", "/api/kernels/0", "/voila/files/a", "/login"):
+            for forged in (dict(Host=evil), dict(Origin=f"http://{evil}"), dict(Origin="null")):
+                assert answer_to(address, f"{path}?{token}", **forged) == 403, (path, forged)
+        assert not kernels(process)
+        page = urllib.request.urlopen(address, timeout=240)
+        cookie = "; ".join(c.partition(";")[0] for c in page.headers.get_all("Set-Cookie"))
+        kernel = re.search(rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", page.read())[0].decode()
+        socket_of = dict(Upgrade="websocket", Connection="Upgrade", Sec_WebSocket_Version=13)
+        socket_of["Sec_WebSocket_Key"] = "dGhlIHNhbXBsZSBub25jZQ=="
+        own, channels = f"http://{urlsplit(address).netloc}", f"/api/kernels/{kernel}/channels"
+        for words, secret in ((f"?{token}", {}), ("", dict(Cookie=cookie))):
+            asked = {**socket_of, **secret}
+            assert answer_to(address, channels + words, **asked, Origin=own) == 101
+            for origin in (f"http://{evil}", "http://evil.example", "null"):
+                assert answer_to(address, channels + words, **asked, Origin=origin) == 403
+            assert answer_to(address, channels + words, **{**asked, "Host": evil}) == 403
+            end = f"/voila/api/shutdown/{kernel}{words}"
+            assert answer_to(address, end, "POST", **secret, Origin=f"http://{evil}") == 403
+        assert len(kernels(process)) == 1
 
 
 def tab(page, name):

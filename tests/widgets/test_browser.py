@@ -516,7 +516,7 @@ def test_widgets_look_well(browser, lab, scheme):
     visible_fields(page, "Nobody has been asked yet.")
     press(page, "Ask")
     page.get_by_role("alert").filter(has_text="Write a question first").wait_for()
-    page.get_by_role("textbox", name="Question").fill("what colour is the sky?")
+    page.get_by_role("textbox", name="Question", exact=True).fill("what colour is the sky?")
     press(page, "Ask")
     visible_fields(page, "All tokens")
     visible_fields(page, "KL to base")
@@ -1068,7 +1068,7 @@ def test_after_a_run_everything_else_is_a_click_away(browser, lab, scheme):
     picture("tab")
 
     button("Chat").click()
-    page.get_by_role("textbox", name="Question").fill("What is 1 and 1?")
+    page.get_by_role("textbox", name="Question", exact=True).fill("What is 1 and 1?")
     button("Ask").click()
     visible_fields(page, "All tokens")
     button("Close").click()
@@ -1244,7 +1244,7 @@ def test_from_a_file_to_a_gguf_by_clicks(browser, lab, start):
 
     button("Label answers").wait_for()  # The tab opens by itself
     button("Chat").click()
-    page.get_by_role("textbox", name="Question").fill("Was ist 1 und 1?")
+    page.get_by_role("textbox", name="Question", exact=True).fill("Was ist 1 und 1?")
     button("Ask").click()
     seen("All tokens")
     button("Close").click()
@@ -1266,7 +1266,7 @@ def test_from_a_file_to_a_gguf_by_clicks(browser, lab, start):
     seen("^done · step", 1)
 
     button("Compare with the base", 1).click()
-    page.get_by_role("textbox", name="Question").first.fill("Was ist 2 und 1?")
+    page.get_by_role("textbox", name="Question", exact=True).first.fill("Was ist 2 und 1?")
     button("Ask").click()
     seen("All tokens")
     button("Export").click()

@@ -250,10 +250,10 @@ def test_a_process_outlives_who_started_it(tmp_path):
     until(lambda: (folder / "config.yaml").exists())
     session = TrainSession.attach(folder)
     until(lambda: session.snapshot().step >= 5, 120)
-    assert session.pause()
-    until(lambda: '"paused"' in (folder / ".control" / "state.json").read_text())
-    time.sleep(0.3)
+    assert session.pause(save=True) and session.snapshot().pausing
+    until(lambda: not session.snapshot().pausing)
     held = session.snapshot().step
+    assert (session.snapshot().state, session.snapshot().checkpoint) == ("paused", held)
     time.sleep(0.5)
     assert (
         session.snapshot().step == held and TrainSession.attach(folder).snapshot().state == "paused"
@@ -261,7 +261,7 @@ def test_a_process_outlives_who_started_it(tmp_path):
     assert session.save() and session.sample("import")
     until(
         lambda: (
-            session.snapshot().checkpoint == held
+            session.snapshot().state == "paused"
             and any(p == "import" for _, p, _ in session.snapshot().samples)
         )
     )

@@ -81,7 +81,7 @@ def test_every_button_does_what_it_says(panel):
     until(lambda: panel.session.snapshot().step > 3)
     assert panel.form.field("train.max_steps").widget.disabled and panel.start_button.disabled
     panel.pause_button.click()
-    until(lambda: panel.pause_button.description == "Resume")
+    until(lambda: panel.pause_button.description == "Resume" and "paused" in panel.head.value)
     until(lambda: rests(panel.session.thread))  # The step that was begun is over
     held = panel.session.snapshot().step
     time.sleep(0.1)
@@ -103,6 +103,35 @@ def test_every_button_does_what_it_says(panel):
         and not panel.start_button.disabled
         and not panel.resume_button.disabled
     )
+
+
+def test_a_pause_is_said_when_its_checkpoint_is_there(panel, monkeypatch):
+    "Until then the panel says what the run still does."
+    from trainkit.widgets.session import RunState
+
+    writing, on_save = threading.Event(), RunState.on_save
+
+    def slowly(state, trainer, record):
+        assert writing.wait(60)
+        on_save(state, trainer, record)
+
+    monkeypatch.setattr(RunState, "on_save", slowly)
+    panel.start_button.click()
+    until(lambda: panel.session.snapshot().step)
+    panel.pause_button.click()
+    until(lambda: "pausing: finishing its step, then saving" in panel.head.value, 60)
+    time.sleep(0.1)
+    assert panel.session.snapshot().pausing and "Training pausing" in panel.state_line.value
+    assert "paused" not in panel.head.value
+    writing.set()
+    until(lambda: "paused ·" in panel.head.value and "paused" in panel.state_line.value, 60)
+    now = panel.session.snapshot()
+    assert now.checkpoint == now.step and not now.pausing
+    panel.sample_button.click()  # Resting, it is still paused
+    until(lambda: panel.session.snapshot().samples)
+    assert not panel.session.snapshot().pausing
+    panel.stop_button.click()
+    panel.result()
 
 
 def test_an_error_is_shown_and_raised(panel):
@@ -293,6 +322,49 @@ def test_three_steps_tell_how_long_it_takes(monkeypatch):
     until(lambda: "about 1:30" in panel.time.value and not panel.start_button.disabled)
     panel.form.field("train.max_steps").widget.value = "30"
     assert panel.time.value == ""
+    panel.close()
+
+
+def test_a_rate_is_found_and_taken_by_a_click(monkeypatch):
+    "Start waits for the test; the curve goes away with another setting, not with its own click."
+    from trainkit.train.lr_finder import LRCurve, growing_rates
+    from trainkit.widgets import panel as module
+
+    go, fails = threading.Event(), []
+    rates = growing_rates(1e-5, 1.0, 40)
+    losses = [8.0 - 0.1 * i for i in range(30)] + [5.0 + i for i in range(10)]
+
+    def test(config):
+        assert go.wait(30)
+        if fails:
+            raise ValueError("nothing to learn")
+        return LRCurve(rates, losses, "diverged at 0.7", smoothing=0)
+
+    monkeypatch.setattr(module, "expect_rate", test)
+    panel = TrainerPanel(load_config(RunConfig, {}), job=count, key="rate", presets={})
+    rate = panel.form.field("optim.learning_rate")
+    assert panel.rate_button in rate.box.children and not panel.rate_button.disabled
+    panel.rate_button.click()
+    assert "being tried" in panel.rate_curve.value and not panel.find_rate_soon()
+    panel.refresh(force=True)
+    assert panel.start_button.disabled and panel.rate_button.disabled
+    assert "Learning rates are being tried" in panel.obstacle.value
+    go.set()
+    until(lambda: "<svg" in panel.rate_curve.value and not panel.start_button.disabled)
+    words = [button.description for button in panel.rate_row.children]
+    assert [word.split()[0] for word in words] == ["valley", "steep", "minimum"]
+    panel.rate_row.children[0].click()
+    taken = panel.form.read().optim.learning_rate
+    assert f"valley {taken:.2g}" == words[0] and rate.widget.value == f"{taken:g}"
+    assert "<svg" in panel.rate_curve.value
+    panel.form.field("train.max_steps").widget.value = "30"
+    assert panel.rate_curve.value == "" and panel.rate_row.children == ()
+    fails.append(True)
+    panel.find_rate(panel.form.read())
+    assert "nothing to learn" in panel.rate_curve.value and not panel.rehearsing
+    panel.form.field("engine").show("trl")
+    panel.form.change("engine", "trl")
+    assert panel.rate_button.layout.display == "none"
     panel.close()
 
 

@@ -4,6 +4,7 @@ from . import (
     environments as environments,
     episodes as episodes,
     game as game,
+    invariant as invariant,
     kto as kto,
     logprobs as logprobs,
     policy as policy,
@@ -32,17 +33,23 @@ from .dpo import (
 )
 from .environments import (
     Calculator as Calculator,
+    ENVIRONMENTS as ENVIRONMENTS,
     Environment as Environment,
     FileSearch as FileSearch,
     GuessNumber as GuessNumber,
+    ReasoningGym as ReasoningGym,
     Reply as Reply,
+    TextArena as TextArena,
     ToolEnvironment as ToolEnvironment,
+    call_tool as call_tool,
     tool_schema as tool_schema,
 )
 from .episodes import (
+    Answer as Answer,
     Episode as Episode,
     pack_episodes as pack_episodes,
     play_episodes as play_episodes,
+    sample_answers as sample_answers,
 )
 from .game import TokenGame as TokenGame
 from .invariant import batch_invariant as batch_invariant
@@ -69,6 +76,7 @@ from .reward_model import (
     score_pairs as score_pairs,
 )
 from .rewards import (
+    answer_reader as answer_reader,
     passes_tests as passes_tests,
     right_answer as right_answer,
     right_format as right_format,
@@ -87,6 +95,8 @@ from .rl import (
 )
 from .rollouts import Rollouts as Rollouts
 from .search import (
+    Candidate as Candidate,
+    SearchPoint as SearchPoint,
     SearchResult as SearchResult,
     accuracy_chart as accuracy_chart,
     accuracy_curve as accuracy_curve,

@@ -41,6 +41,7 @@ from ..files import show_bytes, write_atomic
 from ..model.generation import SamplingConfig, context_length
 from ..settings import DistillConfig as DistillConfig
 from ..tokenizer.bpe_tokenizer import BPETokenizer
+from ..tokenizer.chat import answer_ends
 from ..train.objectives import Loss, count_items, forward_inputs, names_argument, objective
 from ..train.objectives import to_model_device
 
@@ -168,7 +169,8 @@ class Teacher:
             raise ValueError(
                 f"token {most} is one that the teacher does not know: student and teacher share "
                 f"the ids below {self.vocab_size}. A chat format may have added it (sft.template): "
-                "take the teacher's own format, or loss_type=sft, seq_kd=true and lmbda=0"
+                "take the teacher's own format, plain where it has none; or loss_type=sft, "
+                "seq_kd=true and lmbda=0"
             )
 
     def compare(
@@ -457,10 +459,12 @@ def shared_vocabulary(
                 f"id {i} is {words[0][i]!r} to the student and {words[1][i]!r} to the teacher, and "
                 f"{len(wrong):,} of {common:,} ids differ ({sizes})"
             )
+            if common - i <= 64:
+                what += ", all of them at the end, where chat formats add their tokens"
         raise ValueError(
             f"{what}: their probabilities cannot be compared. The teacher can still write texts "
             "to learn from (distill.loss_type=sft distill.seq_kd=true distill.lmbda=0); or take "
-            "a teacher of the student's family"
+            "a teacher of the student's family, with the same chat format"
         )
     if longer:  # One of them has further tokens, which the other one may have no logits for
         return min(common, student_size, teacher_size)
@@ -487,6 +491,8 @@ class DistillBatches(Rollouts):
 
     A round has the rows of one optimizer step: which of them the student answers, and what, does
     not depend on how the round is cut into batches."""
+
+    setting = "distill.max_completion_length"
 
     def __init__(
         self,
@@ -569,9 +575,7 @@ def write_answers(
     batch_size: int = 16,  # Prompts that are answered side by side
 ) -> list[str | None]:  # None where an answer was cut off at the limit
     "The teacher's answers to prompts, as text (Kim and Rush 2016)."
-    config, ends = config or DistillConfig(), ()
-    if (end := getattr(tokenizer, "eos_token_id", None)) is not None:
-        ends = (end,)
+    config, ends = config or DistillConfig(), answer_ends(tokenizer)
     ids = [prompt_to_ids(prompt, tokenizer) for prompt in prompts]
     room = context_length(model) - config.max_completion_length
     for i, prompt in enumerate(ids):

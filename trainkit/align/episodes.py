@@ -51,14 +51,15 @@ class _Recorder:
     def __init__(self, config: SamplingConfig):
         self.cut = bool(config.top_k) or config.top_p < 1 or config.min_p > 0
         self.cut = self.cut or config.min_new_tokens > 0
-        self.log_probs: list[float] = []
-        self.kept: Sequence[np.ndarray] | np.ndarray = ()  # (B, bytes)
+        self.log_probs: dict[int, float] = {}  # Of the newest token of each row
+        self.kept: dict[int, np.ndarray] = {}  # (bytes,) each
 
-    def __call__(self, logits: Tensor, ids: Tensor) -> None:
+    def __call__(self, logits: Tensor, ids: Tensor, rows: list[int]) -> None:
         drawn = logits.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
-        self.log_probs = drawn.tolist()
+        self.log_probs = dict(zip(rows, drawn.tolist(), strict=True))
         if self.cut:
-            self.kept = np.packbits(logits.isfinite().cpu().numpy(), axis=-1)
+            kept = np.packbits(logits.isfinite().cpu().numpy(), axis=-1)
+            self.kept = dict(zip(rows, kept, strict=True))
 
 
 def sample_answers(
@@ -291,6 +292,12 @@ def play_episodes(
     ]
     limit = context_length(policy)
     room = [int(min(sampling.max_new_tokens, limit - len(e.prompt))) for e in episodes]
+    for i, left in enumerate(room):
+        if left < 1:
+            raise ValueError(
+                f"the prompt of episode {i} has {len(episodes[i].prompt)} tokens, and the model "
+                f"reads at most {limit:.0f}: there is no room for an answer"
+            )
     live = [*range(len(episodes))]
     for turn in range(max_turns):
         if not live:

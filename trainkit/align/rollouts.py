@@ -11,6 +11,7 @@ position and the answers that it is in the middle of, so a run resumes exactly."
 __all__ = ['encode_prompts', 'pack_answers', 'take_rows', 'environment_reward', 'Rollouts']
 
 # %% ../../nbs/08_align/12_rollouts.ipynb #imports-rollouts
+import json
 import math
 import warnings
 import zlib
@@ -58,6 +59,7 @@ def encode_prompts(
     prompts: Sequence,
     tokenizer: "_Tokenizer | None",  # None where all are ids
     room: float,  # Tokens that a prompt may have
+    setting: str = "rl.max_completion_length",  # That leaves so much room, for the error
 ) -> tuple[list[list[int]], list[dict]]:  # ids of each; its row
     "Prompts as ids, and their rows for the reward functions."
     rows = [dict(p) if isinstance(p, dict) else dict(prompt=p) for p in prompts]
@@ -69,17 +71,17 @@ def encode_prompts(
         if not prompt:
             raise ValueError(f"row {i} has no prompt, only {', '.join(row) or 'nothing'}")
         ids.append(prompt_to_ids(prompt, tokenizer))
-    _check_room(ids, room)
+    for i, prompt in enumerate(ids):
+        _check_room(i, prompt, room, setting)
     return ids, rows
 
 
-def _check_room(prompt_ids: Sequence[Sequence[int]], room: float) -> None:
-    for i, ids in enumerate(prompt_ids):
-        if len(ids) > room:
-            raise ValueError(
-                f"prompt {i} has {len(ids)} tokens, and with rl.max_completion_length taken off "
-                f"the context there is room for {room}: cut it, or allow shorter answers"
-            )
+def _check_room(i: int, ids: Sequence[int], room: float, setting: str) -> None:
+    if len(ids) > room:
+        raise ValueError(
+            f"prompt {i} has {len(ids)} tokens, and with {setting} taken off "
+            f"the context there is room for {room}: cut it, or allow shorter answers"
+        )
 
 # %% ../../nbs/08_align/12_rollouts.ipynb #96db4d81
 def pack_answers(
@@ -151,6 +153,8 @@ class Rollouts:
 
     With an environment, each answer is an episode of several turns."""
 
+    setting = "rl.max_completion_length"  # Name of the knob, for messages
+
     def __init__(
         self,
         model: nn.Module,  # The one that is trained; an `ActorCritic` for ppo
@@ -175,7 +179,7 @@ class Rollouts:
         self.accelerator = accelerator
         self.policy: nn.Module = getattr(model, "policy", model)
         self.config = config = config or RLConfig()
-        room = context_length(self.policy) - config.max_completion_length
+        self.room = context_length(self.policy) - config.max_completion_length
         if config.thinking_budget is not None and tokenizer is None:
             raise ValueError(
                 f"thinking_budget = {config.thinking_budget} needs a tokenizer: thoughts are found "
@@ -183,11 +187,18 @@ class Rollouts:
             )
         self.environment = environment
         self.rewards = [reward] if callable(reward) else list(reward)
+        self._prompt_ids: list[list[int]] | None = None
         if environment is None:
-            self.prompt_ids, self.rows = encode_prompts(prompts, tokenizer, room)
+            self._prompt_ids, self.rows = encode_prompts(
+                prompts, tokenizer, self.room, self.setting
+            )
         else:
             self.rows = [dict(p) if isinstance(p, Mapping) else dict(prompt=p) for p in prompts]
-            self.prompt_ids = self._first_prompts(environment(), room)
+            if not self.rows:
+                raise ValueError(
+                    "there are no rows for the environment: pass at least one, such as {}"
+                )
+            self._first = self._first_prompts(self.rows[:1])  # So that most mistakes show early
             self.rewards = [environment_reward, *self.rewards]
         self.batch_size = batch_size or config.num_prompts * config.num_generations
         if where := dropout_layers(model):
@@ -216,15 +227,25 @@ class Rollouts:
         self.round: tuple[int, dict[str, Tensor]] | None = None
         self.samples: list[dict] = []  # Of the last round: prompt, completion, reward
 
-    def _first_prompts(self, environment: Environment, room: float) -> list[list[int]]:
-        "What the environment asks for each row, to learn early that it has room."
-        if not self.rows:
-            raise ValueError("there are no rows for the environment: pass at least one, such as {}")
+    @property
+    def prompt_ids(self) -> list[list[int]]:
+        "The ids of each prompt; with an environment, of an episode that each row may begin."
+        if self._prompt_ids is None:
+            self._prompt_ids = self._first_prompts(self.rows)
+        return self._prompt_ids
+
+    def _first_prompts(self, rows: Sequence[dict]) -> list[list[int]]:
+        "What the environment asks for rows, equal ones once; raises `ValueError` without room."
+        assert self.environment is not None
+        environment = self.environment()
         tools = [tool_schema(tool) for tool in environment.tools] or None
-        prompts = [environment.reset(row, 0) for row in self.rows]
-        ids = [prompt_to_ids(prompt, self.tokenizer, tools) for prompt in prompts]
-        _check_room(ids, room)
-        return ids
+        known: dict[str, list[int]] = {}
+        for i, row in enumerate(rows):
+            if (key := repr(row)) not in known:
+                prompt = environment.reset(row, 0)
+                known[key] = prompt_to_ids(prompt, self.tokenizer, tools)
+                _check_room(i, known[key], self.room, self.setting)
+        return [known[repr(row)] for row in rows]
 
     def order(self, epoch: int) -> list[list[int]]:
         "Which prompts each round of an epoch takes."
@@ -283,7 +304,7 @@ class Rollouts:
     ) -> dict[str, Tensor]:
         "A batch of the longest prompts with the longest answers: no other takes more memory."
         c = self.config
-        answers = len(self.prompt_ids) * c.num_generations
+        answers = len(self.rows) * c.num_generations
         rows = min(self.batch_size, answers, rows or self.batch_size)
         prompts = sorted(self.prompt_ids, key=len)[-c.num_prompts :]
         batch = pack_answers(
@@ -339,7 +360,7 @@ class Rollouts:
         c = self.config
         width = batch["input_ids"].shape[1]
         policy: nn.Module = getattr(model, "policy", model)
-        count = min(c.num_prompts, len(self.prompt_ids)) * c.num_generations
+        count = min(c.num_prompts, len(self.rows)) * c.num_generations
         answer = min(c.max_completion_length, int((batch["labels"] != -100).sum(1).max()))
         cpu = next(policy.parameters()).device.type == "cpu"
         with merged_lora(policy) if cpu else nullcontext(), eval_mode(policy):
@@ -638,7 +659,11 @@ class Rollouts:
         self.round = None
 
     def _fingerprint(self) -> dict[str, Any]:
-        prompts = zlib.crc32(repr(self.prompt_ids).encode())
+        asked = repr(self._prompt_ids)
+        if self.environment is not None:  # Its prompts need not be computed for this
+            rows = json.dumps(self.rows, default=lambda value: type(value).__name__)
+            asked = f"{self._first} {rows}"
+        prompts = zlib.crc32(asked.encode())
         return dict(prompts=prompts, batch_size=self.batch_size, config=asdict(self.config))
 
     def state_dict(self) -> dict[str, Any]:

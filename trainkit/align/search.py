@@ -80,10 +80,11 @@ def _continue(
     knobs = asdict(sampling) | dict(max_new_tokens=max(budgets))
     rows, config, eos, _, streamers = check_request(model, contexts, tokenizer, stop, None, knobs)
     parts = [_Part([]) for _ in rows]
-    drawn: list[float] = []
+    drawn: dict[int, float] = {}
 
-    def watch(logits: Tensor, ids: Tensor) -> None:
-        drawn[:] = logits.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1).tolist()
+    def watch(logits: Tensor, ids: Tensor, rows: list[int]) -> None:
+        log_probs = logits.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
+        drawn.update(zip(rows, log_probs.tolist(), strict=True))
 
     limit, processors = config.thinking_budget, []
     if limit is not None and tokenizer is not None:

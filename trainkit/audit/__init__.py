@@ -1,4 +1,4 @@
-"""Audit: invariants that every trainer has, adapters for four trainers, and planted bugs."""
+"""Audit: invariants that every trainer has, adapters for six trainers, and planted bugs."""
 
 from trainkit._lazy import attach_stub
 

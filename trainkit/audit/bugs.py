@@ -10,14 +10,17 @@ wrong, in a way that raises no error, and `run_audit` finds it."""
 # %% auto #0
 __all__ = ['BUGS', 'finds', 'ShiftsTwice', 'MeanOfRowMeans', 'LearnsPadding', 'MeanOfBatchMeans', 'LogsLastBatch',
            'MasksTheFirstToken', 'DividesByZero', 'DividesByAllTokens', 'PositionsGoOn', 'PacksIntoOneText',
-           'ScalesTwice', 'SeesTheFuture', 'DecaysWithoutRate', 'LargeEpsilon', 'AddsDecayToTheGradient',
-           'ClipsEachParameter', 'KeepsGradients', 'WarmupEndsEarly', 'CountsBatches', 'TrainsFrozen', 'RoundsWeights',
-           'DrawsWithReplacement', 'SameOrder', 'Unseeded', 'IgnoresSeed', 'LearnsInEvaluation', 'DrawsInEvaluation',
-           'StaysInEvaluation', 'MeanOfEvaluations', 'ForgetsMoments', 'ReadsFromTheStart', 'RestartsTheSchedule',
-           'ForgetsTheGenerator', 'SavesInHalf', 'KeepsTheWorst', 'TwoBeginnings', 'MasksTheEnd', 'LearnsQuestions',
-           'ReadsControlText', 'PromptsInAnotherWay', 'RandomStart', 'StaysOn', 'MergesWithoutScale', 'BaseLearns',
-           'ReferenceWithDropout', 'ReferenceIsThePolicy', 'LeavesOutTheReference', 'AddsUpPairs', 'TiesLose',
-           'SamplesInHalf', 'CountsPadding', 'MeanOverTheBatch', 'MedianBaseline', 'DifferenceAsPenalty']
+           'ScalesTwice', 'MeanOfProcesses', 'CountsOnly', 'SeesTheFuture', 'DecaysWithoutRate', 'LargeEpsilon',
+           'AddsDecayToTheGradient', 'ClipsEachParameter', 'KeepsGradients', 'WarmupEndsEarly', 'CountsBatches',
+           'TrainsFrozen', 'ForgetsAMoment', 'RoundsWeights', 'DrawsWithReplacement', 'SameOrder', 'Unseeded',
+           'IgnoresSeed', 'LearnsInEvaluation', 'DrawsInEvaluation', 'StaysInEvaluation', 'MeanOfEvaluations',
+           'ForgetsMoments', 'ReadsFromTheStart', 'RestartsTheSchedule', 'ForgetsTheGenerator', 'SavesInHalf',
+           'KeepsTheWorst', 'TwoBeginnings', 'MasksTheEnd', 'LearnsQuestions', 'WrapsInAnEmptyThought',
+           'ReadsControlText', 'PromptsInAnotherWay', 'RandomStart', 'StaysOn', 'MergesWithoutScale', 'SavesTheBase',
+           'StaysPacked', 'BaseLearns', 'ReferenceWithDropout', 'ReferenceIsThePolicy', 'LeavesOutTheReference',
+           'AddsUpPairs', 'TiesLose', 'SamplesInHalf', 'CountsPadding', 'RecordsTheCutDistribution',
+           'DecodesAndEncodes', 'SortsByLength', 'CountsCutAnswers', 'DividesTwice', 'MeanOverTheBatch',
+           'MedianBaseline', 'DifferenceAsPenalty']
 
 # %% ../../nbs/15_audit/04_planted_bugs.ipynb #imports-bugs
 from collections.abc import Callable
@@ -146,6 +149,26 @@ class ScalesTwice(PlainLoop):
         return loss
 
 
+@finds("processes_change_no_gradient")
+class MeanOfProcesses(PlainLoop):
+    "Each process divides by its own tokens, and the gradients are averaged."
+
+    def over_processes(self, count):
+        return (
+            count * torch.distributed.get_world_size()
+            if torch.distributed.is_initialized()
+            else count
+        )
+
+
+@finds("router_balance_has_a_gradient")
+class CountsOnly(PlainLoop):
+    "The balance is computed from how many tokens went where, and counts have no gradient."
+
+    def balance(self, chances, chosen):
+        return super().balance(chances.detach(), chosen)
+
+
 @finds("model_is_causal")
 class SeesTheFuture(PlainLoop):
     "The mask is missing: predictions depend on the tokens that are to be predicted."
@@ -222,6 +245,14 @@ class TrainsFrozen(PlainLoop):
 
     def optimizer(self, model, fit):
         return super().optimizer(model.requires_grad_(True), fit)
+
+
+@finds("memory_is_as_predicted")
+class ForgetsAMoment(PlainLoop):
+    "Adam keeps two numbers for each weight, and the estimate has one."
+
+    def memory(self, fit):
+        return super().memory(fit) * 3 // 4
 
 
 @finds("tiny_steps_add_up")
@@ -386,6 +417,16 @@ class LearnsQuestions(PlainLoop):
         return True
 
 
+@finds("answers_come_back")
+class WrapsInAnEmptyThought(PlainLoop):
+    "The template puts an empty thought before each answer that has no opening tag of its own."
+
+    def body(self, role, content):
+        if role == "assistant" and "<think>" not in content:
+            content = f"<think></think>{content}"
+        return super().body(role, content)
+
+
 @finds("users_write_no_control_tokens")
 class ReadsControlText(PlainLoop):
     "The text of a user is encoded with special tokens allowed."
@@ -435,6 +476,28 @@ class MergesWithoutScale(PlainLoop):
             if "lora_B" in name:
                 p.data /= 2  # alpha is 8, and the rank 4
         return super().merge(model)
+
+
+@finds("merged_model_is_saved")
+class SavesTheBase(PlainLoop):
+    "What is saved as the merged model are the weights from before the training."
+
+    def adapt(self, model):
+        self.base = deepcopy(model)
+        return super().adapt(model)
+
+    def save(self, model, folder):
+        super().save(getattr(self, "base", model), folder)
+
+
+@finds("quantized_gradient_survives_evaluation")
+class StaysPacked(PlainLoop):
+    "An evaluation packs the first layer for speed, and the packed kernel has no backward."
+
+    def evaluate(self, model, rows, fit):
+        layer = model.get_submodule("model.layers.1.self_attn.o_proj")
+        layer.register_forward_hook(lambda module, args, out: out.detach())
+        return super().evaluate(model, rows, fit)
 
 
 @finds("base_of_an_adapter_is_frozen")
@@ -505,6 +568,48 @@ class CountsPadding(PlainLoop):
         return batch | dict(
             position_ids=torch.arange(size).expand(len(rows), -1), attention_mask=mask
         )
+
+
+@finds("top_p_ratio_is_one")
+class RecordsTheCutDistribution(PlainLoop):
+    "The sampler's probabilities add up to 1 over the tokens that top-p left, the trainer's do not."
+
+    def recorded(self, logits, kept, temperature):
+        return self.score(kept, temperature)
+
+
+@finds("sampled_ids_are_trained")
+class DecodesAndEncodes(PlainLoop):
+    "An answer is decoded to a text on its way to the trainer, and encoded again."
+
+    def trained_ids(self, ids):
+        return self.encode(self.text(ids).strip()) + [self.eos]
+
+
+@finds("policy_gradient_is_weighted")
+class SortsByLength(PlainLoop):
+    "Answers are sorted by length to save padding, and their advantages are not."
+
+    def rewarded(self, answers, size):
+        advantages = [advantage for _, advantage in super().rewarded(answers, size)]
+        by_length = sorted(answers, key=lambda answer: len(answer["answer"]))
+        return [*zip(by_length, advantages, strict=True)]
+
+
+@finds("unfinished_answer_counts_nowhere")
+class CountsCutAnswers(PlainLoop):
+    "Masked answers are left out of the sum, and stay in the number that divides it."
+
+    def answer_tokens(self, part):
+        return sum(len(answer["answer"]) for answer, _ in part)
+
+
+@finds("accumulation_changes_no_answer")
+class DividesTwice(PlainLoop):
+    "The loss is divided by the tokens of the whole step, and by the number of its batches."
+
+    def answer_denominator(self, part, window):
+        return super().answer_denominator(part, window) * len(window)
 
 
 @finds("equal_rewards_teach_nothing")

@@ -14,29 +14,39 @@ which returns `Proof`: a number, and the limit up to which the property holds. `
 
 # %% auto #0
 __all__ = ['LabelledRow', 'INVARIANTS', 'TOLERANCE', 'RATE', 'RESUMED', 'CHAT', 'Fit', 'Subject', 'random_rows', 'learned_tokens',
-           'expected_loss', 'Seen', 'weights_of', 'observe', 'distance', 'Proof', 'Invariant', 'invariant',
-           'loss_is_cross_entropy', 'batch_is_its_rows', 'padding_changes_nothing', 'accumulation_changes_no_gradient',
-           'accumulated_loss_is_the_mean', 'one_token_has_its_gradient', 'nothing_learned_is_zero',
-           'unlearned_row_changes_nothing', 'order_in_a_batch_does_not_matter', 'packed_is_alone',
-           'gradient_is_the_derivative', 'model_is_causal', 'zero_rate_changes_nothing', 'first_step_is_adamw',
+           'expected_loss', 'Seen', 'weights_of', 'observe', 'in_processes', 'distance', 'Proof', 'Invariant',
+           'invariant', 'loss_is_cross_entropy', 'batch_is_its_rows', 'padding_changes_nothing',
+           'accumulation_changes_no_gradient', 'accumulated_loss_is_the_mean', 'one_token_has_its_gradient',
+           'nothing_learned_is_zero', 'unlearned_row_changes_nothing', 'order_in_a_batch_does_not_matter',
+           'packed_is_alone', 'gradient_is_the_derivative', 'processes_change_no_gradient',
+           'router_balance_has_a_gradient', 'model_is_causal', 'zero_rate_changes_nothing', 'first_step_is_adamw',
            'decay_is_decoupled', 'clipping_scales_the_whole', 'gradients_are_cleared', 'schedule_is_as_asked',
-           'schedule_counts_optimizer_steps', 'frozen_stays', 'tiny_steps_add_up', 'epoch_has_each_row_once',
-           'epochs_have_other_orders', 'seed_is_repeatable', 'seeds_differ', 'evaluation_changes_nothing',
-           'evaluation_draws_no_numbers', 'dropout_returns', 'evaluation_is_the_mean', 'killed_is_not_killed',
-           'resumed_run_reads_on', 'resumed_run_keeps_its_schedule', 'resumed_run_keeps_its_dropout',
-           'saved_model_is_the_model', 'best_model_is_the_best', 'bos_comes_once', 'end_of_an_answer_is_learned',
-           'only_answers_are_learned', 'users_write_no_control_tokens', 'prompt_is_a_prefix',
-           'fresh_adapter_changes_nothing', 'adapter_off_is_the_base', 'merged_is_the_adapter',
-           'base_of_an_adapter_is_frozen', 'random_pairs', 'dpo_begins_at_ln_2', 'reference_is_unchanged',
-           'exchange_turns_the_sign', 'accumulation_changes_no_pair', 'tie_counts_a_half',
-           'sampler_agrees_with_training', 'company_changes_no_answer', 'equal_rewards_teach_nothing',
+           'schedule_counts_optimizer_steps', 'frozen_stays', 'memory_is_as_predicted', 'tiny_steps_add_up',
+           'epoch_has_each_row_once', 'epochs_have_other_orders', 'seed_is_repeatable', 'seeds_differ',
+           'evaluation_changes_nothing', 'evaluation_draws_no_numbers', 'dropout_returns', 'evaluation_is_the_mean',
+           'killed_is_not_killed', 'resumed_run_reads_on', 'resumed_run_keeps_its_schedule',
+           'resumed_run_keeps_its_dropout', 'saved_model_is_the_model', 'best_model_is_the_best', 'bos_comes_once',
+           'end_of_an_answer_is_learned', 'only_answers_are_learned', 'answers_come_back',
+           'users_write_no_control_tokens', 'prompt_is_a_prefix', 'fresh_adapter_changes_nothing',
+           'adapter_off_is_the_base', 'merged_is_the_adapter', 'merged_model_is_saved',
+           'quantized_gradient_survives_evaluation', 'base_of_an_adapter_is_frozen', 'random_pairs',
+           'dpo_begins_at_ln_2', 'reference_is_unchanged', 'exchange_turns_the_sign', 'accumulation_changes_no_pair',
+           'tie_counts_a_half', 'sampler_agrees_with_training', 'company_changes_no_answer', 'top_p_ratio_is_one',
+           'random_answers', 'sampled_ids_are_trained', 'policy_gradient_is_weighted',
+           'unfinished_answer_counts_nowhere', 'accumulation_changes_no_answer', 'equal_rewards_teach_nothing',
            'advantages_add_up_to_zero', 'kl_is_not_negative']
 
 # %% ../../nbs/15_audit/01_invariants.ipynb #imports-invariants
 import inspect
 import math
+import os
 import random
 import shutil
+import signal
+import socket
+import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -46,7 +56,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 # %% ../../nbs/15_audit/01_invariants.ipynb #inv-subject
 LabelledRow = dict[
@@ -73,6 +86,7 @@ class Fit:
     eval_rows: tuple[LabelledRow, ...] = ()  # Held out
     eval_every: int = 0  # Steps
     keep_best: bool = False  # The model that remains has the lowest loss on `eval_rows`
+    balance: float = 0.0  # Weight of the loss that balances experts
 
 
 class Subject:
@@ -85,6 +99,10 @@ class Subject:
     version = ""
     vocab_size = 64
     pad, bos, eos = 0, 1, 2  # Ids that the rows of the audit do not contain
+    processes = False  # `fit` can run in several processes, which torch.distributed connects
+    decay = "linear"  # A schedule that falls, in the words of transformers
+    # Name of an invariant that is violated on purpose -> why, and where the trainer says so
+    choices: Mapping[str, str] = {}
 
     def model(self, seed: int = 0, dropout: float = 0.0) -> nn.Module:
         "A small decoder with `vocab_size` tokens, float32, on the CPU, with these random weights."
@@ -133,6 +151,10 @@ class Subject:
         "Ids and labels of a chat; with `prompt` the ids after which an answer is sampled."
         raise NotImplementedError
 
+    def text(self, ids: list[int]) -> str:
+        "The text of ids of a chat, without its control tokens."
+        raise NotImplementedError
+
     control_ids: Sequence[int] = ()  # Ids that only the chat template may write
     control_text = ""  # A text that spells some of them
 
@@ -148,6 +170,18 @@ class Subject:
         "The adapter added to the weights of the base."
         raise NotImplementedError
 
+    def quantize(self, model: nn.Module) -> nn.Module:
+        "The model with its linear layers in 4 bits, and a fresh adapter on them."
+        raise NotImplementedError
+
+    def expert_model(self) -> nn.Module:
+        "A small mixture of experts with a router; `Fit.balance` is the weight of its extra loss."
+        raise NotImplementedError
+
+    def memory(self, fit: Fit) -> int:  # Bytes
+        "What the trainer predicts for weights, gradients and optimizer of its `model()`."
+        raise NotImplementedError
+
     def fit_pairs(
         self,
         model: nn.Module,
@@ -155,6 +189,28 @@ class Subject:
         fit: Fit,
     ) -> list[dict[str, float]]:  # For each step: loss, margin (of the rewards), accuracy
         "Train with DPO, beta 0.1, against the model as it is now."
+        raise NotImplementedError
+
+    def fit_answers(
+        self,
+        model: nn.Module,
+        # prompt and answer: ids; reward; finished: whether the answer ends with EOS.
+        # Answers to the same prompt follow each other
+        answers: Sequence[dict],
+        size: int,  # Of a group of answers
+        fit: Fit,
+    ) -> list[dict[str, float]]:  # For each step: loss
+        "Train with GRPO on sampled answers, a mean over tokens; unfinished ones teach nothing."
+        raise NotImplementedError
+
+    def ratios(
+        self,
+        model: nn.Module,
+        prompts: list[list[int]],
+        count: int,  # New tokens of each
+        top_p: float,  # They are drawn from the likeliest tokens only
+    ) -> list[list[float]]:
+        "Sample, and divide each probability in training by the one that the sampler recorded."
         raise NotImplementedError
 
     def advantages(self, rewards: Tensor, size: int) -> Tensor:
@@ -273,6 +329,47 @@ def observe(
             hook.remove()
     seen.weights = weights_of(model)
     return seen
+
+
+def in_processes(
+    count: int,
+    work: Callable[[], dict[str, Tensor]],
+    seconds: int = 120,  # A process that takes longer is killed
+) -> list[dict[str, Tensor]]:  # Raises `RuntimeError` with what a process raised
+    "Do the same work in forked processes, which find each other as those of torchrun do."
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        port = place.getsockname()[1]
+    names = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(count))
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(count):
+            if child := os.fork():
+                children.append(child)
+                continue
+            try:
+                signal.alarm(seconds)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Warnings that C++ prints
+                torch.set_num_threads(1)
+                os.environ.update(names, RANK=str(rank), LOCAL_RANK=str(rank))
+                # The threads of a parent do not live on in its children
+                os.environ.update(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
+                if "accelerate" in sys.modules:
+                    from accelerate.state import AcceleratorState
+
+                    AcceleratorState._reset_state(reset_partial_state=True)
+                torch.save(work(), f"{folder}/{rank}.pt")
+            except BaseException:
+                Path(folder, "error").write_text(traceback.format_exc())
+            finally:
+                os._exit(0)  # Without what the parent would do at its end
+        for child in children:
+            os.waitpid(child, 0)
+        if len([*Path(folder).glob("*.pt")]) < count:
+            error = Path(folder, "error")
+            text = error.read_text() if error.exists() else "a process was killed"
+            raise RuntimeError(text.strip().splitlines()[-1])
+        return [torch.load(f"{folder}/{rank}.pt") for rank in range(count)]
 
 
 def distance(
@@ -457,6 +554,30 @@ def gradient_is_the_derivative(subject: Subject, folder: Path) -> Proof:
     return Proof(abs(slope / square - 1), 0.01, f"slope {slope:.4f}, gradient {square:.4f}")
 
 
+@invariant("Loss", "Two processes with two rows each have the gradient of one with four.")
+def processes_change_no_gradient(subject: Subject, folder: Path) -> Proof:
+    if not subject.processes:
+        raise NotImplementedError
+    rows = random_rows(4)
+    whole = observe(subject, subject.model(), rows, Fit()).gradients[0]
+    parts = in_processes(
+        2, lambda: observe(subject, subject.model(), rows, Fit(batch_size=2)).gradients[0]
+    )
+    gap = max(distance(part, whole) for part in parts)
+    return Proof(gap, TOLERANCE, "difference of the gradients")
+
+
+@invariant("Loss", "The loss that balances experts reaches the router.")
+def router_balance_has_a_gradient(subject: Subject, folder: Path) -> Proof:
+    rows, gradients = random_rows(4), []
+    for balance in (0.0, 1.0):
+        model = subject.expert_model()
+        gradients.append(observe(subject, model, rows, Fit(balance=balance)).gradients[0])
+    change = distance(gradients[1], gradients[0])
+    text = f"the loss changes the gradient by {change:.1e}, which is nothing where this is 1"
+    return Proof(float(change < 1e-4), 0, text)
+
+
 @invariant("Loss", "A token does not see the tokens after it.")
 def model_is_causal(subject: Subject, folder: Path) -> Proof:
     model, ids = subject.model(), torch.tensor([random_rows(1, (12, 12))[0]["input_ids"]])
@@ -540,14 +661,7 @@ def _rates(fit: Fit) -> list[float]:
 
 
 def _rate_gap(subject: Subject, accumulation: int) -> Proof:
-    fit = Fit(
-        batch_size=1,
-        accumulation=accumulation,
-        steps=8,
-        learning_rate=1e-3,
-        schedule="linear",
-        warmup=3,
-    )
+    fit = Fit(1, accumulation, 8, 1e-3, schedule=subject.decay, warmup=3)
     rates = observe(subject, subject.model(), random_rows(8 * accumulation), fit).rates
     wanted = _rates(fit)
     if len(rates) != len(wanted):
@@ -576,6 +690,27 @@ def frozen_stays(subject: Subject, folder: Path) -> Proof:
     seen = observe(subject, model, random_rows(8), Fit(2, 1, 2, RATE, weight_decay=0.1))
     gap = max(float((seen.weights[n] - before[n]).abs().max()) for n in names)
     return Proof(gap, 0.0, "change of a frozen weight")
+
+
+@invariant("Optimizer", "Weights, gradients and optimizer need the memory predicted.", "lost")
+def memory_is_as_predicted(subject: Subject, folder: Path) -> Proof:
+    fit, model = Fit(steps=2, learning_rate=RATE), subject.model()
+    predicted, sizes = subject.memory(fit), []
+
+    def after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        held += [p.grad for p in held if p.grad is not None]
+        states = [x for state in optimizer.state.values() for x in state.values()]
+        held += [x for x in states if isinstance(x, Tensor)]
+        sizes.append(sum(x.numel() * x.element_size() for x in held))
+
+    hook = register_optimizer_step_post_hook(after_step)
+    try:
+        subject.fit(model, random_rows(8), fit)
+    finally:
+        hook.remove()
+    text = f"{predicted} bytes predicted, {sizes[-1]} used"
+    return Proof(abs(predicted / sizes[-1] - 1), 0.01, text)
 
 
 @invariant("Optimizer", "Many steps with a tiny rate add up.")
@@ -679,13 +814,14 @@ def _interrupted(subject: Subject, folder: Path, dropout: float = 0.0) -> tuple[
     "A run of eight steps, and one that was killed before its sixth and continued from its third."
     rows, home = _marked(24), folder / "run"
     model = subject.model(dropout=dropout)
-    whole = observe(subject, model, rows, RESUMED, home, kill_before=6)
+    fit = replace(RESUMED, schedule=subject.decay)
+    whole = observe(subject, model, rows, fit, home, kill_before=6)
     if whole.killed is None:
         raise RuntimeError("the run took fewer than six steps")
     shutil.rmtree(home)
     whole.killed.rename(home)  # As it was when the process was killed
     model = subject.model(1, dropout)
-    return whole, observe(subject, model, rows, RESUMED, home, resume=True)
+    return whole, observe(subject, model, rows, fit, home, resume=True)
 
 
 @invariant("Resume", "A run that was killed and continued ends with the same weights.", "lost")
@@ -768,6 +904,18 @@ def only_answers_are_learned(subject: Subject, folder: Path) -> Proof:
     return Proof(float(learned != again), 0, "1 where a question changes what is learned")
 
 
+@invariant("Chat", "The learned tokens spell the answers, and nothing else.")
+def answers_come_back(subject: Subject, folder: Path) -> Proof:
+    thought = "It is asked for a capital.</think>Rome."  # As sampled after a prompt with <think>
+    wrong = 0
+    for chat in (CHAT, [*CHAT[:3], dict(role="assistant", content=thought)]):
+        _, labels = subject.chat(chat)
+        text = subject.text([x for x in labels if x != -100])
+        answers = [m["content"] for m in chat if m["role"] == "assistant"]
+        wrong += "".join(text.split()) != "".join("".join(answers).split())
+    return Proof(wrong, 0, "chats whose answers are learned as another text")
+
+
 @invariant("Chat", "Text of a user writes no control tokens.")
 def users_write_no_control_tokens(subject: Subject, folder: Path) -> Proof:
     plain, _ = subject.chat([dict(role="user", content="hello"), CHAT[1]])
@@ -823,6 +971,25 @@ def merged_is_the_adapter(subject: Subject, folder: Path) -> Proof:
     gap = (subject.logits(subject.merge(model), ids) - beside).abs().max()
     change = (beside - before).abs().max()
     return Proof(float(gap / change), 1e-3, "difference, as a share of what was learned")
+
+
+@invariant("Adapters", "A merged model that is saved and loaded has learned.", "lost")
+def merged_model_is_saved(subject: Subject, folder: Path) -> Proof:
+    model, ids, before, _ = _adapted(subject)
+    learned = subject.logits(model, ids)
+    subject.save(subject.merge(model), folder / "merged")
+    gap = (subject.logits(subject.load(folder / "merged"), ids) - learned).abs().max()
+    change = (learned - before).abs().max()
+    return Proof(float(gap / change), 1e-3, "difference, as a share of what was learned")
+
+
+@invariant("Adapters", "Right after an evaluation, 4-bit layers pass on the same gradient.")
+def quantized_gradient_survives_evaluation(subject: Subject, folder: Path) -> Proof:
+    rows, held, gradients = random_rows(4) * 2, tuple(random_rows(4, seed=9)), []
+    for fit in (Fit(steps=2), Fit(steps=2, eval_rows=held, eval_every=1)):
+        model = subject.quantize(subject.model())
+        gradients.append(observe(subject, model, rows, fit).gradients[1])
+    return Proof(distance(gradients[1], gradients[0]), TOLERANCE, "difference of the gradients")
 
 
 @invariant("Adapters", "Training an adapter leaves the base bit by bit as it was.")
@@ -920,6 +1087,96 @@ def company_changes_no_answer(subject: Subject, folder: Path) -> Proof:
         gap = (torch.tensor(again[0]) - torch.tensor(logps)).abs().max()
         worst = max(worst, math.inf if alone[0] != ids else float(gap))
     return Proof(worst, 1e-4, "difference of a log-probability; infinite for another answer")
+
+
+@invariant("Sampling", "With top-p, the first ratio of a policy is still 1.")
+def top_p_ratio_is_one(subject: Subject, folder: Path) -> Proof:
+    prompts = [row["input_ids"] for row in random_rows(3, (4, 9))]
+    ratios = subject.ratios(subject.model(), prompts, 8, 0.5)
+    worst = max(abs(ratio - 1) for row in ratios for ratio in row)
+    return Proof(worst, TOLERANCE, "largest distance of a ratio from 1")
+
+
+def random_answers(groups: int = 2, size: int = 4, eos: int = 2, seed: int = 0) -> list[dict]:
+    "Groups of answers of different lengths to the same prompt, with rewards."
+    prompts, draw = random_rows(groups, (3, 9), seed), random.Random(seed)
+    return [
+        dict(
+            prompt=prompt["input_ids"],
+            answer=[*row["input_ids"], eos],
+            reward=draw.random(),
+            finished=True,
+        )
+        for number, prompt in enumerate(prompts)
+        for row in random_rows(size, (3, 9), seed + 1 + number)
+    ]
+
+
+def _watch_answers(subject: Subject, model: nn.Module, answers: Sequence[dict], fit: Fit) -> Seen:
+    "`observe` for groups of four answers."
+
+    class Answers(Subject):
+        def fit(self, model, rows, fit, folder=None, resume=False):  # type: ignore[override]
+            return subject.fit_answers(model, answers, 4, fit)
+
+    return observe(Answers(), model, [], fit)
+
+
+def _policy_gradient(
+    subject: Subject, model: nn.Module, answers: Sequence[dict]
+) -> dict[str, Tensor]:
+    "Advantage times log-probability, a mean over the tokens of finished answers, by autograd."
+    rewards = torch.tensor([answer["reward"] for answer in answers])
+    advantages = subject.advantages(rewards, 4)
+    model.zero_grad()
+    count = sum(len(a["answer"]) for a in answers if a["finished"])
+    for answer, advantage in zip(answers, advantages.tolist(), strict=True):
+        if answer["finished"]:
+            ids, start = answer["prompt"] + answer["answer"], len(answer["prompt"])
+            out = model(torch.tensor([ids]))
+            logps = getattr(out, "logits", out)[0, start - 1 : -1].log_softmax(-1)
+            logp = logps[range(len(answer["answer"])), answer["answer"]].sum()
+            (-advantage * logp / count).backward()
+    gradient = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return gradient
+
+
+@invariant("Reinforcement", "The ids that were sampled are the ids that are trained.")
+def sampled_ids_are_trained(subject: Subject, folder: Path) -> Proof:
+    answers, model = random_answers(eos=subject.eos), subject.model()
+    read = _watch_answers(subject, model, answers, Fit(batch_size=8)).inputs[0]
+    texts = [" ".join(map(str, row)) for row in read]
+    wanted = [" ".join(map(str, a["prompt"] + a["answer"])) for a in answers]
+    lost = sum(not any(f" {w} " in f" {text} " for text in texts) for w in wanted)
+    return Proof(lost, 0, "answers that the model did not read as they were sampled")
+
+
+@invariant("Reinforcement", "The first gradient is advantage times that of the log-probability.")
+def policy_gradient_is_weighted(subject: Subject, folder: Path) -> Proof:
+    answers, model = random_answers(eos=subject.eos), subject.model()
+    got = _watch_answers(subject, model, answers, Fit(batch_size=8)).gradients[0]
+    gap = distance(got, _policy_gradient(subject, model, answers))
+    return Proof(gap, 1e-3, "difference of the gradients")
+
+
+@invariant("Reinforcement", "An unfinished answer that is masked counts in no denominator.")
+def unfinished_answer_counts_nowhere(subject: Subject, folder: Path) -> Proof:
+    answers, model = random_answers(eos=subject.eos), subject.model()
+    cut = answers[1]["answer"][:-1] + [9] * 12
+    answers[1] = dict(answers[1], answer=cut, finished=False)
+    got = _watch_answers(subject, model, answers, Fit(batch_size=8)).gradients[0]
+    gap = distance(got, _policy_gradient(subject, model, answers))
+    return Proof(gap, 1e-3, "difference of the gradients")
+
+
+@invariant("Reinforcement", "Accumulation changes no gradient of answers.")
+def accumulation_changes_no_answer(subject: Subject, folder: Path) -> Proof:
+    answers, model = random_answers(eos=subject.eos), subject.model()
+    whole = _watch_answers(subject, model, answers, Fit(batch_size=8)).gradients[0]
+    fit = Fit(batch_size=2, accumulation=4)
+    parts = _watch_answers(subject, model, answers, fit).gradients[0]
+    return Proof(distance(parts, whole), TOLERANCE, "difference of the gradients")
 
 
 @invariant("Reinforcement", "A group with equal rewards teaches nothing.")

@@ -37,6 +37,7 @@ from .invariants import INVARIANTS, Invariant, Subject
 STATUSES = {  # Status -> its sign in a table
     "holds": "✓",
     "violated": "✗",
+    "choice": "~",  # Violated, on purpose: `Subject.choices` has the reason
     "failed": "!",  # The trainer raised an exception
     "not offered": "–",
 }
@@ -77,6 +78,8 @@ def check_one(
         else:
             status = "holds" if evidence.holds else "violated"
             text = f"{evidence.what}: {evidence.value:.2g}"
+            if status == "violated" and invariant.name in subject.choices:
+                status, text = "choice", f"{text}; {subject.choices[invariant.name]}"
     return AuditFinding(invariant, status, text, time.process_time() - began)
 
 # %% ../../nbs/15_audit/03_audit.ipynb #rep-audit-def
@@ -113,7 +116,7 @@ class Audit:
             {
                 "": STATUSES[f.status],
                 "invariant": f.invariant.sentence,
-                "severity": f.invariant.severity if f.status in ("violated", "failed") else "",
+                "severity": f.invariant.severity,
                 "evidence": f.text,
             }
             for f in self.findings
@@ -164,14 +167,17 @@ body{font:15px/1.5 system-ui,sans-serif;margin:0 auto;max-width:70rem;padding:1r
 color:var(--text);background:var(--page)}
 .wide{overflow-x:auto}table{border-collapse:collapse;width:100%}
 td,th{border-bottom:1px solid var(--line);padding:.3rem .5rem;text-align:left;vertical-align:top}
-td.violated.wrong,td.violated.lost,td.failed{background:var(--bad)}td.violated.note{background:var(--note)}
+td.violated.wrong,td.violated.lost,td.failed{background:var(--bad)}td.violated.note,
+td.choice{background:var(--note)}
+th.group{padding-top:1.2rem;font-size:1.1em}td:first-child{min-width:15rem}td{overflow-wrap:anywhere}
 pre{overflow-x:auto;font-size:12px}summary{cursor:pointer}small{opacity:.75}
 </style></head><body>
 <h1>Audit of $names</h1>
-<p>$count invariants, $date. ✓ holds, ✗ violated, ! the trainer raised an exception,
-– the trainer has no such part. Red cells train something else than they say or lose work;
-yellow ones are conventions. Below a violated sentence stands the code of its check, which is the
-shortest way to repeat it.</p>
+<p>$count invariants, $date. ✓ holds, ✗ violated, ~ violated on purpose, ! the trainer raised an
+exception, – the trainer has no such part. The severity of an invariant says what a violation
+means: <i>wrong</i>, something else is trained than was asked for; <i>lost</i>, work is lost;
+<i>note</i>, two trainers differ in a convention. Red cells are wrong or lost, yellow ones are notes
+and choices. A violated sentence opens to the code of its check, which is the smallest repro.</p>
 <div class="wide"><table><thead><tr><th>Invariant</th>$heads</tr></thead><tbody>
 $rows
 </tbody></table></div></body></html>
@@ -187,7 +193,7 @@ def _row(invariant: Invariant, findings: Sequence[AuditFinding | None]) -> str:
         kind = f"{finding.status} {invariant.severity}"
         text = f"<br><small>{escape(finding.text)}</small>" * (finding.status != "holds")
         cells.append(f'<td class="{kind}">{STATUSES[finding.status]}{text}</td>')
-    first = escape(invariant.sentence)
+    first = f"{escape(invariant.sentence)} <small>{invariant.severity}</small>"
     if any(f and f.status in ("violated", "failed") for f in findings):
         code = escape(invariant.source)
         first += (
@@ -209,7 +215,7 @@ def write_audit_page(
         invariant = INVARIANTS[name]
         if invariant.group != group:
             group = invariant.group
-            rows.append(f'<tr><th colspan="{len(audits) + 1}">{group}</th></tr>')
+            rows.append(f'<tr><th class="group" colspan="{len(audits) + 1}">{group}</th></tr>')
         rows.append(_row(invariant, [known.get(name) for known in by_name]))
     page = _PAGE.substitute(
         names=escape(", ".join(a.name for a in audits)),
@@ -227,6 +233,8 @@ SUBJECTS = {  # What `trainkit audit` knows by name
     "trainkit": ("trainkit.audit.trainers", "AuditedTrainkit"),
     "transformers": ("trainkit.audit.trainers", "AuditedTransformers"),
     "trl": ("trainkit.audit.trainers", "AuditedTRL"),
+    "nanogpt": ("trainkit.audit.trainers", "NanoGPTLoop"),
+    "litgpt": ("trainkit.audit.trainers", "AuditedLitGPT"),
 }
 
 

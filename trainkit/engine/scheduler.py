@@ -39,6 +39,7 @@ from ..model.generation import Processor, Prompts, TextStreamer, Tokenizer
 from ..model.generation import check_request, choose
 from ..model.transformer import Transformer
 from ..settings import SamplingConfig
+from ..tokenizer.chat import answer_ends
 
 # %% ../../nbs/14_engine/01_continuous_batching.ipynb #eng1-slot-cache
 class SlotCache:
@@ -300,7 +301,8 @@ class Scheduler:
         max_new_tokens: int = 100,
         temperature: float = 1.0,
         stop: Sequence[str] | str = (),  # The text ends before any of these
-        eos_token_id: int | Sequence[int] | None = None,  # As in `generate`
+        # As in `generate`; None: what ends a tool call, too
+        eos_token_id: int | Sequence[int] | None = None,
         processors: Sequence[Processor] = (),
         adapter: str = "",  # A name; '' for the base model
         logprobs: int | None = None,  # Also give log-probabilities, and of so many likeliest tokens
@@ -312,6 +314,8 @@ class Scheduler:
         rows, config, eos, _, (streamer, *more) = check_request(
             self.model, prompt, self.tokenizer, stop, eos_token_id, knobs
         )
+        if eos_token_id is None:  # Also what ends a tool call, as in Gemma 4
+            eos = [*dict.fromkeys([*eos, *answer_ends(self.tokenizer)])]
         if more:
             raise ValueError(f"add takes one prompt, not {len(rows)}: call it for each")
         [ids] = rows

@@ -147,6 +147,7 @@ class _ChatBody(_Sampling):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[_Object] | None = Field(None, max_length=128)
     tool_choice: str | _Object | None = None
+    chat_template_kwargs: _Object | None = None  # Not OpenAI's: as in vLLM and llama.cpp
 
 
 class _TextBody(_Sampling):
@@ -882,6 +883,7 @@ class ChatServer:
                         add_generation_prompt=True,
                         tools=tools or None,
                         check_eos=False,
+                        chat_template_kwargs=body.chat_template_kwargs,
                     )[0]
             except (TypeError, ValueError) as error:
                 raise APIError(400, str(error), "messages") from None

@@ -36,7 +36,8 @@ from ..data.schema import as_example, to_messages
 from ..display import plural
 from ..files import open_with, write_atomic
 from ..progress import note
-from ..tokenizer.chat_template import missing_tokens
+from ..settings import RLConfig
+from ..tokenizer.chat_template import missing_tokens, split_thought
 from ..train.optim import warmup_steps
 
 if TYPE_CHECKING:
@@ -101,8 +102,24 @@ def stage_of(
     return stage, "lora" if adapts else "full"
 
 # %% ../../nbs/10_interop/07_llamafactory.ipynb #f17e5074
-def _turns(messages: Sequence[Mapping], where: str, answered: bool = True) -> list[dict[str, str]]:
-    turns = [dict(role=m["role"], content=m["content"]) for m in messages]
+def _content(message: Mapping, where: str, reasoning: bool) -> str:
+    "What a turn says, with the thought as LLaMA-Factory's templates look for it."
+    if message.get("tool_calls"):
+        raise ValueError(
+            f"{where} calls a tool, and only its words would be exported; take engine: trainkit"
+        )
+    if message["role"] != "assistant":
+        return message["content"]
+    thought, content = split_thought(message)
+    if thought is None or not reasoning:
+        return content
+    return f"<think>\n{thought}\n</think>\n\n{content}"
+
+
+def _turns(
+    messages: Sequence[Mapping], where: str, answered: bool = True, reasoning: bool = True
+) -> list[dict[str, str]]:
+    turns = [dict(role=m["role"], content=_content(m, where, reasoning)) for m in messages]
     roles = [turn["role"] for turn in turns]
     spoken = roles[1:] if roles[:1] == ["system"] else roles
     if spoken != [("user", "assistant")[i % 2] for i in range(len(spoken))] or (
@@ -125,7 +142,7 @@ def stage_rows(
         return [dict(text=row["text"]) for row in rows]
     if stage == "sft":
         return [
-            dict(messages=_turns(to_messages(row, reasoning), f"row {i}"))
+            dict(messages=_turns(to_messages(row, reasoning), f"row {i}", reasoning=reasoning))
             for i, row in enumerate(rows)
         ]
     out: list[_Arguments] = []
@@ -256,6 +273,14 @@ def _new_tokens(folder: str, tuning: str, target: str | None) -> _Arguments:
     return dict(resize_vocab=True, **trained[tuning])
 
 
+# Settings of ours that LLaMA-Factory's ppo fixes or does not have
+_PPO_LACKS = (
+    "thinking_budget batch_invariant sampler_weights mask_truncated_completions old_log_probs "
+    "kl_in_reward gamma lam vf_coef cliprange_value epsilon epsilon_high entropy_coef "
+    "whiten_advantages reward_weights"
+).split()
+
+
 def _method(config: Any, stage: str) -> _Arguments:
     d = config.dpo
     if stage == "kto":
@@ -287,16 +312,11 @@ def _method(config: Any, stage: str) -> _Arguments:
                 f"rl.environment = {r.environment!r}: LLaMA-Factory's ppo has single answers and "
                 "no environments; take engine: trainkit"
             )
-        for name in (
-            "thinking_budget",
-            "batch_invariant",
-            "sampler_weights",
-            "mask_truncated_completions",
-        ):
-            value = getattr(r, name, None)
-            if value or (name == "thinking_budget" and value is not None):
+        usual = RLConfig("ppo")
+        for name in _PPO_LACKS:
+            if (value := getattr(r, name)) != getattr(usual, name):
                 raise ValueError(
-                    f"rl.{name} = {value!r}: LLaMA-Factory's ppo has no such thing; "
+                    f"rl.{name} = {value!r}: LLaMA-Factory's ppo has no such setting; "
                     "take engine: trainkit"
                 )
         rewards = [str(name) for name in getattr(r, "rewards", None) or ()]
@@ -490,6 +510,11 @@ def _chat_arguments(config: "RunConfig", stage: str) -> _Arguments:
         arguments["template"] = "chatml"  # As in our run; LLaMA-Factory would take none
     if stage == "sft":
         learned = sft.train_on
+        if sft.reasoning == "read":
+            raise ValueError(
+                "sft.reasoning = read: LLaMA-Factory learns a thought with its answer; take train "
+                "or drop, or engine: trainkit"
+            )
         if learned == "each":
             raise ValueError(
                 "sft.train_on = each: LLaMA-Factory makes one row of a chat; take last"

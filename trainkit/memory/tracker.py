@@ -120,8 +120,9 @@ class Ledger(TorchDispatchMode):
         self.events: list[tuple[int, int]] = []
         self.born = 0  # How many were allocated
         self.telling = False  # Whether the values of some tensors without data are known
-        # The different matrix products that oneDNN was asked for; it keeps code for each of them
-        self.products: set[tuple] = set()
+        # The different matrix products that oneDNN was asked for; it keeps code for each of them.
+        # Each use of the product with number n is the event (-1 - n, 0)
+        self.products: dict[tuple, int] = {}
 
     def know(self, kind: str, tensors: Iterable[object]) -> None:
         "Count these as `kind`, whatever they were before."
@@ -259,7 +260,8 @@ class Ledger(TorchDispatchMode):
             raise TimeoutError("too large to be worked out here")
         if function._schema.name in PRODUCTS and _products_in_bf16():
             shapes = ((tuple(x.shape), x.stride()) for x in args if isinstance(x, Tensor))
-            self.products.add((function, *shapes))
+            product = self.products.setdefault((function, *shapes), len(self.products))
+            self.events.append((-1 - product, 0))
         if self.telling:
             result = self.work_out(function, args, kwargs or {})
         else:

@@ -20,7 +20,12 @@ from .config import (
     count_parameters as count_parameters,
 )
 from .decoding import DecodePlan as DecodePlan
-from .generation import SamplingConfig as SamplingConfig, generate as generate, stream as stream
+from .generation import (
+    SamplingConfig as SamplingConfig,
+    ThinkingBudget as ThinkingBudget,
+    generate as generate,
+    stream as stream,
+)
 from .layers import RMSNorm as RMSNorm, chunked_cross_entropy as chunked_cross_entropy
 from .speculative import speculate as speculate
 from .transformer import (

@@ -494,6 +494,17 @@ class KVCache:
         old_k[:, :, :reach], old_v[:, :, :reach] = k[:, :, -reach:], v[:, :, -reach:]
         return k, v
 
+    def keep(
+        self,
+        rows: Tensor,  # (B',) int64, in ascending order
+    ) -> None:
+        "Keep some rows, and forget the others; the memory stays."
+        for side in (self.keys, self.values):
+            for layer, old in enumerate(side):
+                if old is not None:
+                    old[: len(rows)] = old[rows]
+                    side[layer] = old[: len(rows)]
+
     def crop(
         self,
         length: int,  # Tokens to keep

@@ -263,6 +263,18 @@ class DecodePlan:
                 self.bias = self.embed.new_zeros(rows, 1, 1, len(room))
                 self.bias.masked_fill_(room < gaps[:, None, None, None], -torch.inf)
 
+    def keep(
+        self,
+        rows: Tensor,  # (B',) int64, in ascending order
+    ) -> None:
+        "Continue with some rows; only for more than 8 rows, whose products take any number."
+        self.cache.keep(rows)
+        if self.gaps is not None and self.bias is not None:
+            self.gaps, self.bias = self.gaps[rows], self.bias[rows]
+        for layer in self.layers:
+            layer.rows = len(rows)
+            layer.turned = layer.turned[: len(rows)]
+
     def _look(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         k, v = self.cache.update(layer, k, v)
         if 0 < (window := self.cache.windows[layer]) < k.shape[2]:

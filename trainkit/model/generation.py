@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from .attention import KVCache
-from .decoding import compiled_step, find_backend, unsupported_reason
-from .kernels import PackedModel, decode_plan
+from .decoding import DecodePlan, compiled_step, find_backend, unsupported_reason
+from .kernels import PackedModel, PackedPlan, decode_plan
 from .transformer import Transformer
 from ..progress import tick
 from ..settings import SamplingConfig as SamplingConfig
@@ -339,6 +339,22 @@ class _ModelStep:
         return logits, cache
 
 
+def _leave_out(plan: DecodePlan | PackedPlan | None, left: Tensor, alive: Tensor) -> Tensor:
+    "Leave out the rows that have ended, if it pays; returns which of all rows are left."
+    if plan is None:
+        return left
+    going = alive[left].nonzero()[:, 0]
+    # Not one row alone: its products would be summed in another order
+    if not 2 <= len(going) <= 0.75 * len(left):
+        return left
+    if isinstance(plan, DecodePlan):
+        plan.keep(going)
+    else:
+        plan.cache.keep(going)
+        plan.gaps = plan.gaps[going]
+    return left[going]
+
+
 @torch.no_grad()
 def decode_rows(
     model: nn.Module,  # `Transformer` or any causal model of transformers, in eval mode
@@ -349,9 +365,13 @@ def decode_rows(
     fast: bool = True,  # Use a `DecodePlan` if the model supports it
     weights: str | PackedModel | None = None,  # The plan's copy of the weights
     backend: str | None = None,  # For a compiled step, from `find_backend`
-    watch: Callable[[Tensor, Tensor], None] | None = None,  # As in `choose`
+    # Called with logits (b, V), the ids (b,) drawn from them, and the rows they belong to
+    watch: Callable[[Tensor, Tensor, list[int]], None] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # (B,) ids; (B,) bool, rows not yet ended: set False to stop
-    "Continue all rows by one token per step, until all have ended or the context is full."
+    """Continue all rows by one token per step, until all have ended or the context is full.
+
+    A plan of more than 8 rows leaves out those that have ended, as soon as they are a quarter of
+    the rows that it still computes; their ids are then 0."""
     device = next(model.parameters()).device
     limit = context_length(model)
     lengths = torch.tensor([len(row) for row in rows])
@@ -375,6 +395,12 @@ def decode_rows(
     start = 0
     cache = None
     plan = None
+    left = torch.arange(len(rows), device=device)  # The rows that are computed
+    # Up to 8 rows a step takes as long as one reads the weights, and the products are for B rows;
+    # a processor may count on its rows
+    may_leave = len(rows) > 8 and not processors
+    observe = None if watch is None else lambda x, drawn: watch(x, drawn, left.tolist())
+
     compiled = nullcontext()
     if backend is not None and steps > 1:
         compiled = compiled_step(model, len(rows), width + steps - 1, backend)
@@ -393,23 +419,25 @@ def decode_rows(
             elif start and may_plan:
                 if plan is None:
                     own = cast(KVCache, cache)
-                    left = gaps if reader.ragged else None
+                    empty = gaps if reader.ragged else None
                     net = cast(Transformer, model)
-                    plan = decode_plan(net, own, len(rows), left, weights)
-                logits = plan.step(ids[:, start])
+                    plan = decode_plan(net, own, len(rows), empty, weights)
+                logits = plan.step(ids[left, start])
             else:
                 share = not start and step is None
                 logits, cache = reader.read(ids[:, :end], start, cache, config.use_cache, share)
             start = end if config.use_cache else 0
             forbidden = eos if end - width < config.min_new_tokens else ()
-            ids[:, end] = choose(
-                logits.float(), ids[:, :end], config, u[end - width], processors, forbidden, watch
+            seen = ids[:, :end] if len(left) == len(ids) else ids[left, :end]
+            ids[left, end] = choose(
+                logits.float(), seen, config, u[end - width, left], processors, forbidden, observe
             )
             yield ids[:, end], alive
             if eos:
                 alive &= ~torch.isin(ids[:, end], ends)
             if not alive.any():
                 return
+            left = _leave_out(plan if may_leave else None, left, alive)
 
 # %% ../../nbs/03_model/10_generation.ipynb #thinking-budget
 class ThinkingBudget:

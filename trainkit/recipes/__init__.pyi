@@ -14,6 +14,8 @@ from . import (
     preparation as preparation,
     runner as runner,
     saving as saving,
+    speedrun as speedrun,
+    sweep as sweep,
 )
 from .config import (
     PRESETS as PRESETS,
@@ -39,4 +41,18 @@ from .saving import (
     load_reward_model as load_reward_model,
     save_trained as save_trained,
     score_answers as score_answers,
+)
+from .speedrun import (
+    SpeedrunResult as SpeedrunResult,
+    Track as Track,
+    run_attempt as run_attempt,
+    run_speedrun as run_speedrun,
+    write_speedrun_page as write_speedrun_page,
+)
+from .sweep import (
+    Sweep as Sweep,
+    SweepConfig as SweepConfig,
+    find_rate as find_rate,
+    load_sweep as load_sweep,
+    run_sweep as run_sweep,
 )

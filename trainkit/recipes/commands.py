@@ -1,7 +1,7 @@
 """Show configs, train tokenizers, merge, export, evaluate, chat and serve from a shell.
 
 The groups `config` (show, convert, presets), `tokenizer` (train, encode, show) and `export`
-(gguf, hf) and the single commands `merge`, `evaluate`, `chat`, `serve` and `audit` are defined here;
+(gguf, hf) and the single commands `merge`, `evaluate`, `chat`, `serve`, `audit` and `speedrun` are defined here;
 `trainkit.cli` adds them to the program `trainkit`. Each command is a thin layer over a function of the kit:
 `train_tokenizer` trains a tokenizer from a shell, `convert_command` converts a config of another
 library, and `export_gguf_command` writes a GGUF file. Several of them can print their result as
@@ -15,7 +15,8 @@ Python, call the functions behind the commands instead."""
 # %% auto #0
 __all__ = ['config', 'tokenizer', 'export', 'Folder', 'show_config', 'convert_command', 'presets_command', 'train_tokenizer',
            'encode_command', 'show_tokenizer', 'merge', 'check_project_command', 'export_gguf_command',
-           'export_compressed_command', 'export_hf_command', 'with_model_name', 'evaluate', 'chat', 'serve', 'audit']
+           'export_compressed_command', 'export_hf_command', 'with_model_name', 'evaluate', 'chat', 'serve', 'audit',
+           'speedrun']
 
 # %% ../../nbs/11_recipes/17_commands.ipynb #imports-commands
 import json
@@ -905,3 +906,55 @@ def audit(
         typer.echo(f"\nPage: {write_audit_page(audits, page)}")
     if not all(done.passed for done in audits):
         raise typer.Exit(1)
+
+# %% ../../nbs/11_recipes/17_commands.ipynb #speedrun-command
+def speedrun(
+    entry: Annotated[
+        Path,
+        typer.Argument(
+            show_default=False,
+            help="A config for `trainkit train` (.yaml, .json), or a program (.py) that is called "
+            "with --data FILE --seed N --out FOLDER and writes a model folder.",
+        ),
+    ],
+    seeds: Annotated[int, typer.Option(help="Runs, with the seeds 1, 2, ...", min=1)] = 3,
+    cpu_seconds: Annotated[
+        float, typer.Option(help="What a run may take; other values are other tracks.", min=1)
+    ] = 600,
+    corpus: Annotated[
+        str, typer.Option(help="The text: bible, stdlib, or a file of yours.")
+    ] = "bible",
+    ledger: Annotated[Path, typer.Option(help="Where results are kept, a line each.")] = Path(
+        "speedrun/ledger.jsonl"
+    ),
+    page: Annotated[
+        Optional[Path],
+        typer.Option(help="Write a page with all results.", show_default=False),
+    ] = None,
+    note: Annotated[str, typer.Option(help="What is tried here, for the ledger.")] = "",
+) -> None:
+    """Train the best model that 600 CPU seconds on two threads can make, and be judged.
+
+    Each seed is a process of its own, whose CPU time counts from its start to its end. An
+    interrupted speedrun continues with the next seed."""
+    from trainkit.recipes.speedrun import Track, add_to_ledger, check_ledger, find_target, p_below
+    from trainkit.recipes.speedrun import run_speedrun, write_speedrun_page
+
+    track = Track(corpus=corpus, cpu_seconds=cpu_seconds)
+    check_ledger(ledger, track.name)  # Before the hours, not after
+    result = run_speedrun(entry, ledger.parent, range(1, seeds + 1), track, note)
+    for attempt in result.attempts:
+        typer.echo(
+            f"  seed {attempt.seed}   {attempt.cpu_seconds:6.1f} CPU seconds   "
+            f"{attempt.bits_per_byte:.3f} bits per byte"
+        )
+    typer.echo(
+        f"{result.name}: {result.mean_bits:.3f} bits per byte in {result.cpu_seconds:.0f} CPU "
+        f"seconds, {result.parameters:,} parameters"
+    )
+    results = add_to_ledger(ledger, result)
+    target = find_target(results)
+    if target is not None and seeds > 1 and result.name != "nanogpt":
+        typer.echo(f"Target {target:.3f} (nanogpt): p = {p_below(result.bits, target):.2g}")
+    if page is not None:
+        typer.echo(f"Page: {write_speedrun_page(results, page, track)}")

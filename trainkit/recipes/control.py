@@ -38,7 +38,7 @@ ORDERS = ("pause", "resume", "stop", "save", "sample")
 def send(
     folder: str | Path,  # Of a run
     order: str,  # One of `ORDERS`
-    text: str = "",  # What goes with it: the prompt of a sample
+    text: str = "",  # What goes with it: the prompt of a sample; 'save': save before the pause
 ) -> Path:  # The file, which the run deletes when it has obeyed
     "Tell a run in another process what to do."
     if order not in ORDERS:
@@ -78,7 +78,8 @@ def _born(pid: int) -> float | None:  # None where psutil is missing
 
 def write_state(
     folder: str | Path,  # Of a run
-    state: str,  # 'preparing', 'running', 'paused', 'stopping', 'finishing' or 'ended'
+    # 'preparing', 'running', 'pausing', 'paused', 'stopping', 'finishing' or 'ended'
+    state: str,
     pid: int | None = None,  # Of its process; this one when None
     stage: Stage | None = None,  # What it is doing besides taking steps
 ) -> Path:
@@ -135,6 +136,12 @@ def read_state(
     return status
 
 # %% ../../nbs/11_recipes/14_remote_control.ipynb #7aa5134a
+def _loop_state(control: "Control") -> str:
+    "The state of a loop; 'pausing' until it waits, and has saved what it was to save."
+    state = control.state
+    return "pausing" if state == "paused" and not control.rested else state
+
+
 class Remote:
     "A trainer's callback that obeys orders from other processes."
 
@@ -151,17 +158,21 @@ class Remote:
     def obey(self, trainer: "Trainer", order: str, text: str) -> None:
         "Ask the trainer to do what an order says; an error is printed and the run continues."
 
+        save = order == "save" or (order, text) == ("pause", "save")
+
         def attempt(trainer: "Trainer") -> None:
             try:
-                if order == "save":
+                if save:
                     trainer.save(strict=False)
                     trainer.flush_checkpoint(strict=False)  # Written, and reported
                 else:
                     trainer.log_samples(*([text] if text else []))
             except Exception as error:
-                note(f"{order}: {type(error).__name__}: {error}")
+                note(f"{'save' if save else order}: {type(error).__name__}: {error}")
 
-        if order in ("save", "sample"):
+        if order == "pause":
+            trainer.control.pause(attempt if save else None)
+        elif order in ("save", "sample"):
             trainer.control.ask(attempt)
         else:
             getattr(trainer.control, order)()
@@ -170,7 +181,7 @@ class Remote:
         "Obey waiting orders, and record a change of state."
         for order, text in read_orders(self.folder):
             self.obey(trainer, order, text)
-        if (state := trainer.control.state) != self.noted and state != "idle":
+        if (state := _loop_state(trainer.control)) != self.noted and state != "idle":
             write_state(self.folder, state)
             self.noted = state
 
@@ -265,7 +276,7 @@ class StageReport:
         "Obey waiting orders, and record the stage."
         state = self.state
         if self.control.running:  # Then a `Remote` obeys
-            state = self.control.state
+            state = _loop_state(self.control)
         else:
             for order, _ in read_orders(folder):
                 if order in ("pause", "resume", "stop"):

@@ -132,6 +132,8 @@ class Conversation:
         limit = int(min(self.max_new_tokens, context_length(model) - len(ids)))
         knobs = {**self.knobs, "max_new_tokens": limit}
         splitter = ThoughtSplitter(cast(str, tokenizer.decode(ids[-32:])))
+        if self.enable_thinking is False:
+            knobs.setdefault("thinking_budget", 0)  # Also where the template has no such switch
         if score := self.score:
             groups = sample_candidates(
                 model, tokenizer, [ids], self.best_of, SamplingConfig(**knobs)
@@ -140,13 +142,10 @@ class Conversation:
             yield from splitter.push(best[0].chosen.text)
             yield from splitter.finish()
             return
-        if self.enable_thinking is False:
-            knobs.setdefault("thinking_budget", 0)  # Also where the template has no such switch
         for piece in stream(
             model,
             ids,
             tokenizer=tokenizer,
-            eos_token_id=cast("int | None", tokenizer.eos_token_id),
             weights=self.packed if model is self.model else None,
             **knobs,
         ):

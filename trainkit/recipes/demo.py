@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -300,17 +301,21 @@ def text_bits(
     tokenizer: BPETokenizer,  # Without a chat format
     texts: Sequence[dict],  # Rows of text
     length: int,  # Tokens in a row
+    batch_size: int = 1,  # Rows at a time
 ) -> float:
     "Bits per byte of texts, in rows of `length` tokens as pre-training evaluates them."
     eos = np.array([tokenizer.eos_token_id], dtype=np.uint32)
     ids = np.concatenate([eos, encode_rows(texts, tokenizer)])
     rows, nats = token_blocks(ids, length), 0.0
     with evaluating(model):
-        for row in rows:
-            batch = collate([row])["input_ids"].to(next(model.parameters()).device)
+        full = len(rows) - 1  # The last row may be shorter
+        starts = [*range(0, full, batch_size), full]
+        for start, end in pairwise([*starts, len(rows)]):
+            batch = collate(rows[start:end])["input_ids"].to(next(model.parameters()).device)
             # Without the tokens of a chat format, which were added later
-            logits = model(batch).logits[0, :-1, : tokenizer.vocab_size]
-            nats += float(F.cross_entropy(logits.float(), batch[0, 1:], reduction="sum"))
+            logits = model(batch).logits[:, :-1, : tokenizer.vocab_size].flatten(0, 1)
+            labels = batch[:, 1:].flatten()
+            nats += float(F.cross_entropy(logits.float(), labels, reduction="sum"))
     tokens = len(ids) - 1
     size = sum(len(row["text"].encode("utf-8", "surrogatepass")) for row in texts)
     return bits_per_byte(nats / tokens, tokens, size)

@@ -70,7 +70,8 @@ from .saving import save_trained
 from ..system import environment as collect_facts
 from ..tokenizer.bpe_tokenizer import BPETokenizer
 from ..train.checkpoint import run_lock
-from ..train.config import EXIT_CODES, Control, Result, TrainConfig, check_callbacks
+from ..train.config import AT_RUNG, EXIT_CODES, Control, Result, TrainConfig
+from ..train.config import check_callbacks
 from ..train.loggers import MetricsLog, check_report_to
 from ..train.monitors import HealthCheck, SystemMonitor
 from ..train.objectives import lm_objective
@@ -612,7 +613,7 @@ def run(
             result = trainer.train("auto" if resume else None, force_resume)
         stages.state = "finishing"
         metrics, samples, words = {}, [], []
-        if result.stop_reason in EXIT_CODES:
+        if result.stop_reason in (*EXIT_CODES, AT_RUNG):
             say(f"Resume with: trainkit train --resume {folder.path}")
         else:
             words = ["The trained model was not evaluated, as you asked."]

@@ -13,12 +13,21 @@ from .bpe_tokenizer import (
     tokenizer_json as tokenizer_json,
 )
 from .chat import (
+    after_thought as after_thought,
+    answer_ends as answer_ends,
     find_template as find_template,
     render as render,
     render_batch as render_batch,
     resize_embeddings as resize_embeddings,
     set_template as set_template,
 )
-from .chat_template import TEMPLATES as TEMPLATES, Template as Template, render_text as render_text
+from .chat_template import (
+    TEMPLATES as TEMPLATES,
+    Template as Template,
+    ThoughtSplitter as ThoughtSplitter,
+    parse_tool_calls as parse_tool_calls,
+    render_text as render_text,
+    split_thought as split_thought,
+)
 from .encoder import Encoder as Encoder
 from .pretokenize import PATTERNS as PATTERNS, split_words as split_words

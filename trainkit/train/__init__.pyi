@@ -2,6 +2,7 @@ from . import (
     checkpoint as checkpoint,
     config as config,
     loggers as loggers,
+    lr_finder as lr_finder,
     monitors as monitors,
     objectives as objectives,
     optim as optim,
@@ -25,6 +26,7 @@ from .config import (
     TrainingError as TrainingError,
 )
 from .loggers import MetricsLog as MetricsLog
+from .lr_finder import LRCurve as LRCurve, lr_find as lr_find
 from .monitors import (
     HealthCheck as HealthCheck,
     SystemMonitor as SystemMonitor,

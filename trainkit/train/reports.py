@@ -13,7 +13,7 @@ table of text."""
 
 # %% auto #0
 __all__ = ['PARTS', 'CURVES', 'PICTURES', 'STYLE', 'run_facts', 'RunComparison', 'compare_runs', 'draw_run', 'run_curves',
-           'write_curves', 'flatten_dict', 'samples_html', 'run_sections', 'write_report']
+           'write_curves', 'flatten_dict', 'samples_html', 'run_sections', 'report_page', 'write_report']
 
 # %% ../../nbs/04_train/25_reports.ipynb #imports-reports
 import json
@@ -415,14 +415,14 @@ figure,.tiles div,svg,tr{break-inside:avoid}h2{break-after:avoid}}
 """
 
 
-def write_report(
-    folder: RunFolder | str | Path,  # A run folder; `report.html` is written there
-    title: str = "",  # The run's name when empty
-    sections: Iterable[tuple[str, str]] | None = None,  # (heading, HTML); `run_sections` when None
-) -> Path:  # Where the report is
-    "Everything about a run in one HTML file that needs nothing else."
-    run = read_run(folder.path if isinstance(folder, RunFolder) else folder)
-    parts = list(run_sections(run) if sections is None else sections)
+def report_page(
+    title: str,
+    when: str,  # A line below the title
+    sections: Iterable[tuple[str, str]],  # (heading, HTML)
+    footer: str,
+) -> str:
+    "A page of HTML that needs nothing else, in the style of all reports, light or dark."
+    parts = list(sections)
     ids = [f"section-{i}" for i in range(len(parts))]
     nav = "".join(
         f'<a href="#{i}">{clean(heading)}</a>' for i, (heading, _) in zip(ids, parts, strict=True)
@@ -431,17 +431,32 @@ def write_report(
         f'<section id="{i}"><h2>{clean(heading)}</h2>{html}</section>'
         for i, (heading, html) in zip(ids, parts, strict=True)
     )
-    name = clean(title or run.name)
-    start = clean(run.started[:16].replace("T", " "))
+    name = clean(title)
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta http-equiv="Content-Security-Policy" '
         "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
         f"<title>{name}</title><style>{STYLE}</style></head><body><header><h1>{name}</h1>"
-        f'<p class="when">{clean(run.name)}, started {start} UTC</p><nav>{nav}</nav></header>'
-        f"<main>{body}</main><footer>Written by trainkit from metrics.jsonl, config.yaml and "
-        "environment.json "
-        "beside this file.</footer></body></html>\n"
+        f'<p class="when">{clean(when)}</p><nav>{nav}</nav></header>'
+        f"<main>{body}</main><footer>{footer}</footer></body></html>\n"
     )
-    return write_atomic(run.path / "report.html", mask_secrets(page))
+    return mask_secrets(page)
+
+
+def write_report(
+    folder: RunFolder | str | Path,  # A run folder; `report.html` is written there
+    title: str = "",  # The run's name when empty
+    sections: Iterable[tuple[str, str]] | None = None,  # (heading, HTML); `run_sections` when None
+) -> Path:  # Where the report is
+    "Everything about a run in one HTML file that needs nothing else."
+    run = read_run(folder.path if isinstance(folder, RunFolder) else folder)
+    start = run.started[:16].replace("T", " ")
+    page = report_page(
+        title or run.name,
+        f"{run.name}, started {start} UTC",
+        run_sections(run) if sections is None else sections,
+        "Written by trainkit from metrics.jsonl, config.yaml and environment.json beside this "
+        "file.",
+    )
+    return write_atomic(run.path / "report.html", page)

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -32,8 +33,10 @@ from torch import Tensor, nn
 from ..data.tokenization import show_mask
 from ..display import PLAIN, Picture, clean, grid, plural, table, visible
 from ..files import show_bytes
-from ..model.generation import TextStreamer, context_length, eval_mode, stream
-from ..tokenizer.chat import is_bpe_tokenizer, render
+from ..model.generation import TextStreamer, ThinkingBudget, context_length, eval_mode
+from ..model.generation import stream
+from ..tokenizer.chat import answer_ends, is_bpe_tokenizer, render
+from ..tokenizer.chat_template import ThoughtSplitter, thought_end
 from .form import Page, widgets
 
 if TYPE_CHECKING:
@@ -53,6 +56,10 @@ _UNLIKELY = "<q><bdi>{text}</bdi></q> {probability}"
 _LEAST_LIKELY = '<div style="font-size:12px;opacity:.8">least likely: {}</div>'
 _ALL_TOKENS = (
     '<details style="font-size:12px;margin-top:4px"><summary>All tokens</summary>{}</details>'
+)
+_THOUGHT = (
+    '<details style="opacity:.8;border-left:3px solid rgba(128,128,128,.35);padding-left:8px">'
+    '<summary style="font-size:12px;white-space:normal">{title}</summary>{tokens}</details>'
 )
 _ANSWER = (
     '<section aria-label="{name}" style="border:1px solid rgba(128,128,128,.35);'
@@ -225,15 +232,44 @@ class ChatAnswer:
     log_probs: tuple[float, ...] = ()
     # From the first model at each token, in nats; empty for the first and for other vocabularies
     kl: tuple[float, ...] = ()
+    opening: str = ""  # The end of the prompt; a thought may begin there
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
 
+    @property
+    def thought_tokens(self) -> int:
+        "How many of the tokens are its thought, with the tags around it."
+        end = thought_end(self.text, self.opening)
+        starts = accumulate(map(len, self.pieces[:-1]), initial=0)
+        return sum(start < end for start in starts)
+
+    def message(self) -> dict:
+        "The answer as a turn of a chat, with the thought apart."
+        splitter = ThoughtSplitter(self.opening)
+        parts = {"thought": "", "answer": ""}
+        for kind, piece in [*splitter.push(self.text), *splitter.finish()]:
+            parts[kind] += piece
+        thought = parts["thought"].strip("\n")
+        if not thought:
+            return dict(role="assistant", content=parts["answer"])
+        content = parts["answer"].lstrip("\n")
+        return dict(role="assistant", content=content, reasoning_content=thought)
+
     def mean(self, name: str) -> float:  # NaN without values
         "The mean of `log_probs` or of `kl` over the tokens."
         values = getattr(self, name)
         return sum(values) / len(values) if values else math.nan
+
+
+class _Stream(NamedTuple):
+    "An answer that is being written."
+
+    model: ChatModel
+    tokens: Generator[int]
+    text: TextStreamer
+    ends: tuple[int, ...]  # The ids that end it
 
 
 @dataclass
@@ -276,7 +312,7 @@ class ChatCompareState:
         for turn in turns:
             messages.append(dict(role="user", content=turn.question))
             if turn is not turns[-1]:
-                messages.append(dict(role="assistant", content=turn.answers[name].text))
+                messages.append(turn.answers[name].message())
         return messages
 
     def prompt(self, model: ChatModel, turns: Sequence[Turn]) -> list[int]:
@@ -315,36 +351,38 @@ class ChatCompareState:
                     streams = [s for s in streams if self._next_token(s, turn)]
                     yield turn
             finally:
-                for _, tokens, _ in streams:
-                    tokens.close()
+                for s in streams:
+                    s.tokens.close()
                 if all(a.ids for a in turn.answers.values()):
                     self.turns = turns
             self.score(turn)
         yield turn
 
-    def _stream(
-        self, m: ChatModel, prompt: list[int], turn: Turn
-    ) -> tuple[ChatModel, Generator[int], TextStreamer]:
+    def _stream(self, m: ChatModel, prompt: list[int], turn: Turn) -> "_Stream":
         "Begin an answer: the model, its tokens to come, and what turns them into text."
-        turn.answers[m.name] = ChatAnswer(m.name, tuple(prompt))
+        opening = cast(str, m.tokenizer.decode(prompt[-32:]))
+        turn.answers[m.name] = ChatAnswer(m.name, tuple(prompt), opening=opening)
         knobs = {**self.knobs, "max_new_tokens": self.max_new_tokens}
-        eos: Any = m.tokenizer.eos_token_id
-        tokens = stream(m.model, prompt, eos_token_id=eos, seed=turn.seed, **knobs)
-        return m, cast("Generator[int]", tokens), TextStreamer(m.tokenizer, prompt)
+        if (limit := knobs.pop("thinking_budget", None)) is not None:
+            budget = ThinkingBudget(m.tokenizer, limit)
+            knobs["processors"] = [*knobs.get("processors", ()), budget]
+        ends = answer_ends(m.tokenizer)
+        tokens = stream(m.model, prompt, eos_token_id=ends, seed=turn.seed, **knobs)
+        return _Stream(m, cast("Generator[int]", tokens), TextStreamer(m.tokenizer, prompt), ends)
 
     def _next_token(
-        self, streaming: tuple[ChatModel, Generator[int], TextStreamer], turn: Turn
+        self, streaming: "_Stream", turn: Turn
     ) -> bool:  # False when the answer is over
         "Add one token of a model to its answer."
-        m, tokens, text = streaming
+        m, tokens, text, ends = streaming
         with m.state(m.model):
             token = next(tokens, None)
         if token is None:
             return False
         a = turn.answers[m.name]
-        ended = token == m.tokenizer.eos_token_id
+        ended = token in ends
         pieces = (*a.pieces, "" if ended else text.push(token))
-        turn.answers[m.name] = ChatAnswer(m.name, a.prompt, (*a.ids, token), pieces, ended)
+        turn.answers[m.name] = replace(a, ids=(*a.ids, token), pieces=pieces, ended=ended)
         return True
 
     def score(self, turn: Turn):
@@ -482,7 +520,16 @@ def answer_html(
     first: str = "",  # Name of the model that the KL is taken from
 ) -> str:
     "An answer with its numbers, as HTML."
-    pieces = [_token_html(answer, text, tokens) for text, tokens in characters(answer)]
+    thinks, thought, words = answer.thought_tokens, "", ""
+    for text, tokens in characters(answer):
+        html = _token_html(answer, text, tokens)
+        if tokens[0] < thinks:
+            thought += html
+        else:
+            words += html
+    if thought:
+        title = f"Thought, {plural(thinks, 'token')}" if words else "Thinks …"
+        thought = _THOUGHT.format(title=title, tokens=thought)
     finished = answer.ended or not answer.log_probs
     facts = [plural(len(answer.ids), "token") + ("" if finished else ", not finished")]
     if answer.log_probs:
@@ -491,7 +538,7 @@ def answer_html(
         facts.append(f"KL to {clean(first)} {answer.mean('kl'):.3g} a token")
     return _ANSWER.format(
         name=clean(answer.name),
-        tokens="".join(pieces) or "…",
+        tokens=thought + words or "…",
         facts=" · ".join(facts),
         notes=_probability_notes(answer) if answer.log_probs else "",
     )

@@ -150,6 +150,7 @@ class RunSnapshot:
     stage: Stage | None = None  # What is done besides taking steps, such as reading the data
     stages: tuple[Stage, ...] = ()  # Those of this start that have ended
     at_once: bool = False  # Stop was pressed a second time
+    pausing: str = ""  # What is still done after Pause; empty once the run rests
     version: int = 0  # Counts changes
 
 # %% ../../nbs/12_widgets/02_session.ipynb #8620e1ac
@@ -454,6 +455,11 @@ _RESULT_FIELDS = (  # What a `RunResult` takes from the last record of `metrics.
 )
 
 
+def _write_checkpoint(trainer: "Trainer"):
+    trainer.save(strict=False)
+    trainer.flush_checkpoint(strict=False)
+
+
 class TrainSession:
     "A run with buttons."
 
@@ -474,6 +480,9 @@ class TrainSession:
         self.folder: Path | None = None
         self.pressed_at = 0.0  # Time of the last button, since a process answers a little later
         self.at_once = False  # Whether Stop was pressed twice
+        self.before_rest = "finishing its step"  # What comes between Pause and the rest
+        self.rests = True  # Whether a paused process has told that it waits
+        self.pausing = False  # Whether the last snapshot was of a run that does not rest yet
         self.thread: threading.Thread | None = None
         self.abandoned: threading.Thread | None = None  # See `_abandon`
         self.process: subprocess.Popen | None = None
@@ -541,9 +550,18 @@ class TrainSession:
             if not self.stop():
                 raise
 
-    def pause(self) -> bool:  # Whether there was something to pause
-        "Pause after this step."
-        return self._press("pause", ("running",), "paused")
+    def pause(
+        self,
+        save: bool = False,  # A checkpoint first, since a paused run may not outlive its kernel
+    ) -> bool:  # Whether there was something to pause
+        "Pause after this step; `snapshot().pausing` is empty once the run rests."
+        with self.lock:
+            first = self._safely("save", _write_checkpoint) if save else None
+            if not self._press("pause", ("running",), "paused", "save" * save, first=first):
+                return False
+            self.before_rest = "finishing its step" + ", then saving" * save
+            self.rests = False
+            return True
 
     def resume(self) -> bool:
         "Continue after a pause."
@@ -584,12 +602,7 @@ class TrainSession:
 
     def save(self) -> bool:
         "Write a checkpoint now."
-
-        def save_now(trainer: "Trainer"):
-            trainer.save(strict=False)
-            trainer.flush_checkpoint(strict=False)
-
-        return self._ask("save", save_now)
+        return self._ask("save", _write_checkpoint)
 
     def sample(
         self,
@@ -622,32 +635,41 @@ class TrainSession:
             )
             return True
 
-    def _press(self, order: str, allowed: tuple[str, ...], next_state: str) -> bool:
+    def _press(
+        self, order: str, allowed: tuple[str, ...], next_state: str, text: str = "", **how: object
+    ) -> bool:
         with self.lock:
             if self.snapshot().state not in allowed:
                 return False
             if self.mode == "process":
-                send(self._run_folder, order)
+                send(self._run_folder, order, text)
             else:
-                getattr(self.control, order)()
+                getattr(self.control, order)(**how)
             self.state, self.pressed_at = next_state, time.time()
             self.run_state.add_log("")  # Something has changed
             return True
 
-    def _ask(self, order: str, do: "Callable[[Trainer], object]", text: str = "") -> bool:
-        def safely(trainer: "Trainer"):  # A prompt that cannot be answered must not end a run
+    def _safely(
+        self, order: str, do: "Callable[[Trainer], object]"
+    ) -> "Callable[[Trainer], object]":
+        "A prompt that cannot be answered, or a full disk, must not end a run."
+
+        def attempt(trainer: "Trainer"):
             try:
                 do(trainer)
             except Exception as error:
                 self.run_state.add_log(f"{order}: {type(error).__name__}: {error}")
 
+        return attempt
+
+    def _ask(self, order: str, do: "Callable[[Trainer], object]", text: str = "") -> bool:
         with self.lock:
             if self.snapshot().state not in ("running", "paused"):
                 return False
             if self.mode == "process":
                 send(self._run_folder, order, text)
             else:
-                self.control.ask(safely)
+                self.control.ask(self._safely(order, do))
             return True
 
     # Where the steps are taken
@@ -785,8 +807,10 @@ class TrainSession:
         self.run_state.show_stage(Stage(*stage) if stage and not ended else None)
         if not ended:
             state = report.get("state")
-            if state in ("paused", "running", "stopping") and report["time"] > self.pressed_at:
-                self.state = state
+            active = ("pausing", *ACTIVE)
+            if state in active and report["time"] > self.pressed_at:
+                self.state = "paused" if state == "pausing" else state
+                self.rests = state != "pausing"
             return
         self.process = None
         reason = self.run_state.reason
@@ -821,7 +845,17 @@ class TrainSession:
             if self.mode == "process" and self.state in ACTIVE:
                 self._poll()
             at_once = self.at_once and self.state in ACTIVE
-            return self.run_state.snapshot(self.state, error=self.error, at_once=at_once)
+            rests = self.rests if self.mode == "process" else self.control.rested
+            pausing = self.state == "paused" and not rests
+            if pausing != self.pausing:
+                self.pausing = pausing
+                self.run_state.add_log("")  # Something has changed
+            return self.run_state.snapshot(
+                self.state,
+                error=self.error,
+                at_once=at_once,
+                pausing=self.before_rest if pausing else "",
+            )
 
     def wait(
         self,

@@ -72,11 +72,15 @@ LABELS: dict[str, str] = {  # Knob -> its name in plain words
     "data.columns": "Columns",
     "data.max_length": "Longest row, in tokens",
     "sft.template": "Chat format",
+    "sft.samples": "Samples per held-out question",
+    "sft.vote": "Let the samples vote",
     "rl.rewards": "Scores",
     "rl.environment": "Environment",
     "rl.num_generations": "Answers per question",
     "rl.max_completion_length": "Longest answer, in tokens",
     "rl.beta": "Pull to the start model",
+    "rl.thinking_budget": "Longest thought, in tokens",
+    "rl.max_turns": "Answers of an episode, at most",
     "dpo.beta": "Pull to the start model",
     "dpo.loss_type": "Loss",
     "distill.teacher": "Learn from",
@@ -92,6 +96,8 @@ WORDS: dict[str, dict[object, str]] = {  # Knob -> a value -> the value in plain
     "train.max_steps": {-1: "as many as the passes take"},
     "init_from": {"": "a new model"},
     "sft.template": {"": "the model's own"},
+    "sft.samples": {0: "none"},
+    "rl.thinking_budget": {None: "any"},
     "quant.bits": {4: "4 bits", 8: "8 bits"},
 }
 
@@ -314,6 +320,21 @@ def _column_advice(config: "RunConfig") -> Iterator[Advice]:
         yield Advice("data.columns", text, "missing")
 
 # %% ../../nbs/12_widgets/17_settings.ipynb #settings-2
+def _training_knobs(config: "RunConfig") -> list[str]:
+    "The settings of a method that stand under Training."
+    knobs = []
+    if config.method == "dpo":
+        knobs = ["dpo.beta", "dpo.loss_type"]
+    if config.method == "distill":
+        knobs = ["distill.lmbda"]
+    if config.recipe.learns_from == "prompts":
+        turns = ["rl.max_turns"] if config.rl.environment else []
+        knobs = ["rl.num_generations", *turns, "rl.beta", "rl.thinking_budget"]
+    if config.recipe.learns_from == "answers":
+        knobs += ["sft.samples", *(["sft.vote"] if config.sft.samples > 1 else [])]
+    return knobs
+
+
 def visible_sections(
     config: "RunConfig",
 ) -> dict[str, list[str]]:  # Heading -> knobs, in the order of the panel
@@ -337,13 +358,6 @@ def visible_sections(
     if config.method == "distill":
         data = []  # The format of the teacher
     columns = ["data.columns"] if unknown_columns(config) else []
-    training = []
-    if config.method == "dpo":
-        training = ["dpo.beta", "dpo.loss_type"]
-    if config.method == "distill":
-        training = ["distill.lmbda"]
-    if learned == "prompts":
-        training = ["rl.num_generations", "rl.beta"]
     memory = ["data.max_length", "model.gradient_checkpointing"]
     if config.method == "qlora":
         memory = ["data.max_length", "quant.bits"]
@@ -357,7 +371,7 @@ def visible_sections(
             "train.num_train_epochs",
             "train.max_steps",
             "optim.learning_rate",
-            *training,
+            *_training_knobs(config),
         ],
         "Memory": ["train.per_device_train_batch_size", *memory],
     }
@@ -449,6 +463,8 @@ def follow_change(
         return follow
     if path == "data.path" and config.data.columns:  # They were those of another file
         return _changed(config, {path: value, "data.columns": {}})
+    if path == "sft.samples" and config.sft.vote and value in (0, 1):  # Nothing is left to vote
+        return _changed(config, {path: value, "sft.vote": False})
     pair = config.recipe.learns_from == "pairs"
     if path in ("data.max_length", "dpo.max_length") and pair and isinstance(value, int):
         return _changed(config, {"data.max_length": value, "dpo.max_length": value})

@@ -28,6 +28,7 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from ..config import load_config
 from ..data.dataset import stream_examples
@@ -491,12 +492,24 @@ def write_page(
     return Path(shutil.copy(here / "studio.ipynb", home / "studio.ipynb"))
 
 
+def _asked_here(host: str, *origins: str) -> bool:
+    "Whether a request is for this machine by its own name, and not from a page of another server."
+    try:
+        ours = urlsplit(f"//{host}").hostname in ("127.0.0.1", "localhost", "::1")
+        return ours and all(urlsplit(origin).netloc == host for origin in origins)
+    except ValueError:
+        return False
+
+
 def _application(folder: Path, home: Path, ready: Callable[[str], object]) -> type:
     "Voilà with kernels that work in `folder`."
     try:
         from ipykernel.kernelspec import get_kernel_dict
         from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
         from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
+        from tornado.httputil import HTTPServerRequest
+        from tornado.routing import Matcher, Rule
+        from tornado.web import RequestHandler
         from voila.app import Voila
     except ImportError:
         raise ModuleNotFoundError(_NO_VOILA) from None
@@ -510,11 +523,26 @@ def _application(folder: Path, home: Path, ready: Callable[[str], object]) -> ty
         def cwd_for_path(self, path: str, **options: object) -> str:
             return str(folder)
 
+    class Foreign(Matcher):  # A name that leads here (DNS rebinding), or a page that calls here
+        def match(self, request: HTTPServerRequest) -> dict[str, object] | None:
+            names = ("Origin", "Sec-WebSocket-Origin")
+            origins = [value for name in names for value in request.headers.get_list(name)]
+            return None if _asked_here(request.host, *origins) else {}
+
+    class Refused(RequestHandler):
+        def prepare(self) -> None:
+            self.set_status(403)
+            self.finish("This application answers only to its own page, on this machine.")
+
     class Application(Voila):
         def initialize(self, argv: list[str] | None = None) -> None:
             self.config.VoilaConfiguration.kernel_spec_manager_class = Specs
             self.config.VoilaConfiguration.multi_kernel_manager_class = Kernels
             super().initialize(argv)
+
+        def listen(self) -> None:
+            self.app.default_router.rules.insert(0, Rule(Foreign(), Refused))
+            super().listen()
 
         def launch_browser(self) -> None:  # Called when the server listens
             ready(f"http://{self.ip}:{self.port}/?token={self.token}")

@@ -1,0 +1,79 @@
+"""One cache of Numba's machine code for all tests and lessons.
+
+Numba keeps what it has compiled next to a module, for as long as the time of the file is the same,
+and forgets what a notebook has compiled. Here both go to one folder, in which a change of any
+source of a kernel starts anew: a lesson that builds a module and the module's own tests compile
+a function once.
+"""
+
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+
+import numba
+from numba.core.caching import CacheImpl, _CacheLocator
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".pytest_cache" / "kernels"
+
+
+@cache
+def sources():
+    "A hash of all modules with kernels, and of the code of all notebooks that compile some."
+    digest = hashlib.sha256()
+    for path in sorted((*ROOT.glob("trainkit/**/*.py"), *ROOT.glob("nbs/**/*.ipynb"))):
+        text = path.read_text(encoding="utf-8")
+        if "compile_kernels" not in text or path.stem == "_modidx":
+            continue
+        if path.suffix == ".ipynb":
+            text = repr(
+                [c["source"] for c in json.loads(text)["cells"] if c["cell_type"] == "code"]
+            )
+        digest.update(text.encode())
+    return digest.hexdigest()
+
+
+class KernelLocator(_CacheLocator):
+    "Where the machine code lies of a function from `compile_kernels`, and when it is valid."
+
+    def get_cache_path(self):
+        return str(FOLDER)
+
+    def get_source_stamp(self):
+        return sources()
+
+    def get_disambiguator(self):
+        return "0"
+
+    @classmethod
+    def from_function(cls, function, path):
+        return (
+            cls()
+            if Path(path).is_relative_to(ROOT / "trainkit") or path.startswith("<ipython-")
+            else None
+        )
+
+
+name_of = CacheImpl.get_filename_base
+
+
+def get_filename_base(self, fullname, abiflags):
+    "Without the name of the file, which is another one in a notebook."
+    if isinstance(self.locator, KernelLocator):
+        fullname = "kernels." + fullname.rpartition(".")[2]
+    return name_of(self, fullname, abiflags)
+
+
+def share():
+    "From now on this process and those that it forks use the folder, also for notebooks."
+    CacheImpl._locator_classes = [KernelLocator, *CacheImpl._locator_classes]
+    CacheImpl.get_filename_base = get_filename_base
+    plain = numba.njit
+
+    def njit(*functions, **options):
+        if functions and functions[0].__code__.co_filename.startswith("<ipython-"):
+            options["cache"] = True
+        return plain(*functions, **options)
+
+    numba.njit = njit
