@@ -1,6 +1,7 @@
 "Fresh processes for tests: functions, commands and groups of ranks, with shared imports."
 
 import asyncio
+import faulthandler
 import gc
 import io
 import json
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FORK = multiprocessing.get_context(
     "forkserver"
 )  # a fresh process for each caller, the imports paid once for all
+PATIENCE = 200  # Seconds that a process gets
 FORK.set_forkserver_preload(["support.prewarm"])
 SERVER = forkserver._forkserver
 
@@ -46,6 +48,7 @@ def child(function, args, out, err, meter):
     )  # the platform's own for what `function` starts
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    faulthandler.dump_traceback_later(PATIENCE - 10, file=2)  # Where all threads of a hang are
     try:
         code = function(*args)
     finally:
@@ -67,7 +70,7 @@ def begin(function, *args, folder):
     return process
 
 
-def end(process, folder, timeout=600):
+def end(process, folder, timeout=PATIENCE):
     "Wait, kill it after `timeout` seconds, and return what `subprocess.run` returns."
     process.join(timeout)
     if process.exitcode is None:

@@ -311,7 +311,7 @@ def many_at_once(folder, count):
     from trainkit.interop import hf
     from trainkit.interop.hf import load_pretrained, save_pretrained
 
-    meeting, verify = threading.Barrier(count, timeout=600), hf._verify
+    meeting, verify = threading.Barrier(count, timeout=120), hf._verify
 
     def together(*args):
         if not over:
