@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FORK = multiprocessing.get_context(
     "forkserver"
 )  # a fresh process for each caller, the imports paid once for all
-PATIENCE = 200  # Seconds that a process gets
+PATIENCE = 600  # Seconds that a process gets
 FORK.set_forkserver_preload(["support.prewarm"])
 SERVER = forkserver._forkserver
 
