@@ -8,11 +8,13 @@ a function once.
 
 import hashlib
 import json
+import shutil
+import uuid
 from functools import cache
 from pathlib import Path
 
 import numba
-from numba.core.caching import CacheImpl, _CacheLocator
+from numba.core.caching import CacheImpl, IndexDataCacheFile, _CacheLocator
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".pytest_cache" / "kernels"
@@ -38,7 +40,7 @@ class KernelLocator(_CacheLocator):
     "Where the machine code lies of a function from `compile_kernels`, and when it is valid."
 
     def get_cache_path(self):
-        return str(FOLDER)
+        return str(FOLDER / sources()[:16])
 
     def get_source_stamp(self):
         return sources()
@@ -55,6 +57,11 @@ class KernelLocator(_CacheLocator):
         )
 
 
+def data_name(self, number):
+    "Never one that another process takes at the same moment for a function of other types."
+    return f"{self._index_name}.{uuid.uuid4().hex[:16]}.nbc"
+
+
 name_of = CacheImpl.get_filename_base
 
 
@@ -69,6 +76,10 @@ def share():
     "From now on this process and those that it forks use the folder, also for notebooks."
     CacheImpl._locator_classes = [KernelLocator, *CacheImpl._locator_classes]
     CacheImpl.get_filename_base = get_filename_base
+    IndexDataCacheFile._data_name = data_name
+    for old in FOLDER.glob("*") if FOLDER.exists() else ():
+        if old.name != sources()[:16]:
+            shutil.rmtree(old, ignore_errors=True)
     plain = numba.njit
 
     def njit(*functions, **options):
