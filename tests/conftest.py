@@ -14,6 +14,7 @@ os.environ.pop(
 
 import gc
 import shutil
+import signal
 import sys
 import warnings
 import zlib
@@ -109,6 +110,15 @@ def pytest_collection_finish():
         kernel_cache.share()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def same_signals():
+    "No test leaves its handler of Ctrl-C behind, which the next test would meet."
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    after = signal.signal(signal.SIGINT, before)
+    assert after is before, f"the test leaves {after} for Ctrl-C, where {before} was"
 
 
 @pytest.fixture(scope="session")

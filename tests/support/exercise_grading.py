@@ -1,6 +1,7 @@
 "Run lessons with their exercises: each check sees the cell as it is and the folded solution."
 
 import os
+import signal
 import warnings
 
 from support.processes import ROOT
@@ -41,10 +42,12 @@ def run_lesson(path, flags):
                     verdicts.extend(judge(*one) for one in asked)  # What follows clears up
 
     before, test.CaptureShell = test.CaptureShell, Shell
+    interrupt = signal.getsignal(signal.SIGINT)
     try:
         ok, _ = test.test_nb(path, skip_flags=["gpu", "slow"], force_flags=flags, basepath=ROOT)
     finally:
         test.CaptureShell = before
+        signal.signal(signal.SIGINT, interrupt)  # nbdev's ends the process, and would stay
     return ok, verdicts
 
 
