@@ -839,6 +839,23 @@ def classic(tmp_path_factory):
         yield address, folder
 
 
+def open_classic(browser, classic, name, cells):
+    "A page of the classic notebook whose cells can be run."
+    address, folder = classic
+    write_notebook(folder / name, cells)
+    page = browser.new_page(viewport=dict(width=1200, height=2400))
+    page.set_default_timeout(240_000)
+    page.goto(f"{address}/notebooks/{name}", wait_until="domcontentloaded")
+    page.wait_for_function(
+        "() => window.Jupyter?.notebook?.kernel?.is_connected() && "
+        'document.querySelector("#run_all_cells") && Jupyter.notebook.kernel.widget_manager'
+    )
+    # It first asks the kernel for the widgets that are there already. Where the answer comes after
+    # a cell has shown one, it draws that cell's output anew and hides the widget for good
+    page.evaluate("() => Jupyter.notebook.kernel.widget_manager._loadFromKernel().then(() => null)")
+    return page
+
+
 VERSIONS = """
 import ipykernel, IPython, ipywidgets
 print('kernel of', ipykernel.__version__, IPython.__version__, ipywidgets.__version__)
@@ -851,19 +868,11 @@ def test_panel_and_explorers_with_the_libraries_of_colab(browser, classic):
 
     Start, Pause, Resume, Stop with the model kept, a wrong field; field and slider.
     """
-    address, folder = classic
-    write_notebook(
-        folder / "colab.ipynb", [VERSIONS, PANEL, EXPLORERS[0], EXPLORERS[1], EXPLORERS[3]]
-    )
-    page = browser.new_page(viewport=dict(width=1200, height=2400))
-    page.set_default_timeout(240_000)
+    folder = classic[1]
+    cells = [VERSIONS, PANEL, EXPLORERS[0], EXPLORERS[1], EXPLORERS[3]]
+    page = open_classic(browser, classic, "colab.ipynb", cells)
     errors = []
     page.on("pageerror", lambda e: errors.append(str(e)))
-    page.goto(f"{address}/notebooks/colab.ipynb", wait_until="domcontentloaded")
-    page.wait_for_function(
-        "() => window.Jupyter?.notebook?.kernel?.is_connected() && "
-        'document.querySelector("#run_all_cells")'
-    )
     page.evaluate("Jupyter.notebook.execute_all_cells()")
     page.locator("text=kernel of 6.17.1 7.34.0 7.7.1").first.wait_for()
 
@@ -1138,15 +1147,7 @@ def test_buttons_work_under_run_all(browser, lab):
 
 @pytest.mark.slow
 def test_buttons_work_under_run_all_with_the_libraries_of_colab(browser, classic):
-    address, folder = classic
-    write_notebook(folder / "awaits.ipynb", [PANEL, AWAITS])
-    page = browser.new_page(viewport=dict(width=1200, height=2400))
-    page.set_default_timeout(240_000)
-    page.goto(f"{address}/notebooks/awaits.ipynb", wait_until="domcontentloaded")
-    page.wait_for_function(
-        "() => window.Jupyter?.notebook?.kernel?.is_connected() && "
-        'document.querySelector("#run_all_cells")'
-    )
+    page = open_classic(browser, classic, "awaits.ipynb", [PANEL, AWAITS])
     page.evaluate("Jupyter.notebook.execute_all_cells()")
     press_stop_under_run_all(page)
     page.close()

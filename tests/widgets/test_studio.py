@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -287,12 +288,14 @@ def test_nothing_is_typed_that_can_be_picked(panel, tmp_path, monkeypatch):
     assert form.read().data.columns == dict(prompt="Frage", completion="Antwort")
     assert not panel.start_button.disabled and "data.columns" in form.first
     for value in (
-        [dict(name="new.jsonl", content=memoryview(b"{}"))],
+        (dict(name="new.jsonl", content=memoryview(b"{}")),),
         {"old.jsonl": dict(content=b"{}", metadata={})},
     ):
         data.upload = SimpleNamespace(value=value)
+        data.upload.set_trait = partial(setattr, data.upload)
         data._uploaded(form.guide.uploads["data.path"])
         assert form.read().data.path.startswith("uploads/")
+        assert data.upload.value == type(value)()
     assert form.read().data.path == "uploads/old.jsonl" and form.read().data.columns == {}
     start.pick.value = ...
     long = "/somewhere/very/far/away/in/a/folder/with/a/long/name/model"
@@ -300,6 +303,97 @@ def test_nothing_is_typed_that_can_be_picked(panel, tmp_path, monkeypatch):
     assert "There is no …" in panel.obstacle.value and start.widget.layout.display is None
     form.set(form.config)
     assert start.pick.options[0] == ("…/in/a/folder/with/a/long/name/model", long)
+
+
+def send_file(field, name, content):
+    "The message with which the page sends a file, as ipywidgets takes it."
+    file = dict(name=name, type="text/csv", size=len(content), last_modified=0)
+    field.upload.set_state({"value": [{**file, "content": memoryview(content)}]})
+
+
+def new_upload(panel, tmp_path, monkeypatch):
+    "The form of a panel for LoRA, and its fields of the model and of the data."
+    import ipywidgets
+
+    if int(ipywidgets.__version__.split(".")[0]) < 8:
+        pytest.skip("ipywidgets 7 takes a file by other messages")
+    monkeypatch.chdir(tmp_path)
+    panel.form.field("method").widget.value = "lora"
+    return panel.form, panel.form.field("init_from"), panel.form.field("data.path")
+
+
+def test_a_file_is_kept_while_another_change_is_at_work(panel, tmp_path, monkeypatch):
+    "A kernel with subshells takes the messages of two widgets in two threads."
+    from trainkit.widgets import form as module
+
+    form, start, data = new_upload(panel, tmp_path, monkeypatch)
+    begun, go, load = threading.Event(), threading.Event(), module.load_config
+
+    def slow_load(*words):
+        config = load(*words)
+        if threading.current_thread() is pick:
+            begun.set()
+            go.wait(60)
+        return config
+
+    monkeypatch.setattr(module, "load_config", slow_load)
+    model = {"value": "somebody/model"}
+    pick = threading.Thread(target=lambda: start.widget.set_state(model))
+    rows = ("fragen.csv", b"Frage,Antwort\nWas?,Das.\n")
+    upload = threading.Thread(target=lambda: send_file(data, *rows))
+    pick.start()
+    assert begun.wait(60)
+    upload.start()
+    upload.join(0.5)  # It waits for the other one, or it is over
+    go.set()
+    pick.join(60)
+    upload.join(60)
+    assert form.values["init_from"] == "somebody/model"
+    assert form.config.data.path == form.read().data.path == "uploads/fragen.csv"
+    assert "The file has the columns Frage, Antwort" in panel.obstacle.value
+
+
+def test_a_choice_is_kept_while_the_list_is_renewed(panel, tmp_path, monkeypatch):
+    "What a person picks while another thread fills in the field is not taken for its own doing."
+    form, start, data = new_upload(panel, tmp_path, monkeypatch)
+    begun, go = threading.Event(), threading.Event()
+
+    def hold(change):
+        begun.set()
+        go.wait(60)
+
+    data.pick.observe(hold, names="options")
+    (tmp_path / "new.csv").write_text("Frage,Antwort\nWas?,Das.\n")
+    look = threading.Thread(target=form.again.click)
+    typed = {"value": "mine.jsonl"}
+    write = threading.Thread(target=lambda: data.widget.set_state(typed))
+    look.start()
+    assert begun.wait(60)
+    write.start()
+    write.join(0.5)
+    go.set()
+    look.join(60)
+    write.join(60)
+    assert form.read().data.path == "mine.jsonl"
+
+
+def test_a_file_that_cannot_be_kept_is_reported(panel, tmp_path, monkeypatch):
+    "A file instead of the folder; once that is gone, the same file arrives, and arrives again."
+    form, start, data = new_upload(panel, tmp_path, monkeypatch)
+    (tmp_path / "uploads").write_text("")
+    before = form.read().data.path
+    rows = ("fragen.csv", b"Frage,Antwort\nWas?,Das.\n")
+    send_file(data, *rows)
+    assert "fragen.csv cannot be saved here" in data.wrong.value and 'role="alert"' in (
+        data.wrong.value
+    )
+    assert form.read().data.path == before and data.upload.value == ()
+    (tmp_path / "uploads").unlink()
+    send_file(data, *rows)
+    assert form.read().data.path == "uploads/fragen.csv"
+    data.pick.value = before
+    send_file(data, *rows)
+    assert form.read().data.path == "uploads/fragen.csv"
 
 
 def test_three_steps_tell_how_long_it_takes(monkeypatch):

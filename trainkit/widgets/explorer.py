@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from html import escape
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -211,9 +212,14 @@ def value_notch(
 class ExplorerControl(Field):
     "The field of a knob, with a slider where it has a range, or several lines for a long text."
 
-    def __init__(self, knob: Knob, changed: Callable[[str, object], None]):
+    def __init__(
+        self,
+        knob: Knob,
+        changed: Callable[[str, object], None],
+        turn: AbstractContextManager | None = None,  # As for `Field`
+    ):
         W = widgets()
-        super().__init__(knob.name, knob, knob.value, changed, _label(knob))
+        super().__init__(knob.name, knob, knob.value, changed, _label(knob), turn=turn)
         self.slider = None
         self.whole = knob.type is int
         self.widget.style.description_width = "130px"
@@ -254,14 +260,15 @@ class ExplorerControl(Field):
         self.box.children = [row, self.wrong]
 
     def _on(self, change):
-        if self.raw:
-            return None if self.quiet else self.changed(self.path, change["new"])
-        if not self.quiet and self.slider is not None:
-            try:
-                self._follow(float(change["new"]))
-            except ValueError:
-                pass  # The problem is shown below the field
-        return super()._on(change)
+        with self.turn:
+            if self.raw:
+                return None if self.quiet else self.changed(self.path, change["new"])
+            if not self.quiet and self.slider is not None:
+                try:
+                    self._follow(float(change["new"]))
+                except ValueError:
+                    pass  # The problem is shown below the field
+            return super()._on(change)
 
     def _follow(self, value: float):
         "Move the slider to the value of the field."
@@ -290,23 +297,25 @@ class ExplorerControl(Field):
             self.quiet = quiet
 
     def _slid(self, change):
-        if self.quiet:
-            return
-        k, value = self.knob, change["new"]
-        if not self.whole and k.low is not None and k.high is not None:
-            value = notch_value(value, k.low, k.high)
-        super().show(value)
-        self.changed(self.path, value)
+        with self.turn:
+            if self.quiet:
+                return
+            k, value = self.knob, change["new"]
+            if not self.whole and k.low is not None and k.high is not None:
+                value = notch_value(value, k.low, k.high)
+            super().show(value)
+            self.changed(self.path, value)
 
     def show(self, value: Any):
         "Put a value into the field and the slider without reporting a change."
-        self.quiet = True
-        try:
-            self.widget.value = show_text(value) if self.text and not self.raw else value
-            if self.slider is not None:
-                self._follow(float(value))
-        finally:
-            self.quiet = False
+        with self.turn:
+            self.quiet = True
+            try:
+                self.widget.value = show_text(value) if self.text and not self.raw else value
+                if self.slider is not None:
+                    self._follow(float(value))
+            finally:
+                self.quiet = False
 
 # %% ../../nbs/12_widgets/06_explorer.ipynb #45628f62
 class ExplorerView:
@@ -319,7 +328,9 @@ class ExplorerView:
         self.explorer, self.closed, self.lock = explorer, False, threading.RLock()
         self.last, self.waiting = -math.inf, None
         self.values = {k.name: k.value for k in explorer.knobs()}
-        self.controls = {k.name: ExplorerControl(k, self.change) for k in explorer.knobs()}
+        self.controls = {
+            k.name: ExplorerControl(k, self.change, self.lock) for k in explorer.knobs()
+        }
         self.alert, self.picture = W.HTML(), W.HTML()
         self.button = W.Button(
             description="Compute",

@@ -22,6 +22,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from html import escape
 from pathlib import Path
 from types import ModuleType
@@ -127,6 +128,7 @@ class Page:
         self.handle = None
         claim_cell(self, self.pages, key, str(id(self)))
         self.lock, self.worker = threading.RLock(), None
+        self.turn = threading.RLock()  # One click at a time, as kernels may take them in threads
         W = widgets()
         self.alert, self.widget = W.HTML(), W.VBox([]).add_class("trainkit-page")
 
@@ -167,6 +169,11 @@ class Page:
                 setattr(widget, name, value)
 
     def guarded(self, do: Callable[[], _T]) -> _T | None:  # None where it failed
+        "Call `do` when no other click is at work, and show the error that it raises."
+        with self.turn:
+            return self._shown(do)
+
+    def _shown(self, do: Callable[[], _T]) -> _T | None:
         "Call `do`, and show the error that it raises."
         self.put(self.alert, "")
         try:
@@ -183,7 +190,7 @@ class Page:
             if self.closed or (self.worker is not None and self.worker.is_alive()):
                 return False
             self.worker = threading.Thread(
-                target=self.guarded, args=(do,), name="trainkit-page", daemon=True
+                target=self._shown, args=(do,), name="trainkit-page", daemon=True
             )
             self.worker.start()
             return True
@@ -447,12 +454,16 @@ class Field:
         # What can be picked, as (text, value); None: the value is typed
         choices: Sequence[tuple[str, object]] | None = None,
         upload: Callable[[str, bytes], object] | None = None,  # Gets a file, returns the value
+        # Held while a change is handled; fields that depend on each other share it
+        turn: AbstractContextManager | None = None,
     ):
         W = widgets()
         self.path = path
         self.knob = knob
         self.changed = changed
         self.quiet = False
+        # A kernel with subshells handles the messages of two widgets in two threads at once
+        self.turn = turn or threading.RLock()
         self.words, self.pick = words or {}, None
         # A value with words of its own is an empty field that shows them
         self.blank = next(iter(self.words), None) if not knob.choices else None
@@ -512,28 +523,41 @@ class Field:
         return self.blank if self.words and not text else read_value(text, self.knob.type)
 
     def _on(self, change):
-        if not self.quiet:
+        with self.turn:
+            if self.quiet:
+                return
             new = change["new"]
             if self.pick is not None:
                 self._show_pick(new, typed=True)
             self.changed(self.path, self._read(new) if self.text else new)
 
     def _picked(self, change):
-        if self.quiet:
-            return
-        other = change["new"] is ...
-        self.widget.layout.display = None if other else "none"
-        if not other:
-            self.show(change["new"])
-            self.changed(self.path, change["new"])
+        with self.turn:
+            if self.quiet:
+                return
+            other = change["new"] is ...
+            self.widget.layout.display = None if other else "none"
+            if not other:
+                self.show(change["new"])
+                self.changed(self.path, change["new"])
 
     def _uploaded(self, save: Callable[[str, bytes], object]):
         "Take the file of an upload; ipywidgets 7 gives a dict, 8 a tuple."
         files = self.upload.value
+        if not files:
+            return
+        none = type(files)()
         if isinstance(files, dict):
             files = [{"name": name, **file} for name, file in files.items()]
-        if files:
-            value = save(files[-1]["name"], bytes(files[-1]["content"]))
+        name = str(files[-1]["name"])
+        with self.turn:
+            # Else the same file, uploaded again after another choice, would be no change
+            self.upload.set_trait("value", none)
+            try:
+                value = save(name, bytes(files[-1]["content"]))
+            except Exception as error:
+                self.complain(f"{name} cannot be saved here: {error}")
+                return
             self.show(value)
             self.changed(self.path, value)
 
@@ -542,8 +566,9 @@ class Field:
         choices: Sequence[tuple[str, object]],  # (text, value)
     ) -> None:
         "Put other values into the list of what can be picked."
-        self.choices = list(choices)
-        self._show_pick(self._read(self.widget.value))
+        with self.turn:
+            self.choices = list(choices)
+            self._show_pick(self._read(self.widget.value))
 
     def _show_pick(self, value: object, typed: bool = False):
         "Select a value in the list; one that is not in it is added, unless it is being typed."
@@ -566,13 +591,14 @@ class Field:
 
     def show(self, value: Any):
         "Put a value into the field without reporting a change."
-        self.quiet = True
-        try:
-            self.widget.value = self._written(value) if self.text else value
-            if self.pick is not None:
-                self._show_pick(value)
-        finally:
-            self.quiet = False
+        with self.turn:
+            self.quiet = True
+            try:
+                self.widget.value = self._written(value) if self.text else value
+                if self.pick is not None:
+                    self._show_pick(value)
+            finally:
+                self.quiet = False
 
     def lock(self, locked: bool):
         "Disable the field, or enable it again."
@@ -605,8 +631,10 @@ class PartsField(Field):
         label: str,
         words: Mapping[str, str],  # For the keys
         options: Mapping[str, Sequence[str]],  # Key -> what it can be
+        turn: AbstractContextManager,  # As for `Field`
     ):
         W = widgets()
+        self.turn = turn
         self.path = path
         self.knob = knob
         self.changed = changed
@@ -631,7 +659,9 @@ class PartsField(Field):
         self.show(value)
 
     def _on(self, change):
-        if not self.quiet:
+        with self.turn:
+            if self.quiet:
+                return
             chosen = {key: self.parts[key].value for key in self.options}
             self.changed(self.path, {key: name for key, name in chosen.items() if name})
 
@@ -670,6 +700,7 @@ class Form:
         guide: Guide | None = None,  # Headings, plain words and advice
     ):
         W = widgets()
+        self.turn = threading.RLock()  # Held while a change is handled: each builds on the last one
         self.kind, self.knobs = type(config), config_fields(config)
         self.changed = changed or (lambda form: None)
         self.guide = guide or Guide()
@@ -701,7 +732,7 @@ class Form:
             tooltip="Look again for models and files that can be picked",
             layout=W.Layout(width="120px", display=None if self.guide.choices else "none"),
         )
-        self.again.on_click(lambda _: (self.look_again(), self.check(), self.changed(self)))
+        self.again.on_click(lambda _: self._again())
         self.group = W.Dropdown(
             options=[(g or "run", g) for g in groups],
             description="Group",
@@ -800,7 +831,7 @@ class Form:
             label = self.guide.labels.get(path, "")
             knob = self.knobs[path]
             self.fields[path] = PartsField(
-                path, knob, value, self.change, label, words, options(self.config)
+                path, knob, value, self.change, label, words, options(self.config), self.turn
             )
             self.fields[path].box.add_class("trainkit-wide")
         if path not in self.fields:
@@ -814,6 +845,7 @@ class Form:
                 self.guide.words.get(path),
                 None if choices is None else choices(self.config),
                 self.guide.uploads.get(path),
+                self.turn,
             )
             if path in self.guide.wide:
                 self.fields[path].box.add_class("trainkit-wide")
@@ -838,12 +870,13 @@ class Form:
         value: object,  # Perhaps a wrong one
     ) -> None:
         "Set a knob, and show the problems of the config."
-        following = self.guide.follow(self.config, path, value)
-        if following is not None:
-            return self.set(following)
-        self.values[path] = value
-        self.check()
-        self.changed(self)
+        with self.turn:
+            following = self.guide.follow(self.config, path, value)
+            if following is not None:
+                return self.set(following)
+            self.values[path] = value
+            self.check()
+            self.changed(self)
 
     def check(self) -> list[Problem]:
         "Build the config, and show its problems and what there is to say about it."
@@ -884,21 +917,23 @@ class Form:
 
     def read(self) -> Any:  # A config of the form's class; raises `ConfigError`
         "The config that the form describes."
-        return load_config(self.kind, nested(self.values))
+        with self.turn:  # After the changes that are being handled
+            return load_config(self.kind, nested(self.values))
 
     def set(
         self,
         config: object,  # Of the same class
     ) -> None:
         "Fill in the form from a config."
-        self.values, self.config = flatten(config), config
-        for path, field in self.fields.items():
-            field.show(self.values[path])
-        self.look_again()
-        if self.locked:
-            self.lock(True)
-        self.check()
-        self.changed(self)
+        with self.turn:
+            self.values, self.config = flatten(config), config
+            for path, field in self.fields.items():
+                field.show(self.values[path])
+            self.look_again()
+            if self.locked:
+                self.lock(True)
+            self.check()
+            self.changed(self)
 
     def lock(
         self,
@@ -939,14 +974,25 @@ class Form:
             text = f"Saved {saved}" if saved else f"Loaded {self.path.value}"
             self.status.value = _STATUS.format(escape(text))
 
+    def _again(self):
+        with self.turn:
+            self.look_again()
+            self.check()
+            self.changed(self)
+
     def _preset(self, change):
         if not change["new"]:
             return
-        self.set(self.presets[change["new"]])
-        # It can be chosen again, and does not name what has been changed since
-        self.preset.value = ""
+        with self.turn:
+            self.set(self.presets[change["new"]])
+            # It can be chosen again, and does not name what has been changed since
+            self.preset.value = ""
 
     def _more(self, change):
+        with self.turn:
+            self._show_more(change)
+
+    def _show_more(self, change):
         self.behind.layout.display = None if self.more.value else "none"
         if self.more.value:
             group = [path for path in self.knobs if path.rpartition(".")[0] == self.group.value]
