@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Share what Numba compiles, and freeze imports and tests.
+    """Share what Numba compiles, sketch the curves of runs, and freeze imports and tests.
 
     Later garbage collections need not search what is frozen.
     """
@@ -107,8 +107,22 @@ def pytest_collection_finish():
         from support import kernel_cache
 
         kernel_cache.share()
+    from support.sketches import sketch_curves
+
+    sketch_curves()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def real_curves(monkeypatch):
+    "In this test the curves of a run are drawn; elsewhere they are sketched."
+    from support import sketches
+
+    monkeypatch.setattr(sketches.reports, "_draw_series", sketches.draw)
+    sketches.draw.cache_clear()
+    yield
+    sketches.draw.cache_clear()
 
 
 @pytest.fixture(scope="session")
