@@ -15,6 +15,11 @@ os.environ.pop(
 import gc
 import shutil
 import sys
+
+# jsonschema would build 38 parsers of web addresses, 1.2 CPU seconds in each process; notebooks
+# are validated without them
+sys.modules["rfc3987_syntax"] = None
+
 import warnings
 import zlib
 from contextlib import suppress
@@ -115,14 +120,12 @@ def pytest_collection_finish():
 
 
 @pytest.fixture
-def real_curves(monkeypatch):
+def real_curves():
     "In this test the curves of a run are drawn; elsewhere they are sketched."
-    from support import sketches
+    from support.sketches import drawn
 
-    monkeypatch.setattr(sketches.reports, "_draw_series", sketches.draw)
-    sketches.draw.cache_clear()
-    yield
-    sketches.draw.cache_clear()
+    with drawn():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,13 @@
 """Stand-ins for the curves of a run.
 
 A run of four steps draws 10 to 30 of them, which took a third of its time in the tests. Lessons
-draw the real ones, and so do tests that use the fixture `real_curves`.
+draw the real ones, and so do tests that use `drawn`
+or the fixture `real_curves`.
 """
 
 import json
+from contextlib import contextmanager
+from unittest.mock import patch
 
 from trainkit.charts import as_points
 from trainkit.display import Picture, clean
@@ -28,3 +31,12 @@ def sketch(text):
 def sketch_curves():
     "From now on this process draws no curves of runs."
     reports._draw_series = sketch
+
+
+@contextmanager
+def drawn():
+    "The real curves, until the block ends."
+    draw.cache_clear()
+    with patch.object(reports, "_draw_series", draw):
+        yield
+    draw.cache_clear()
