@@ -16,6 +16,11 @@ import gc
 import shutil
 import signal
 import sys
+
+# jsonschema would build 38 parsers of web addresses, 1.2 CPU seconds in each process; notebooks
+# are validated without them
+sys.modules["rfc3987_syntax"] = None
+
 import warnings
 import zlib
 from contextlib import suppress
@@ -100,7 +105,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Share what Numba compiles, and freeze imports and tests.
+    """Share what Numba compiles, sketch the curves of runs, and freeze imports and tests.
 
     Later garbage collections need not search what is frozen.
     """
@@ -108,6 +113,9 @@ def pytest_collection_finish():
         from support import kernel_cache
 
         kernel_cache.share()
+    from support.sketches import sketch_curves
+
+    sketch_curves()
     gc.collect()
     gc.freeze()
 
@@ -119,6 +127,15 @@ def same_signals():
     yield
     after = signal.signal(signal.SIGINT, before)
     assert after is before, f"the test leaves {after} for Ctrl-C, where {before} was"
+
+
+@pytest.fixture
+def real_curves():
+    "In this test the curves of a run are drawn; elsewhere they are sketched."
+    from support.sketches import drawn
+
+    with drawn():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+sys.modules["rfc3987_syntax"] = None  # As in conftest.py: only jsonschema would import it
 sys.dont_write_bytecode = False  # Each child imports a test's file: let one compile it for all
 
 NEEDED = (

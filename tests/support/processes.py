@@ -122,6 +122,9 @@ def together(n, function, *args, folder):
 
 
 def command(words, cwd, env):
+    from support.sketches import sketch_curves
+
+    sketch_curves()
     os.chdir(cwd), os.environ.update(env)
     sys.argv[1:] = words
     try:

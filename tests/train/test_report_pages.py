@@ -11,17 +11,14 @@ from trainkit.train.runs import read_run
 
 
 @pytest.fixture(autouse=True)
-def charts(monkeypatch):
+def charts(real_curves, monkeypatch):
     "Each chart as what it is made of."
 
     def told(chart, series, title, *words, **knobs):
         names = {name: (list(steps), list(values)) for name, (steps, values) in series.items()}
         return reports.Picture(f"<svg>[{chart.__name__} {title} {words} {knobs} {names}]</svg>")
 
-    reports._draw_series.cache_clear()
     monkeypatch.setattr(reports, "draw_svg", told)
-    yield
-    reports._draw_series.cache_clear()
 
 
 def run_of(folder, rate, steps=6, **environment):

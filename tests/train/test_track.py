@@ -378,7 +378,7 @@ def test_tensorboard_forgets_what_a_resume_undid(tmp_path):
     ]
 
 
-def test_curves_are_drawn_from_the_first_step(tmp_path):
+def test_curves_are_drawn_from_the_first_step(tmp_path, real_curves):
     "One record is a picture, and a run that is killed has left one."
     log = MetricsLog(RunFolder(tmp_path / "run"), draw_every=0)
     log.on_start(None, dict(total_steps=9, start_step=0))

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.browser
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
+    from support.sketches import drawn
+
     from trainkit.config import load_config
     from trainkit.recipes.config import RunConfig
     from trainkit.recipes.runner import run
@@ -45,7 +47,8 @@ def report(tmp_path_factory):
         f"runs_dir={folder}",
         "name=seen",
     ]
-    return run(load_config(RunConfig, {}, small), verbose=False).report
+    with drawn():
+        return run(load_config(RunConfig, {}, small), verbose=False).report
 
 
 @pytest.mark.parametrize("width", [1200, 420])
