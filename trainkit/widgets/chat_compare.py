@@ -36,7 +36,7 @@ from ..files import show_bytes
 from ..model.generation import TextStreamer, ThinkingBudget, context_length, eval_mode
 from ..model.generation import stream
 from ..tokenizer.chat import answer_ends, is_bpe_tokenizer, render
-from ..tokenizer.chat_template import ThoughtSplitter, thought_end
+from ..tokenizer.chat_template import AnswerReader, thought_end
 from .form import Page, widgets
 
 if TYPE_CHECKING:
@@ -247,15 +247,10 @@ class ChatAnswer:
 
     def message(self) -> dict:
         "The answer as a turn of a chat, with the thought apart."
-        splitter = ThoughtSplitter(self.opening)
-        parts = {"thought": "", "answer": ""}
-        for kind, piece in [*splitter.push(self.text), *splitter.finish()]:
-            parts[kind] += piece
-        thought = parts["thought"].strip("\n")
-        if not thought:
-            return dict(role="assistant", content=parts["answer"])
-        content = parts["answer"].lstrip("\n")
-        return dict(role="assistant", content=content, reasoning_content=thought)
+        parts = {"content": ""}
+        for kind, piece in AnswerReader(self.opening).push(self.text, last=True):
+            parts[kind] = parts.get(kind, "") + piece
+        return dict(role="assistant", **parts)
 
     def mean(self, name: str) -> float:  # NaN without values
         "The mean of `log_probs` or of `kl` over the tokens."
