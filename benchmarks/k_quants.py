@@ -6,10 +6,10 @@
 `blocks`: our blocks compared with those of llama.cpp's own quantizer, from the library in
 `xllamacpp`: the share that has the same bytes, and the ratio of the mean squared errors. `gguf`:
 SmolLM2-135M in the types of `--kinds`; llama.cpp reads each file and computes the perplexity of
-held-out text and 16 greedy tokens, and we compute both from the same file: `same tokens` is how many
-of the 16 the two programs begin with in common. `folders`: the
-same for 4-bit folders of `export_compressed`, read by transformers with the package
-compressed-tensors. A part whose package is missing is left out.
+held-out text and 16 greedy tokens, and we compute both from the same file: `same tokens` is how
+many of the 16 the two programs begin with in common. `folders`: the same for 4-bit folders of
+`export_compressed`, read by transformers with the package compressed-tensors. A part whose package
+is missing is left out.
 
 The model of the package is stored as Q4_1, so its weights have been rounded once before.
 """
