@@ -6,9 +6,10 @@
 `blocks`: our blocks compared with those of llama.cpp's own quantizer, from the library in
 `xllamacpp`: the share that has the same bytes, and the ratio of the mean squared errors. `gguf`:
 SmolLM2-135M in the types of `--kinds`; llama.cpp reads each file and computes the perplexity of
-held-out text and 16 greedy tokens, and we compute the perplexity of the same file. `folders`: the
-same for 4-bit folders of `export_compressed`, read by transformers with the package
-compressed-tensors. A part whose package is missing is left out.
+held-out text and 16 greedy tokens, and we compute both from the same file: `same tokens` is how
+many of the 16 the two programs begin with in common. `folders`: the same for 4-bit folders of
+`export_compressed`, read by transformers with the package compressed-tensors. A part whose package
+is missing is left out.
 
 The model of the package is stored as Q4_1, so its weights have been rounded once before.
 """
@@ -156,20 +157,33 @@ def perplexity(logits_of, ids: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def greedy(logits_of, tokenizer, tokens: int = 16) -> str:
+def greedy(logits_of, tokenizer, tokens: int = 16) -> list[int]:
     ids = tokenizer.encode(PROMPT)
     first = len(ids)
     for _ in range(tokens):
         ids = [*ids, int(logits_of(torch.tensor(ids))[-1].argmax())]
-    return tokenizer.decode(ids[first:])
+    return ids[first:]
+
+
+def equal_start(a: list[int], b: list[int]) -> int:
+    "How many tokens two answers begin with in common."
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
 def of_torch(model):
     return lambda row: model(row[None]).logits[0]
 
 
-def show(name: str, size: int, theirs: float, ours: float, text: str) -> None:
-    print(f"| {name} | {size / 1e6:.1f} | {theirs:.3f} | {ours:.3f} | {text!r} |", flush=True)
+def show(name: str, size: int, theirs: float, ours: float, same: str = "", text: str = "") -> None:
+    cells = (
+        name,
+        f"{size / 1e6:.1f}",
+        f"{theirs:.3f}",
+        f"{ours:.3f}",
+        same,
+        text and f"`{text!r}`",
+    )
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def main() -> None:
@@ -193,10 +207,10 @@ def main() -> None:
     last = tokenizer.encode("\n".join(row["text"] for row in text)[-60_000:])
     held_out = torch.tensor(last[: options.held_out * 256]).view(-1, 256)
     vocab = model.config.vocab_size
-    print("| model | MB | perplexity, other program | ours | its greedy text |")
-    print("|---|---:|---:|---:|---|")
+    print("| model | MB | perplexity, other program | ours | same tokens | its greedy text |")
+    print("|---|---:|---:|---:|---:|---|")
     float_perplexity = perplexity(of_torch(model), held_out)
-    show("float32, ours", 4 * 134_515_008, float_perplexity, float_perplexity, "")
+    show("float32, ours", 4 * 134_515_008, float_perplexity, float_perplexity)
     with tempfile.TemporaryDirectory() as home:
         folder = save_pretrained(model, tokenizer, Path(home) / "model")
         importance = {}
@@ -209,9 +223,13 @@ def main() -> None:
                 llama = Llama(library, file, 256)
                 logits = lambda row, llama=llama: llama.logits(row.tolist(), vocab)  # noqa: E731
                 theirs = perplexity(logits, held_out)
-                ours = perplexity(of_torch(load_pretrained(file)[0]), held_out)
+                own = of_torch(load_pretrained(file)[0])
+                ours = perplexity(own, held_out)
                 name = f"{kind}, importance" if given else kind
-                show(name, file.stat().st_size, theirs, ours, greedy(logits, tokenizer))
+                wrote = greedy(logits, tokenizer)
+                same = f"{equal_start(wrote, greedy(own, tokenizer))} of {len(wrote)}"
+                text = tokenizer.decode(wrote)
+                show(name, file.stat().st_size, theirs, ours, same, text)
                 llama.close()
         for method in options.methods if "folders" in options.parts else ():
             folders(folder, Path(home) / method, method, calibration, held_out, tokenizer)
@@ -238,12 +256,14 @@ def folders(folder, output, method, calibration, held_out, tokenizer) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(output)
     with torch.no_grad():
         far = (of_torch(ours)(held_out[0]) - of_torch(theirs)(held_out[0])).abs().max()
+    wrote = greedy(of_torch(theirs), tokenizer)
     show(
         f"{method}, groups of {report['group']}",
         report["bytes"],
         perplexity(of_torch(theirs), held_out),
         perplexity(of_torch(ours), held_out),
-        greedy(of_torch(theirs), tokenizer),
+        f"{equal_start(wrote, greedy(of_torch(ours), tokenizer))} of {len(wrote)}",
+        tokenizer.decode(wrote),
     )
     print(f"<!-- largest difference of a logit: {far:.1e} -->", flush=True)
 

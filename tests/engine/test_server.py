@@ -26,6 +26,7 @@ from trainkit.model.generation import generate
 from trainkit.model.transformer import Transformer
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 from trainkit.tokenizer.chat import render, set_template
+from trainkit.tokenizer.chat_template import TEMPLATES, render_text
 
 for package in ("starlette", "uvicorn", "prometheus_client", "llguidance", "openai"):
     pytest.importorskip(package)
@@ -33,18 +34,18 @@ for package in ("starlette", "uvicorn", "prometheus_client", "llguidance", "open
 import openai  # noqa: E402
 
 from trainkit.engine.scheduler import BatchEngine, Scheduler  # noqa: E402
-from trainkit.engine.server import AnswerReader, ChatServer, ServerConfig, running  # noqa: E402
+from trainkit.engine.server import ChatServer, ServerConfig, running  # noqa: E402
 
 KEY = "sesame-open-2718"
 HELLO = [dict(role="user", content="hello")]
 
 
-def make_model():
+def make_model(length=1024):
     torch.manual_seed(0)
     text = "hello you, how are you? I am a small model. " * 4
     special = ["<|endoftext|>"]
     tokenizer = BPETokenizer.train([text], 280, special_tokens=special, progress=False)
-    shape = dict(vocab_size=280, d_model=32, n_heads=2, n_layers=1, d_ff=64, max_seq_len=1024)
+    shape = dict(vocab_size=280, d_model=32, n_heads=2, n_layers=1, d_ff=64, max_seq_len=length)
     model = Transformer(ModelConfig(**shape))
     set_template(tokenizer, "chatml", model)
     for weight in model.parameters():
@@ -382,19 +383,61 @@ def test_a_request_switches_the_template(place, monkeypatch):
     assert seen == [None, switches]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_answers_are_separated_whatever_the_pieces(size):
-    call = '{"name": "add", "arguments": {"a": "<think>"}}'
-    text = f"<think>\nhm < 3</think>\n\nSo <b>.\n<tool_call>\n{call}\n</tool_call>\n"
-    reader = AnswerReader(tools=True)
-    pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
-    joined = {
-        kind: "".join(value for own, value in parts if own == kind)
-        for kind in ("reasoning_content", "content")
-    }
-    assert joined == dict(reasoning_content="hm < 3", content="So <b>.\n")
-    assert [v for kind, v in parts if kind == "tool_call"] == [json.loads(call)]
+ASKED = [dict(name="go", arguments=dict(city='Rome "x"', days=2)), dict(name="stay", arguments={})]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "llama3", "gemma4"])
+def test_every_family_calls_tools(family):
+    "What a template writes comes back in parts, whole and streamed; a forced call, too."
+    form = TEMPLATES[family]
+    wanted = ASKED[:1] if family == "llama3" else ASKED  # It calls one tool at a time
+    calls = [
+        dict(type="function", id=f"call0000{i}", function=call) for i, call in enumerate(wanted)
+    ]
+    thought = dict(reasoning_content="hm\n< 3") if family in ("qwen3", "gemma4") else {}
+    talk = [*HELLO, dict(role="assistant", content="", tool_calls=calls, **thought)]
+    eos = form.eos or "</s>"
+    text, [(begin, end)] = render_text(talk, form.jinja, dict(bos_token="<s>", eos_token=eos))
+    written = text[begin:end].removesuffix(eos)
+    model, tokenizer = make_model(4096)
+    tokenizer.chat_template = form.jinja
+    server = ChatServer(
+        BatchEngine(Scheduler(model, tokenizer, rows=1)), "small", ServerConfig(port=0)
+    )
+    city = dict(type="string", maxLength=5)
+    about = dict(type="object", properties=dict(city=city), additionalProperties=False)
+    tools = [
+        dict(type="function", function=dict(name=name, description="x", parameters=about))
+        for name in ("go", "stay")
+    ]
+    args = dict(
+        model="small", messages=HELLO, tools=tools, max_tokens=900,
+        extra_body=dict(structured_outputs=dict(choice=[written])),
+    )  # fmt: skip
+    forced = dict(model="small", messages=HELLO, tools=tools, seed=3, tool_choice="required")
+    with running(server) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=60)
+        answer = client.chat.completions.create(**args).choices[0]
+        chunks = [*client.chat.completions.create(**args, stream=True)]
+        required = client.chat.completions.create(**forced, logprobs=True).choices[0]
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    streamed = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert answer.finish_reason == chunks[-1].choices[0].finish_reason == "tool_calls"
+    for found in (answer.message.tool_calls, streamed):
+        got = [
+            dict(name=c.function.name, arguments=json.loads(c.function.arguments)) for c in found
+        ]
+        assert got == wanted
+        assert family != "mistral" or [c.id for c in found] == ["call00000", "call00001"]
+    assert (answer.message.content or "") == "".join(d.content or "" for d in deltas) == ""
+    parts = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+    own = thought.get("reasoning_content", "")
+    assert "".join(parts) == getattr(answer.message, "reasoning_content", "") == own
+    assert not own or max(map(len, parts)) < len(own), "the thought is streamed"
+    assert required.finish_reason == "tool_calls"
+    assert set(json.loads(required.message.tool_calls[0].function.arguments)) <= {"city"}
+    head = dict(mistral="[TOOL_CALLS] [{", llama3='{"name"').get(family, "<tool_call>\n{")
+    assert "".join(entry.token for entry in required.logprobs.content).startswith(head)
 
 
 def test_the_command_opens_what_it_is_told(tmp_path, monkeypatch):

@@ -11,7 +11,8 @@ from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 from trainkit.tokenizer.chat import render, set_template
 from trainkit.tokenizer.chat_template import (
     TEMPLATES,
-    ThoughtSplitter,
+    AnswerReader,
+    find_tool_format,
     parse_tool_calls,
     render_text,
     render_texts,
@@ -305,20 +306,101 @@ def test_a_chat_is_split_at_the_turns_of_its_user():
     assert split_turns([QUESTION]) == [[QUESTION]]
 
 
+def in_pieces(answer: str, size: int, prompt: str = "", tools: bool = True):
+    "What the reader makes of an answer: thought, content and calls; and how many parts it gave."
+    reader = AnswerReader(prompt, tools)
+    pieces = [answer[i : i + size] for i in range(0, len(answer), size)]
+    parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
+    thought, content = (
+        "".join(value for own, value in parts if own == kind)
+        for kind in ("reasoning_content", "content")
+    )
+    calls = [value for kind, value in parts if kind == "tool_call"]
+    assert reader.calls == len(calls)
+    return thought, content, calls, len(parts)
+
+
 @pytest.mark.parametrize(
     "text", ["<think>\nhm <b\n</think>\n\nyes < no", "[THINK]x[/THINK]y", "plain <think> x"]
 )
 def test_an_answer_is_split_while_it_is_written(text):
     for size in (1, 3, 99):
-        splitter, parts = ThoughtSplitter(), dict(thought="", answer="")
-        for k in range(0, len(text), size):
-            for kind, piece in splitter.push(text[k : k + size]):
-                parts[kind] += piece
-        for kind, piece in splitter.finish():
-            parts[kind] += piece
         thought, rest = split_thought(dict(content=text))
-        assert (
-            parts["thought"].strip("\n") == (thought or "") and parts["answer"].lstrip("\n") == rest
-        )
-    splitter = ThoughtSplitter("<|im_start|>assistant\n<think>\n")
-    assert splitter.push("x</think>y") == [("thought", "x"), ("answer", "y")]
+        assert in_pieces(text, size)[:3] == (thought or "", rest, [])
+    reader = AnswerReader("<|im_start|>assistant\n<think>\n")
+    assert reader.push("x</think>y") == [("reasoning_content", "x"), ("content", "y")]
+
+
+# Of the published templates, those that write calls in one of our formats
+PUBLISHED = (
+    "qwen2_5",
+    "qwen3",
+    "qwen3_instruct_2507",
+    "gemma4",
+    "gemma4_v5",
+    "llama3_1",
+    "llama3_2",
+)
+CALLERS = ("chatml", "qwen", "qwen3", "hermes", "mistral", "llama3", "gemma4")
+
+
+@pytest.mark.parametrize("name", [*CALLERS, *(f"trl:{name}" for name in PUBLISHED)])
+def test_calls_are_read_while_they_are_written(name):
+    "From the text that a template writes, letter by letter, as from the whole."
+    theirs = name.startswith("trl:")
+    jinja = published(name[4:]) if theirs else TEMPLATES[name].jinja
+    family = find_tool_format(jinja)
+    hard = 'O\'Brien "x" {a:[1,2]}, <b>\n<tool' + ("" if family == "gemma4" else "\u00e9</")
+    asked = [call(i, more=hard) for i in range(1 if family == "llama3" else 2)]
+    own = dict(reasoning_content="hm\n< 3") if "reasoning_content" in jinja else {}
+    message = dict(role="assistant", content="", tool_calls=asked, **own)
+    more = dict(tools=TOOLS[:1], chat_template_kwargs=dict(enable_thinking=True) if own else None)
+    names = {**NAMES, "eos_token": (TEMPLATES.get(name) or TEMPLATES["chatml"]).eos or "</s>"}
+    prompt, _ = render_text([QUESTION], jinja, names, "all", True, **more)
+    text, _ = render_text([QUESTION, message], jinja, names, "all", **more)
+    answer = text.removeprefix(prompt) if text.startswith(prompt) else text[text.index("q") + 1 :]
+    for end in (names["eos_token"], "<|im_end|>", "<|eot_id|>", "<|eom_id|>"):
+        answer = answer.rstrip("\n").removesuffix(end)
+    wanted = [c["function"] for c in asked]
+    for size in (1, 2, 5, 10_000):
+        thought, content, calls, parts = in_pieces(answer, size, prompt[-40:])
+        found = [dict(name=c["name"], arguments=c["arguments"]) for c in calls]
+        assert (found, content.strip()) == (wanted, "")
+        assert thought == own.get("reasoning_content", "")
+    assert parse_tool_calls(answer)[0] == calls
+    # Without tools the marks are text, and nothing is lost
+    assert in_pieces(answer, 3, prompt[-40:], tools=False)[2] == []
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "<tool_call>f(1)</tool_call> so",
+        "a [TOOL_CALLS] [f",
+        "<|tool_call>call:f{x}<tool_call|>!",
+        '{"name": "f", "parameters": {"x": }} and more',
+        '{"name": "Ann", "age": 3}',
+        "<|python_tag|>print(1)",
+        "  <tool",
+        "a < b <|tool_call",
+    ],
+)
+def test_what_is_no_call_is_content(answer):
+    for size in (1, 4, 99):
+        assert in_pieces(answer, size)[:3] == ("", answer, [])
+
+
+def test_words_leave_the_reader_at_once():
+    "Only what may be the beginning of a mark is held back."
+    reader = AnswerReader(tools=True)
+    text = 'Hello {"name": "f"}, 1 < 2 and a[1]. '
+    late = [len(text[:i]) - sum(len(v) for _, v in reader.push(text[i - 1])) for i in (1,)]
+    passed = 1 - late[0]
+    for i, letter in enumerate(text[1:], 2):
+        passed += sum(len(value) for _, value in reader.push(letter))
+        assert i - passed <= 1, text[:i]
+    call = "<think>\nno\n</think>\n\nI ask.<tool_call>" + '{"name": "f", "arguments": {"x": 1}}'
+    assert in_pieces(call + "</tool_call>done", 1)[:3] == (
+        "no", "I ask.done", [dict(name="f", arguments=dict(x=1))],
+    )  # fmt: skip
+    assert in_pieces("<think><tool_call></think>yes", 1)[:3] == ("<tool_call>", "yes", [])

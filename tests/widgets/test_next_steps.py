@@ -9,6 +9,7 @@ import pytest
 from test_studio import count, instances, small_start, until
 
 from trainkit.config import load_config
+from trainkit.files import show_bytes
 from trainkit.recipes.config import RunConfig
 from trainkit.widgets.labeler import PreferenceLabels
 from trainkit.widgets.next_steps import (
@@ -16,6 +17,7 @@ from trainkit.widgets.next_steps import (
     NextSteps,
     TrainedRun,
     export_run,
+    export_sizes,
     gather_labels,
     open_round,
     run_prompts,
@@ -132,6 +134,23 @@ def test_what_is_offered_depends_on_the_run(tmp_path, tuned):
 
     assert offered(method="reward", init_from="x") == ["report", "runs", "code"]
     assert "compare" not in offered(method="sft", init_from="")
+
+
+def test_the_list_of_exports_shows_their_sizes(tuned, tmp_path):
+    "As large as the file is, but for the tokenizer, which is the same in all of them."
+    _, panel = tuned
+    steps = NextSteps(panel.next.run, TrainerPanel, key="sizes")
+    steps.kind.value = "q4_k_m"
+    assert steps.kind.value == "q4_k_m", "showing the sizes does not change what was picked"
+    texts = {kind: text for text, kind in steps.kind.options}
+    sizes, more = export_sizes(panel.next.run), set()
+    for kind in ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0"):
+        assert texts[kind].endswith(f" · {show_bytes(sizes[kind])}")
+        exported = export_run(panel.next.run, kind, tmp_path)
+        more.add((exported.path.stat().st_size - sizes[kind]) // 4096)
+    assert 0 <= min(more) <= max(more) <= min(more) + 1
+    assert sizes["q4_0"] < sizes["q8_0"] < sizes["f16"] and {*texts} == {*sizes}
+    steps.close()
 
 
 def test_an_export_tells_its_progress_and_fails_whole(tuned, tmp_path, monkeypatch):

@@ -2,5 +2,5 @@ from . import constraints as constraints, scheduler as scheduler, server as serv
 from .constraints import Constraint as Constraint, Grammars as Grammars
 from .scheduler import BatchEngine as BatchEngine, Piece as Piece, QueueFull as QueueFull
 from .scheduler import Request as Request, Scheduler as Scheduler, SlotCache as SlotCache
-from .server import AnswerReader as AnswerReader, APIError as APIError, ChatServer as ChatServer
+from .server import APIError as APIError, ChatServer as ChatServer
 from .server import ServerConfig as ServerConfig, running as running, serve as serve

@@ -16,9 +16,10 @@ refused with an error."""
 # %% auto #0
 __all__ = ['ARCHITECTURES', 'PRE_TOKENIZERS', 'QUANT_TYPES', 'interleave_rotary_rows', 'gguf_names', 'architecture_of',
            'describe_model', 'read_template', 'describe_tokenizer', 'block_kind', 'read_tensors', 'export_gguf',
-           'ChatParts', 'chat_parts', 'go_template', 'write_modelfile']
+           'gguf_bytes', 'ChatParts', 'chat_parts', 'go_template', 'write_modelfile']
 
 # %% ../../nbs/10_interop/04_gguf.ipynb #imports-gguf
+import math
 import tempfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ from .hf import read_config
 from ..model.attention import rope_frequencies
 from ..model.config import ModelConfig
 from ..progress import Progress
-from ..quant.ggml import PACKED, pack_blocks
+from ..quant.ggml import BLOCKS, PACKED, pack_blocks
 from ..tokenizer.chat_template import render_text
 from ..tokenizer.bpe_tokenizer import default_template, read_pattern
 from ..tokenizer.pretokenize import GPT4_PATTERN, PATTERNS
@@ -454,6 +455,20 @@ def export_gguf(
             raise OSError(f"{path} was not written: read again, {min(wrong)} differs")
         rough.replace(path)
     return dict(path=path, bytes=path.stat().st_size, tensors=len(sums), wide=wide)
+
+
+def gguf_bytes(
+    folder: str | Path,  # As in `export_gguf`
+    quant_type: str,  # One of `QUANT_TYPES`
+) -> int:  # Of the tensors; the tokenizer adds a few megabytes at most
+    "The size that a GGUF file will have, from the shapes alone."
+    config = read_config(Path(folder))
+    sizes = {kind: (width, size) for kind, width, size, _ in BLOCKS.values()}
+    total = 0
+    for title, (shape, _) in read_tensors(folder, config).items():
+        width, size = sizes[block_kind(title, shape, quant_type, config)]
+        total += math.prod(shape) // width * size
+    return total
 
 # %% ../../nbs/10_interop/04_gguf.ipynb #b846a710
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from ..config import nearest
 from ..model.generation import SamplingConfig, context_length, stream
 from ..model.kernels import PackedModel
 from ..tokenizer.chat import render
-from ..tokenizer.chat_template import ThoughtSplitter
+from ..tokenizer.chat_template import AnswerReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -127,11 +127,11 @@ class Conversation:
             self.packed = PackedModel(cast(Any, self.model.float().eval()), kind)
 
     def _answer(self, model: nn.Module, tokenizer: "Tokenizer") -> Iterator[tuple[str, str]]:
-        "The pieces of an answer, each a 'thought' or of the 'answer'."
+        "The pieces of an answer, each of its 'reasoning_content' or of its 'content'."
         ids = self.prompt(tokenizer, model)
         limit = int(min(self.max_new_tokens, context_length(model) - len(ids)))
         knobs = {**self.knobs, "max_new_tokens": limit}
-        splitter = ThoughtSplitter(cast(str, tokenizer.decode(ids[-32:])))
+        reader = AnswerReader(cast(str, tokenizer.decode(ids[-32:])))
         if self.enable_thinking is False:
             knobs.setdefault("thinking_budget", 0)  # Also where the template has no such switch
         if score := self.score:
@@ -139,8 +139,7 @@ class Conversation:
                 model, tokenizer, [ids], self.best_of, SamplingConfig(**knobs)
             )
             best = best_of_n(groups, lambda completions, **_: score(self.messages, completions))
-            yield from splitter.push(best[0].chosen.text)
-            yield from splitter.finish()
+            yield from reader.push(best[0].chosen.text, last=True)
             return
         for piece in stream(
             model,
@@ -149,8 +148,8 @@ class Conversation:
             weights=self.packed if model is self.model else None,
             **knobs,
         ):
-            yield from splitter.push(piece)
-        yield from splitter.finish()
+            yield from reader.push(piece)
+        yield from reader.finish()
 
     def say(
         self,
@@ -161,27 +160,22 @@ class Conversation:
         Each item is 'model' or 'base', or with a thought 'model thinks' or 'base thinks', and a
         piece of text."""
         self.messages.append(dict(role="user", content=text))
-        parts = dict(thought="", answer="")
+        parts = dict(reasoning_content="", content="")
         try:
             if self.comparing and self.base:
                 for kind, piece in self._answer(*self.base):
-                    yield "base" + " thinks" * (kind == "thought"), piece
+                    yield "base" + " thinks" * (kind == "reasoning_content"), piece
             for kind, piece in self._answer(self.model, self.tokenizer):
-                if not parts[kind] and (parts["thought"] or kind == "thought"):
-                    piece = piece.lstrip("\n")  # Which templates write around a thought
-                if not piece:
-                    continue
                 parts[kind] += piece
-                yield "model" + " thinks" * (kind == "thought"), piece
+                yield "model" + " thinks" * (kind == "reasoning_content"), piece
         except BaseException:
             if not any(parts.values()):
                 self.messages.pop()  # A question without an answer is not remembered
             raise
         finally:
             if any(parts.values()):
-                thought = parts["thought"].strip("\n")
-                own = dict(reasoning_content=thought) if thought else {}
-                self.messages.append(dict(role="assistant", content=parts["answer"], **own))
+                own = {kind: text for kind, text in parts.items() if text or kind == "content"}
+                self.messages.append(dict(role="assistant", **own))
         if not any(parts.values()):
             self.messages.pop()
 

@@ -23,8 +23,11 @@ from .chat import (
 )
 from .chat_template import (
     TEMPLATES as TEMPLATES,
+    TOOL_FORMATS as TOOL_FORMATS,
+    AnswerReader as AnswerReader,
     Template as Template,
-    ThoughtSplitter as ThoughtSplitter,
+    ToolFormat as ToolFormat,
+    find_tool_format as find_tool_format,
     parse_tool_calls as parse_tool_calls,
     render_text as render_text,
     split_thought as split_thought,

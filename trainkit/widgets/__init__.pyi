@@ -16,7 +16,7 @@ from . import (
     waiting as waiting,
     weight_explorers as weight_explorers,
 )
-from .chat_compare import ChatCompare as ChatCompare
+from .chat_compare import ChatCompare as ChatCompare, RemoteModel as RemoteModel
 from .explorer import Explorer as Explorer
 from .form import Form as Form, Page as Page
 from .labeler import PreferenceLabeler as PreferenceLabeler, PreferenceLabels as PreferenceLabels

@@ -15,8 +15,8 @@ fetch a file, `shell_line` the line that repeats a run."""
 
 # %% auto #0
 __all__ = ['LABELS_NEEDED', 'EXPORTS', 'TrainedRun', 'folder_bytes', 'run_prompts', 'label_files', 'open_round', 'gather_labels',
-           'labels_text', 'preference_config', 'Exported', 'export_run', 'file_address', 'shell_line', 'NextAction',
-           'NextSteps']
+           'labels_text', 'preference_config', 'Exported', 'export_sizes', 'export_run', 'file_address', 'shell_line',
+           'NextAction', 'NextSteps']
 
 # %% ../../nbs/12_widgets/18_next_steps.ipynb #imports-next_steps
 import json
@@ -26,6 +26,7 @@ import shutil
 import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from html import escape
 from pathlib import Path
@@ -269,6 +270,20 @@ def _export_gguf(
     return Exported(path, f"{run.path(path)}, {size}, and {modelfile}. Then: {line}")
 
 
+def export_sizes(
+    run: TrainedRun,
+) -> dict[str, int]:  # Key of `EXPORTS` -> bytes; without those of a family that GGUF lacks
+    "About how large each export will be, without writing it."
+    from trainkit.interop.gguf import gguf_bytes
+
+    sizes = dict.fromkeys(("folder", "zip"), folder_bytes(run.model))
+    for kind in EXPORTS:
+        if kind not in sizes:
+            with suppress(ImportError, OSError, ValueError):  # Exporting says which
+                sizes[kind] = gguf_bytes(run.model, "q8_0" if kind == "ollama" else kind)
+    return sizes
+
+
 def export_run(
     run: TrainedRun,
     kind: str,  # A key of `EXPORTS`
@@ -471,10 +486,11 @@ class NextSteps:
         )
         self.questions.observe(lambda _: self._show_typed(), names="value")
         self._show_typed()
-        kinds = [(text, kind) for kind, text in EXPORTS.items()]
-        if not self.run.answers:  # A Modelfile needs a chat format
-            kinds = kinds[1:]
-        self.kind = field(W.Dropdown, "As", "min(100% - 4px, 420px)", options=kinds)
+        self.kind = field(W.Dropdown, "As", "min(100% - 4px, 480px)", options=self._kinds())
+        # Shapes are read by libraries that take seconds to load: not before anyone asks
+        self.kind.observe(lambda _: self._show_sizes(), names="value")
+        if "trainkit.interop.gguf" in sys.modules:
+            self._show_sizes()
         self.place = field(
             W.Text, "Into", "min(100% - 4px, 360px)", value=f"exports/{self.run.name}"
         )
@@ -483,6 +499,26 @@ class NextSteps:
         )
         sampling = (self.questions, self.typed, self.pairs, self.temperature, self.length)
         self.all_fields = (*sampling, self.kind, self.place, self.prompt)
+
+    def _kinds(self, sizes: Mapping[str, int] | None = None) -> list[tuple[str, str]]:
+        "The formats of an export, as a list to pick from."
+        sizes = sizes or {}
+        kinds = [
+            (f"{text} · {show_bytes(sizes[kind])}" if kind in sizes else text, kind)
+            for kind, text in EXPORTS.items()
+        ]
+        return kinds if self.run.answers else kinds[1:]  # A Modelfile needs a chat format
+
+    def _show_sizes(self) -> None:
+        "Write the size of each export next to it, once."
+        if self.sized:
+            return
+        self.sized = True  # Changing the options changes the value
+        value = self.kind.value
+        self.kind.options = self._kinds(export_sizes(self.run))
+        self.kind.value = value
+
+    sized = False
 
     def _room(self) -> int:
         return max(1, self.run.config.data.max_length // 2)

@@ -251,7 +251,7 @@ class ChatPage:
         )
         self.other = W.Text(
             description="Another",
-            placeholder="a folder or a .gguf file",
+            placeholder="a folder, a .gguf file, or a server: http://127.0.0.1:8000/v1",
             layout=W.Layout(width="min(100% - 4px, 640px)"),
             style=dict(description_width="90px"),
         )
@@ -277,17 +277,24 @@ class ChatPage:
     def chosen(self) -> dict[str, str]:  # Name -> folder, file or name
         "The models that are picked."
         names = {path: text for text, path in self.models.options}
-        paths = [*self.models.value, *filter(None, [self.other.value.strip()])]
+        other = [] if self.server else filter(None, [self.other.value.strip()])
+        paths = [*self.models.value, *other]
         return {names.get(path, Path(path).name): path for path in paths}
+
+    @property
+    def server(self) -> str:  # Empty where none is asked
+        "The address of a server."
+        other = self.other.value.strip()
+        return other if other.lower().startswith(("http://", "https://")) else ""
 
     def open(self):
         "Open the chosen models in the background, and show a chat with them."
         from trainkit.widgets.chat_compare import ChatCompare
 
-        if not self.chosen:
+        if not self.chosen and not self.server:
             raise ValueError("Choose a model first.")
         self._close_chat()
-        self.chat = ChatCompare(self.chosen, key="studio chat")
+        self.chat = ChatCompare(self.chosen, key="studio chat", base_url=self.server)
         self.place.children = [self.chat.widget]
         self.chat.open_soon()
 
