@@ -36,7 +36,7 @@ import numpy as np
 from ..charts import curves, draw_svg, new_axes
 from ..data.dataset import DataConfig, load_splits
 from ..data.readers import write_examples
-from ..display import clean, table
+from ..display import clean, plural, table
 from ..files import read_json, to_json, write_atomic
 from ..interop.hf import load_pretrained
 from ..model.generation import context_length
@@ -56,7 +56,7 @@ class Track:
     corpus: str = "bible"  # A name of `CORPORA`, or a file of text
     held_out: float = 0.05  # Of its rows; an entry never sees them
     cpu_seconds: float = 600.0  # Of an entry's process, from its start to its end
-    threads: int = 2
+    threads: int = 2  # At most; a run takes fewer if OMP_NUM_THREADS asks for fewer
     max_context: int = 1024  # Tokens that the judge lets a model read at once
 
     @property
@@ -114,6 +114,14 @@ def entry_command(
     return [sys.executable, *words], "runs/entry/model"
 
 # %% ../../nbs/13_projects/07_speedrun.ipynb #sr-clock-code
+def _thread_count(
+    most: int,
+) -> int:  # Never more than OMP_NUM_THREADS: on a busy machine one thread wastes less CPU time
+    "Threads that torch takes in a run."
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return min(most, int(asked)) if asked.isdecimal() and int(asked) else most
+
+
 def cpu_seconds_of(
     pid: int,
 ) -> float | None:  # None where the system does not tell
@@ -135,7 +143,7 @@ def run_timed(
     "Run a process to its end, and return the CPU time that it and its children took."
     if not hasattr(os, "wait4"):
         raise RuntimeError("the CPU time of a process can be measured on Linux and macOS only")
-    count = str(threads)
+    count = str(_thread_count(threads))
     own = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "HF_HUB_OFFLINE": "1"}
     log, taken, status = Path(folder) / "log.txt", 0.0, 0
     with log.open("wb") as out, Progress(None, title, "CPU s") as bar:
@@ -296,7 +304,7 @@ def run_speedrun(
         digest,
         track.name,
         note,
-        cpu_name(),
+        f"{cpu_name()}, {plural(_thread_count(track.threads), 'thread')}",
         datetime.now(timezone.utc).date().isoformat(),
     )
 
