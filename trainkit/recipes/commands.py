@@ -917,6 +917,14 @@ def speedrun(
             "with --data FILE --seed N --out FOLDER and writes a model folder.",
         ),
     ],
+    changes: Annotated[
+        Optional[list[str]],
+        typer.Argument(
+            metavar="[GROUP.KNOB=VALUE]...",
+            show_default=False,
+            help="Try a config with changes, as in model.n_layers=6; the ledger names them.",
+        ),
+    ] = None,
     seeds: Annotated[int, typer.Option(help="Runs, with the seeds 1, 2, ...", min=1)] = 3,
     cpu_seconds: Annotated[
         float, typer.Option(help="What a run may take; other values are other tracks.", min=1)
@@ -942,7 +950,7 @@ def speedrun(
 
     track = Track(corpus=corpus, cpu_seconds=cpu_seconds)
     check_ledger(ledger, track.name)  # Before the hours, not after
-    result = run_speedrun(entry, ledger.parent, range(1, seeds + 1), track, note)
+    result = run_speedrun(entry, ledger.parent, range(1, seeds + 1), track, note, changes or ())
     for attempt in result.attempts:
         typer.echo(
             f"  seed {attempt.seed}   {attempt.cpu_seconds:6.1f} CPU seconds   "

@@ -19,11 +19,14 @@ import hashlib
 import json
 import math
 import os
+import re
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -36,7 +39,7 @@ import numpy as np
 from ..charts import curves, draw_svg, new_axes
 from ..data.dataset import DataConfig, load_splits
 from ..data.readers import write_examples
-from ..display import clean, table
+from ..display import clean, plural, table
 from ..files import read_json, to_json, write_atomic
 from ..interop.hf import load_pretrained
 from ..model.generation import context_length
@@ -56,7 +59,7 @@ class Track:
     corpus: str = "bible"  # A name of `CORPORA`, or a file of text
     held_out: float = 0.05  # Of its rows; an entry never sees them
     cpu_seconds: float = 600.0  # Of an entry's process, from its start to its end
-    threads: int = 2
+    threads: int = 2  # At most; a run takes fewer if OMP_NUM_THREADS asks for fewer
     max_context: int = 1024  # Tokens that the judge lets a model read at once
 
     @property
@@ -98,22 +101,35 @@ _FIXED = (  # Knobs of a config that the track decides: nothing is measured twic
 def entry_command(
     entry: str | Path,  # A config for `trainkit train` (.yaml, .json), or a program (.py)
     seed: int,
+    changes: Sequence[str] = (),  # Of a config, as in `model.n_layers=6`
 ) -> tuple[list[str], str]:  # The words of the process, and the model's folder in its folder
     "How an entry is started. A program gets --data, --seed and --out, and writes a model folder."
     path = Path(entry).resolve()
     if not path.is_file():
         raise FileNotFoundError(f"{entry}: there is no such entry")
     if path.suffix == ".py":
+        if changes:
+            raise ValueError(
+                f"{entry} is a program, and {changes[0]} changes a config: change the program"
+            )
         words = [str(path), "--data", "train.jsonl", "--seed", str(seed), "--out", "model"]
         return [sys.executable, *words], "model"
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ValueError(
             f"{entry}: an entry is a config for `trainkit train` (.yaml, .json) or a program (.py)"
         )
-    words = ["-m", "trainkit", "train", str(path), *_FIXED, f"train.seed={seed}"]
+    words = ["-m", "trainkit", "train", str(path), *changes, *_FIXED, f"train.seed={seed}"]
     return [sys.executable, *words], "runs/entry/model"
 
 # %% ../../nbs/13_projects/07_speedrun.ipynb #sr-clock-code
+def _thread_count(
+    most: int,
+) -> int:  # Never more than OMP_NUM_THREADS: on a busy machine one thread wastes less CPU time
+    "Threads that torch takes in a run."
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return min(most, int(asked)) if asked.isdecimal() and int(asked) else most
+
+
 def cpu_seconds_of(
     pid: int,
 ) -> float | None:  # None where the system does not tell
@@ -123,6 +139,34 @@ def cpu_seconds_of(
     except OSError:
         return None
     return sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    "SIGTERM ends the block like an error, so that the process it started does not run on alone."
+
+    def leave(*_: object) -> None:
+        raise SystemExit(143)
+
+    default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _last_line(
+    log: Path,
+) -> str:  # At most 70 characters, without the time at its beginning
+    "What a process has printed last."
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 2000))
+        lines = re.split(r"[\r\n]+", file.read().decode("utf-8", "replace").strip())
+    return re.sub(r"^[\d-]+ [\d:]+ |\s+(?=\s)", "", lines[-1])[:70]
 
 
 def run_timed(
@@ -135,10 +179,11 @@ def run_timed(
     "Run a process to its end, and return the CPU time that it and its children took."
     if not hasattr(os, "wait4"):
         raise RuntimeError("the CPU time of a process can be measured on Linux and macOS only")
-    count = str(threads)
+    count = str(_thread_count(threads))
     own = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "HF_HUB_OFFLINE": "1"}
+    own |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}  # A GPU's time is not counted
     log, taken, status = Path(folder) / "log.txt", 0.0, 0
-    with log.open("wb") as out, Progress(None, title, "CPU s") as bar:
+    with _exit_on_sigterm(), log.open("wb") as out, Progress(int(limit), title, "CPU s") as bar:
         process = subprocess.Popen(
             words, cwd=folder, env={**os.environ, **own}, stdout=out, stderr=subprocess.STDOUT
         )
@@ -148,7 +193,7 @@ def run_timed(
                 if pid:
                     break
                 taken = cpu_seconds_of(process.pid) or taken
-                bar.update(int(taken), allowed=f"{limit:g}")
+                bar.update(int(taken), entry=_last_line(log))
                 if taken > 1.05 * limit:
                     break
                 time.sleep(0.2)
@@ -157,7 +202,10 @@ def run_timed(
                 process.kill()
                 process.wait()
     if not pid or (taken := usage.ru_utime + usage.ru_stime) > limit:
-        raise RuntimeError(f"{taken:.0f} CPU seconds: the track allows {limit:g}")
+        raise RuntimeError(
+            f"{taken:.0f} CPU seconds: the track allows {limit:g}; take fewer steps, and leave "
+            f"some room (the last line was: {_last_line(log)})"
+        )
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         end = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
@@ -196,9 +244,10 @@ def run_attempt(
     seed: int,
     track: Track = Track(),
     folder: str | Path | None = None,  # Where to work, and what stays; None: a temporary one
+    changes: Sequence[str] = (),  # Of a config
 ) -> Attempt:  # Raises `RuntimeError` with the end of its output if it fails
     "Run an entry with one seed in a process of its own, and judge the model that it leaves."
-    words, model = entry_command(entry, seed)
+    words, model = entry_command(entry, seed, changes)
     with ExitStack() as stack:
         place = Path(folder or stack.enter_context(TemporaryDirectory()))
         place.mkdir(parents=True, exist_ok=True)
@@ -277,26 +326,28 @@ def run_speedrun(
     seeds: Sequence[int] = (1, 2, 3),
     track: Track = Track(),
     note: str = "",
+    changes: Sequence[str] = (),  # Of a config, as in `model.n_layers=6`: a try without a new file
 ) -> SpeedrunResult:
     "Run an entry with each seed; interrupted, it continues with the next one."
     path = Path(entry)
-    entry_command(path, 0)  # A wrong name is said first
-    digest = hashlib.sha256(path.read_bytes() + repr(track).encode()).hexdigest()[:12]
+    entry_command(path, 0, changes)  # A wrong name is said first
+    kind = repr(track) + " ".join(changes)
+    digest = hashlib.sha256(path.read_bytes() + kind.encode()).hexdigest()[:12]
     done_file = Path(folder) / f"{path.stem}-{digest}.json"
     done = {
         a["seed"]: Attempt(**a) for a in (read_json(done_file, list) if done_file.is_file() else [])
     }
     for seed in seeds:
         if seed not in done:
-            done[seed] = run_attempt(path, seed, track)
+            done[seed] = run_attempt(path, seed, track, changes=changes)
             write_atomic(done_file, to_json([asdict(a) for a in done.values()]))
     return SpeedrunResult(
-        path.stem,
+        " ".join([path.stem, *changes]),
         tuple(done[seed] for seed in seeds),
         digest,
         track.name,
         note,
-        cpu_name(),
+        f"{cpu_name()}, {plural(_thread_count(track.threads), 'thread')}",
         datetime.now(timezone.utc).date().isoformat(),
     )
 
@@ -332,10 +383,14 @@ def add_to_ledger(
     path: str | Path,
     result: SpeedrunResult,
 ) -> list[SpeedrunResult]:  # The whole ledger
-    "Append a result; that of the same entry before is replaced."
+    "Append a result; with more seeds of an entry that is there, it takes its place."
     check_ledger(path, result.track)
-    others = [r for r in read_ledger(path) if (r.name, r.digest) != (result.name, result.digest)]
-    ledger = [*others, result]
+    ledger = read_ledger(path)
+    keys = [(r.name, r.digest) for r in ledger]
+    if (key := (result.name, result.digest)) in keys:
+        ledger[keys.index(key)] = result
+    else:
+        ledger.append(result)
     lines = [json.dumps(asdict(r), ensure_ascii=False, allow_nan=False) for r in ledger]
     write_atomic(path, "\n".join(lines) + "\n")
     return ledger
