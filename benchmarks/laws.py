@@ -6,7 +6,8 @@ runs: twelve runs of 0.1 to 0.5 million parameters, with the rate that µP's swe
 large: loss, time and memory of a run with ten times the FLOPs of the largest one are predicted and
 written down, then the run is made.
 
-Each run is a process of its own with one thread. CPU seconds count, so other programs hardly matter.
+Each run has one thread, and a process of its own. CPU seconds count, so that other programs
+hardly matter.
 
     python benchmarks/laws.py [--out trainkit/train/scaling_runs.json] [--parts rates runs large]
 """
@@ -23,13 +24,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "trainkit" / "train" / "scaling_runs.json"
-VOCAB, LENGTH, ROWS, BASE, HEAD = 512, 64, 8, 64, 16
+VOCAB, LENGTH, ROWS, BASE, HEAD, INIT = 512, 64, 8, 64, 16, 0.1
 STEP_TOKENS = ROWS * LENGTH
 WIDTHS, RATES = (16, 64, 256), (1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3)
+SWEEP_STEPS = 150
 SIZES = ((2, 64), (2, 96), (3, 112))  # Layers, width
-STEPS = (48, 96, 192, 384)
-LARGE = dict(layers=4, width=160, steps=1500)
-CHARS = 2_400_000
+STEPS = (128, 256, 512, 1024)
+LARGE = dict(layers=6, width=192, steps=1800)
+CHARS = 3_600_000
 
 
 def prepare(folder):
@@ -65,6 +67,7 @@ def model_of(layers, width, base):
         n_layers=layers,
         d_ff=3 * width,
         max_seq_len=LENGTH,
+        init_std=INIT,
         mup_base_width=base,
     )
     return Transformer(config)
@@ -194,12 +197,32 @@ def predict(runs):
     )
 
 
+def sweep(results, folder, base):
+    "Every rate at every width, if it is not there yet."
+    done = results.setdefault("rates", [])
+    if not any(run["mup_base_width"] == base for run in done):
+        done += in_process(
+            folder,
+            [
+                dict(layers=2, width=width, steps=SWEEP_STEPS, rate=rate, base=base)
+                for width in WIDTHS
+                for rate in RATES
+            ],
+        )
+
+
+def best_rate(results):
+    "What µP's sweep at the base width says."
+    at_base = [r for r in results["rates"] if r["width"] == BASE and r["mup_base_width"]]
+    return min(at_base, key=lambda run: run["loss"])["learning_rate"]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--parts", nargs="+", default=["rates", "runs", "large"])
-    parser.add_argument("--these")
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--these", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.these:
         print(json.dumps([train(**run, folder=args.folder) for run in json.loads(args.these)]))
@@ -211,45 +234,24 @@ def main():
 
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
-
-        def sweep(base):
-            done = results.setdefault("rates", [])
-            if not any(run["mup_base_width"] == base for run in done):
-                asked = [
-                    dict(layers=2, width=width, steps=40, rate=rate, base=base)
-                    for width in WIDTHS
-                    for rate in RATES
-                ]
-                done += in_process(folder, asked)
-                save()
-
         if "rates" in args.parts:
-            sweep(BASE)
-        at_base = [r for r in results["rates"] if r["width"] == BASE and r["mup_base_width"]]
-        rate = min(at_base, key=lambda run: run["loss"])["learning_rate"]
+            for base in (BASE, None):
+                sweep(results, folder, base)
+                save()
+        rate = best_rate(results)
         runs = results.setdefault("runs", [])
-        if "runs" in args.parts:
-            for layers, width in SIZES:
-                for steps in STEPS:
-                    asked = dict(layers=layers, width=width, tokens=steps * STEP_TOKENS)
-                    if any(asked.items() <= run.items() for run in runs):
-                        continue
-                    shape = dict(layers=layers, width=width, steps=steps)
-                    (run,) = in_process(folder, [dict(shape, rate=rate, base=BASE)])
-                    runs.append(run)
-                    print(f"{asked} {run['loss']:.4f} {run['cpu_seconds']:.1f} s", flush=True)
-                    save()
-        if "large" in args.parts:
-            if "prediction" not in results:
-                results["prediction"] = predict(runs)
-                save()
+        shapes = [dict(layers=layers, width=w, steps=n) for layers, w in SIZES for n in STEPS]
+        for shape in shapes[len(runs) :] if "runs" in args.parts else ():
+            runs += in_process(folder, [dict(shape, rate=rate, base=BASE)])
+            print(f"{shape} {runs[-1]['loss']:.4f} {runs[-1]['cpu_seconds']:.1f} s", flush=True)
+            save()
+        if "large" in args.parts and "large" not in results:
+            results.setdefault("prediction", predict(runs))
+            save()
             print(results["prediction"], flush=True)
-            if "large" not in results:
-                (results["large"],) = in_process(folder, [dict(LARGE, rate=rate, base=BASE)])
-                save()
+            (results["large"],) = in_process(folder, [dict(LARGE, rate=rate, base=BASE)])
+            save()
             print(results["large"], flush=True)
-        if "rates" in args.parts:
-            sweep(None)
 
 
 if __name__ == "__main__":

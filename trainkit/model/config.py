@@ -172,15 +172,22 @@ class ModelConfig:
             )
         if self.sandwich_norm and not self.pre_norm:
             problem("sandwich_norm", "needs pre_norm: true")
-        if self.mup_base_width is not None:
-            if not self.pre_norm:
-                problem("mup_base_width", "needs pre_norm: true, whose last norm scales the logits")
-            if self.scale_embeddings:
-                problem("mup_base_width", "needs scale_embeddings: false, since √d_model grows")
-        elif self.mup_base_head_dim is not None:
-            problem("mup_base_head_dim", "needs mup_base_width")
+        problems += self._mup_problems()
         if problems:
             raise ConfigError(problems, "ModelConfig")
+
+    def _mup_problems(self) -> list[Problem]:
+        base = self.mup_base_width
+        if base is None:
+            head, words = self.mup_base_head_dim, "needs mup_base_width"
+            return [] if head is None else [Problem("mup_base_head_dim", head, words)]
+        needs = {
+            "pre_norm: true, whose last norm scales the logits": self.pre_norm,
+            "scale_embeddings: false, since √d_model grows": not self.scale_embeddings,
+        }
+        return [
+            Problem("mup_base_width", base, f"needs {w}") for w, met in needs.items() if not met
+        ]
 
     @property
     def kv_heads(self) -> int:
