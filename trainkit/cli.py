@@ -453,11 +453,10 @@ _ANSWERS = {  # Flags that no knob replaces -> what to do instead
     ),
     "cpu": "goes before the command: ACCELERATE_USE_CPU=true trainkit train …",
     "device_type": "goes before the command: ACCELERATE_USE_CPU=true trainkit train …",
-    "depth": "is --n_layers, and the width is --d_model",
-    "aspect_ratio": "is --d_model, the width, next to --n_layers",
+    "aspect_ratio": "is 64 under --depth; else --d_model is the width, next to --n_layers",
     **dict.fromkeys(
         ("target_flops", "target_param_data_ratio", "train.max_tokens"),
-        "say --max_steps or --epochs",
+        "say --max_steps or --epochs; under --depth a parameter reads 20 tokens",
     ),
     **dict.fromkeys(
         ("eval_iters", "eval_tokens", "eval.max_iters", "val_batches"),

@@ -33,6 +33,7 @@ CLOCKS = (
     "per_s",
     "speed",
     "mfu",
+    "joules",
     "eta",
     "pid",
     "host",

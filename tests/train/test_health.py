@@ -6,6 +6,7 @@ import math
 import random
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +15,13 @@ import torch
 from trainkit.data.readers import read_text
 from trainkit.train import monitors
 from trainkit.train.monitors import CHECKS, HealthCheck, check_health
-from trainkit.model.config import ModelConfig
+from trainkit.model.config import ModelConfig, count_flops
 from trainkit.model.transformer import Transformer
-from trainkit.train.monitors import SystemMonitor, flops_of, open_gpu
+from trainkit.train.monitors import EnergyMeter, SystemMonitor, flops_of, open_gpu
 from trainkit.train.objectives import Loss, lm_loss, objective
 from trainkit.train.optim import OptimConfig
 from trainkit.train.config import TrainConfig
+from trainkit.train.reports import total_spent, write_report
 from trainkit.train.runs import RunFolder, read_run
 from trainkit.train.loggers import MetricsLog
 from trainkit.train.trainer import Trainer
@@ -366,6 +368,104 @@ def test_monitor_in_a_run(tmp_path):
     )
     assert run.records[0]["monitor"] == "cuda" and no_thread()
     json.dumps(run.final())
+
+
+def write_zone(folder, name, microjoules, most=262_143_328_850):
+    "A folder of Linux's powercap, in its format."
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "name").write_text(f"{name}\n")
+    (folder / "energy_uj").write_text(f"{microjoules}\n")
+    (folder / "max_energy_range_uj").write_text(f"{most}\n")
+
+
+@pytest.mark.parametrize(
+    "zones, joules, seen",
+    [
+        ({"intel-rapl:0": "package-0"}, 5, "RAPL (package-0)"),
+        ({"intel-rapl:0": "package-0", "intel-rapl:1": "package-1"}, 10, "package-0, package-1"),
+        ({"intel-rapl:0": "package-0", "intel-rapl:0:0": "core"}, 5, "RAPL (package-0)"),
+        ({"intel-rapl:0": "package-0", "intel-rapl:0:2": "dram"}, 10, "package-0, dram"),
+        ({"intel-rapl:0": "package-0", "intel-rapl:1": "psys"}, 5, "RAPL (package-0)"),
+        ({"intel-rapl:0": "psys"}, 5, "RAPL (psys)"),
+        ({"intel-rapl:0": "package-0", "intel-rapl-mmio:0": "package-0"}, 5, "RAPL (package-0)"),
+    ],
+)
+def test_each_joule_is_counted_once(tmp_path, zones, joules, seen):
+    "Whatever zones a machine has: 5 J in each of them, and a counter that wraps."
+    for folder, name in zones.items():
+        write_zone(tmp_path / folder, name, 9_000_000, most=10_000_000)
+    meter = EnergyMeter(powercap=tmp_path)
+    for folder, name in zones.items():
+        write_zone(tmp_path / folder, name, 4_000_000, most=10_000_000)
+    assert meter.read()["cpu_joules"] == pytest.approx(joules) and seen in meter.sees
+    assert meter.read()["cpu_joules"] == pytest.approx(joules)  # Nothing more was taken
+
+
+def test_why_there_is_no_energy(tmp_path, monkeypatch):
+    "No folder, a virtual machine's empty one, and a counter that only root may read."
+    for folder in (tmp_path / "none", tmp_path):
+        meter = EnergyMeter(powercap=folder)
+        assert meter.read() == {} and f"no RAPL counter in {folder}" in meter.sees
+    write_zone(tmp_path / "intel-rapl:0", "package-0", 1)
+    real = Path.read_text
+
+    def guarded(path, *args, **knobs):
+        if path.name == "energy_uj":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **knobs)
+
+    monkeypatch.setattr(Path, "read_text", guarded)
+    meter = EnergyMeter(powercap=tmp_path)
+    assert meter.read() == {} and "energy_uj may be read by root only" in meter.sees
+
+
+def test_energy_of_a_gpu(tmp_path):
+    "By its counter of millijoules; without one, by its power over time; broken, not at all."
+    values = iter([1000, 3500])
+    with_counter = fake_nvml()
+    with_counter.nvmlDeviceGetTotalEnergyConsumption = lambda h: next(values)
+    assert EnergyMeter(with_counter, tmp_path).read() == {"gpu_joules": 2.5}
+    meter = EnergyMeter(fake_nvml(), tmp_path)
+    meter.clock -= 10
+    assert meter.read()["gpu_joules"] == pytest.approx(2875, rel=1e-2)
+    blind = fake_nvml()
+    del blind.nvmlDeviceGetPowerUsage
+    assert EnergyMeter(blind, tmp_path).totals == {}
+
+
+def test_flops_and_energy_of_a_run_stand_in_its_report(tmp_path, monkeypatch):
+    "Cumulative in the log, summed over resumes in the report; without a meter it says so."
+    zone = tmp_path / "powercap" / "intel-rapl:0"
+    write_zone(zone, "package-0", 0)
+    monkeypatch.setattr(monitors, "POWERCAP", str(zone.parent))
+
+    class Works:
+        def on_step(self, trainer, record):
+            write_zone(zone, "package-0", int((zone / "energy_uj").read_text()) + 1_000_000)
+            if trainer.state.step == self.last:
+                trainer.control.stop()
+
+    folder = RunFolder(tmp_path / "run")
+
+    for last in (6, 10):
+        works = Works()
+        works.last = last
+        callbacks = [works, SystemMonitor(every=9), MetricsLog(folder)]
+        parts = trainer(10, callbacks=callbacks, output_dir=str(tmp_path / "run"), save_steps=2)
+        parts.train(resume="auto")
+    found = read_run(folder.path)
+    flops = 3 * count_flops(CONFIG, 8, 32)
+    assert found.series("flops")[1][:3] == [2 * flops, 4 * flops, 6 * flops]
+    assert found.series("cpu_joules")[1] == pytest.approx([2, 4, 6, 2, 4])
+    assert total_spent(found, "flops") == 10 * flops
+    assert total_spent(found, "cpu_joules") == pytest.approx(10)
+    page = write_report(folder.path).read_text()
+    assert "RAPL (package-0)" in page and "energy of the processor, kJ" in page
+    monkeypatch.setattr(monitors, "POWERCAP", str(tmp_path / "none"))
+    bare = RunFolder(tmp_path / "bare")
+    trainer(2, callbacks=[SystemMonitor(every=9), MetricsLog(bare)]).train()
+    page = write_report(bare.path).read_text()
+    assert "not measured: no RAPL counter in" in page and "energy of the" not in page
 
 
 def test_monitor_counts_what_is_trained():

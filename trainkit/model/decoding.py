@@ -325,7 +325,8 @@ SUPPORTED_FIELDS = frozenset(
     """vocab_size d_model n_heads n_layers d_ff max_seq_len n_kv_heads head_dim dropout
     attention_dropout activation norm norm_eps pre_norm sandwich_norm position rope_theta
     rope_scaling layer_windows qk_norm bias query_pre_attn_scalar attn_softcap logit_softcap
-    scale_embeddings tie_embeddings init_std gradient_checkpointing""".split()
+    scale_embeddings tie_embeddings init_std mup_base_width mup_base_head_dim
+    gradient_checkpointing""".split()
 )
 _MODULES = frozenset(
     """Transformer Decoder Block Attention MLP RMSNorm RMSNorm1p LayerNorm Linear Embedding Dropout

@@ -12,6 +12,7 @@ __all__ = ['ACTIVATIONS', 'RMSNorm1p', 'make_norm', 'Attention', 'MLP', 'Block',
 
 # %% ../../nbs/03_model/07_transformer.ipynb #imports-transformer
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .attention import KVCache, Spans, attend, make_masks, need_flash, rope_angles
 from .attention import rope_frequencies, rope_magnitude, rotate
-from .config import GATED, ModelConfig
+from .config import GATED, ModelConfig, mup_scales
 from .layers import Linear, RMSNorm, check_ids, chunked_cross_entropy, is_short
 from .layers import short_attention, swiglu
 
@@ -399,13 +400,16 @@ class Transformer(nn.Module):
         "Normal weights, smaller where they write to the stream (Radford et al. 2019, section 2.3)."
         if self.device.type == "meta":
             return  # Meta tensors have no values
+        scales = mup_scales(self.config)
         for name, module in self.named_modules():
+            fitting = (s.start for p, s in scales.items() if re.search(p, f"{name}.weight"))
+            start = next(fitting, 1.0)
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 writes = name.endswith(("o_proj", "down_proj"))
                 additions = 2 * self.config.n_layers if writes else 1
-                module.weight.normal_(0, self.config.init_std / math.sqrt(additions))
+                module.weight.normal_(0, start * self.config.init_std / math.sqrt(additions))
             elif isinstance(module, (RMSNorm, nn.LayerNorm)):
-                module.weight.fill_(not isinstance(module, RMSNorm1p))
+                module.weight.fill_(start - isinstance(module, RMSNorm1p))
             if isinstance(bias := getattr(module, "bias", None), nn.Parameter):
                 bias.zero_()
 

@@ -28,6 +28,7 @@ from .config import (
 from .loggers import MetricsLog as MetricsLog
 from .lr_finder import LRCurve as LRCurve, lr_find as lr_find
 from .monitors import (
+    EnergyMeter as EnergyMeter,
     HealthCheck as HealthCheck,
     SystemMonitor as SystemMonitor,
     check_health as check_health,
