@@ -260,10 +260,11 @@ class EnergyMeter:
             self.sees = f"not measured: {cpu}, {gpu}"
 
     def _gpu_counter(self) -> int:
+        assert self.nvml is not None
         return self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.gpu)
 
     def sample(self) -> None:
-        "Add what was taken since the last look; at least every few minutes, before a counter wraps."
+        "Add what was taken since the last look; every few minutes, since counters wrap."
         with self.lock:
             for counter in self.counters:
                 self.totals["cpu_joules"] += counter.joules()

@@ -119,7 +119,7 @@ def coordinate_check(
     steps: int = 4,
     seeds: Sequence[int] = (0, 1, 2),
 ) -> CoordinateCheck:
-    "Train models of several widths for a few steps and look at their activations (Yang et al. 2022)."
+    "Train models of several widths a few steps and watch their activations (Yang et al. 2022)."
     rows = []
     for width in widths:
         for seed in seeds:
@@ -202,7 +202,9 @@ class ScalingLaw:
         return parameters, flops / 6 / parameters
 
     def __str__(self) -> str:
-        return f"L = {self.E:.3f} + {self.A:.3g} / N^{self.alpha:.3f} + {self.B:.3g} / D^{self.beta:.3f}"
+        by_size = f"{self.A:.3g} / N^{self.alpha:.3f}"
+        by_tokens = f"{self.B:.3g} / D^{self.beta:.3f}"
+        return f"L = {self.E:.3f} + {by_size} + {by_tokens}"
 
 
 def fit_law(
@@ -260,10 +262,8 @@ def bootstrap_laws(
     errors = np.log(ratios) * math.sqrt(len(ratios) / max(1, len(ratios) - 5))
     errors -= errors.mean()
     rng = np.random.default_rng(seed)
-    return [
-        fit_law(parameters, tokens, fitted * np.exp(rng.choice(errors, len(errors))), count=12)
-        for _ in range(rounds)
-    ]
+    resampled = (fitted * np.exp(rng.choice(errors, len(errors))) for _ in range(rounds))
+    return [fit_law(parameters, tokens, row.tolist(), count=12) for row in resampled]
 
 
 @dataclass(frozen=True)

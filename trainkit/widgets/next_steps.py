@@ -276,7 +276,8 @@ def export_sizes(
     "About how large each export will be, without writing it."
     from trainkit.interop.gguf import gguf_bytes
 
-    sizes = dict.fromkeys(("folder", "zip"), folder_bytes(run.model))
+    size = folder_bytes(run.model)
+    sizes: dict[str, int] = {"folder": size, "zip": size}
     for kind in EXPORTS:
         if kind not in sizes:
             with suppress(ImportError, OSError, ValueError):  # Exporting says which
