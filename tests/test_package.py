@@ -612,6 +612,7 @@ def test_every_error_reaches_another_process_as_it_was_said(tmp_path):
         "_Complete": (),
         "QueueFull": ("64 requests wait",),
         "APIError": (404, "no such model"),
+        "ServerError": ("no such model", 404, "model_not_found"),
     }
 
     def raised(name):
