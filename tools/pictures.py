@@ -411,7 +411,7 @@ DIAGRAMS = {
     ],
     "04_train": [
         [
-            ("settings", "5, 29"),
+            ("settings", "5, 29–31"),
             ("loss", "4, 6"),
             ("optimizer step", "1–3, 7, 27"),
             ("loop", "8, 28"),

@@ -189,6 +189,8 @@ def test_every_knob_has_its_place():
         "rope_theta",
         "gradient_checkpointing",
         "attention",
+        "mup_base_width",  # Scales weights before training and rates, not the forward pass
+        "mup_base_head_dim",
     }
 
 

@@ -734,7 +734,7 @@ class ChatCompareState:
         yield turn
 
     def _fields(self, turn: Turn) -> dict[str, Any]:
-        "What a server is told besides the messages."
+        "What goes to a server besides the messages."
         known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         served = any(isinstance(m, ServedModel) for m in self.models)
         for name in self.knobs if served else ():

@@ -375,7 +375,7 @@ class NextAction(Page):
         self.widget.children = [head, self.fields, self.says, self.alert, self.opened]
         self.widget.add_class("trainkit-action")
 
-    def guarded(self, do: Callable[[], _T]) -> _T | None:  # None where it failed
+    def _shown(self, do: Callable[[], _T]) -> _T | None:  # None where it failed
         "Call `do`, and show the first sentence of the error that it raises."
         self.put(self.alert, "")
         try:
