@@ -235,7 +235,7 @@ def fit_law(
     (alpha, beta), (E, A, B) = pairs[:, best].tolist(), found[best].tolist()
     return ScalingLaw(E, A * float(N.min()) ** alpha, alpha, B * float(D.min()) ** beta, beta)
 
-
+# %% ../../nbs/04_train/31_scaling_laws.ipynb #laws-boot
 def interval(
     values: Sequence[float],
     level: float = 0.95,
@@ -263,7 +263,7 @@ def bootstrap_laws(
     resampled = (fitted * np.exp(rng.choice(errors, len(errors))) for _ in range(rounds))
     return [fit_law(parameters, tokens, row.tolist(), count=12) for row in resampled]
 
-
+# %% ../../nbs/04_train/31_scaling_laws.ipynb #laws-power
 @dataclass(frozen=True)
 class PowerLaw:
     "y = a·x^b, and how far runs lie from it."
