@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from support.processes import ROOT
 
 from trainkit.recipes.speedrun import (
     Attempt,
@@ -14,6 +15,7 @@ from trainkit.recipes.speedrun import (
     add_to_ledger,
     entry_command,
     find_records,
+    ledger_rows,
     p_below,
     read_ledger,
     run_attempt,
@@ -104,3 +106,10 @@ def test_a_broken_ledger_names_its_line(tmp_path):
     add_to_ledger(path, result("a", 1, 2.0, track="stdlib"))
     with pytest.raises(ValueError, match="another track"):
         add_to_ledger(path, result("b", 1, 2.0))
+
+
+def test_the_table_of_the_benchmarks_is_that_of_the_ledger():
+    rows = ledger_rows(read_ledger(ROOT / "benchmarks" / "speedrun" / "ledger.jsonl"))
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    for row in rows:
+        assert f"| {' | '.join(row.values())} |" in text, row
