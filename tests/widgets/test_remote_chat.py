@@ -91,7 +91,7 @@ def test_a_served_model_answers_as_the_same_model_here(served, key):
 def test_the_page_lists_the_models_of_a_server(served, key, caplog):
     "Streamed into the page; the key is in no object, on no page and in no log."
     caplog.set_level(logging.DEBUG)
-    chat = ChatCompare(base_url=served[1], key="remote", max_new_tokens=8)
+    chat = ChatCompare(base_url=served[1], key="remote", max_new_tokens=64)
     assert [*chat.sources] == ["small"]
     seen = []
     chat.chat.observe(lambda change: seen.append(change["new"]), names="value")

@@ -73,7 +73,7 @@ def usage() -> dict[str, float]:  # GiB; only what this machine can tell
 
 # %% ../../nbs/04_train/20_monitors.ipynb #02f07860
 def _open_nvml(nvml: Any = None) -> tuple[Any, Any, str]:
-    "NVML, its handle of the GPU of this process, and what can be seen; None where there is none."
+    "NVML, its handle of the GPU of this process, and what can be seen; None without NVML or a GPU."
     torch = sys.modules.get("torch")
     uuid = None
     if nvml is None:
