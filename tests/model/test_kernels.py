@@ -1,5 +1,8 @@
 "Decoding from packed weights: the numbers of the codes, in each format, rows and threads."
 
+import os
+import subprocess
+import sys
 import gc
 import statistics
 import weakref
@@ -190,3 +193,40 @@ def test_nan_in_a_weight_is_an_error_and_no_thread_waits_for_ever():
         model.model.layers[1].mlp.up_proj.weight[0] = torch.nan
     with pytest.raises((FloatingPointError, ValueError)):
         generate(model, [1, 2], 4, temperature=0, weights="q4_0")
+
+
+FORK = """
+import os, sys
+from trainkit.model import kernels
+kernels.in_threads(lambda number, count: None, 2)  # So there are threads
+kernels._ONE_AT_A_TIME.acquire()  # As if another one were in a step
+child, done = os.fork(), []
+if not child:
+    kernels.in_threads(lambda number, count: done.append(number), 2)
+    os._exit(sorted(done) != [0, 1])
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
+def test_a_forked_process_has_threads_of_its_own():
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=100)
+
+
+@pytest.mark.slow
+def test_a_processor_without_conversion_of_halves_computes_the_same(tmp_path):
+    "LLVM would call a function that is not there, and end the process."
+    program = (
+        "import torch; from trainkit import ModelConfig, Transformer, generate; "
+        "torch.manual_seed(0); m = Transformer(ModelConfig(300, 64, 2, 1, 64)).eval(); "
+        "print(generate(m, [1, 2], 20, temperature=0, weights='q8_0'))"
+    )
+    told = []
+    for cpu in ({}, dict(NUMBA_CPU_NAME="generic")):
+        env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), **cpu}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=500
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        told.append(done.stdout.splitlines()[-1])
+    assert told[0] == told[1]

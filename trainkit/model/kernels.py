@@ -314,7 +314,7 @@ def integer_instruction() -> tuple[str, int]:  # And the number of sums; '' leav
         return "vpdpbusd", 16
     if "+avxvnni" in has:
         return "vpdpbusd", 8
-    if "+avx2" in has:
+    if "+avx2" in has and "+f16c" in has:
         return "pmaddubsw", 8
     arm = triple.startswith(("aarch64", "arm64"))
     if arm and ("+dotprod" in has or processor.startswith("apple-m")):
@@ -358,6 +358,18 @@ def _codes(v: _Vectors, address: Any, i: int, signed: bool, shift: int) -> list[
     return [(low, 4 * i), (high, 4 * i + 16)]
 
 
+def _halves(v: _Vectors, address: Any, instruction: str) -> Any:
+    "Numbers of 16 bits as float32, also on a processor that cannot convert them."
+    b = v.builder
+    if instruction:
+        return b.fpext(v.load(address, v.ir.VectorType(v.ir.HalfType(), v.lanes)), v.vector)
+    bits = b.zext(v.load(address, v.ir.VectorType(v.short, v.lanes)), v.words)
+    size = b.shl(b.and_(bits, v.all(v.words, 0x7FFF)), v.all(v.words, 13))
+    sign = b.shl(b.and_(bits, v.all(v.words, 0x8000)), v.all(v.words, 16))
+    size = b.fmul(b.bitcast(size, v.vector), v.all(v.vector, 2.0**112))  # The other bias
+    return b.bitcast(b.or_(b.bitcast(size, v.words), sign), v.vector)
+
+
 def integer_tile(
     kind: str,  # 'int8', 'q8_0' or 'q4_0'
     rows: int,  # Rows of x
@@ -398,9 +410,7 @@ def integer_tile(
                             own[j] = _dot(v, name, signed, own[j], codes, four)
                 scale = v.all(v.vector, 1.0)
                 if by_group:
-                    halves = v.ir.VectorType(v.ir.HalfType(), lanes)
-                    scale = v.load(v.at(s, (loop.index, 32), (part, 2)), halves)
-                    scale = b.fpext(scale, v.vector)
+                    scale = _halves(v, v.at(s, (loop.index, 32), (part, 2)), name)
                 for j in range(rows):
                     both = b.fmul(scale, v.spread(v.load(v.at(at[j], (32, 1)), v.number)))
                     total = b.sitofp(own[j], v.vector)
@@ -827,8 +837,20 @@ def compiled_kernels(
 
 
 _THREADS = max(1, os.cpu_count() or 1)
-_POOL = ThreadPoolExecutor(max(1, _THREADS - 1), "trainkit-decode")
-_ONE_AT_A_TIME = threading.Lock()  # Threads of two steps would wait for each other
+_POOL: ThreadPoolExecutor
+_ONE_AT_A_TIME: threading.Lock  # Threads of two steps would wait for each other
+
+
+def _new_threads() -> None:
+    "Threads and their lock; a process that was forked has none of its parent's threads."
+    global _POOL, _ONE_AT_A_TIME
+    _POOL = ThreadPoolExecutor(max(1, _THREADS - 1), "trainkit-decode")
+    _ONE_AT_A_TIME = threading.Lock()
+
+
+_new_threads()
+if hasattr(os, "register_at_fork"):  # Not on Windows
+    os.register_at_fork(after_in_child=_new_threads)
 
 
 def in_threads(
