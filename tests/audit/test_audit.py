@@ -1,11 +1,17 @@
 "Audits: trainers of a user's own, exit codes, pages, and adapters that leave something out."
 
+import ast
+import builtins
+import subprocess
+import sys
+
+import pytest
 import torch
 from typer.testing import CliRunner
 
 from trainkit.audit import PlainLoop, Subject, run_audit, write_audit_page
 from trainkit.audit.invariants import INVARIANTS, distance, expected_loss, random_rows
-from trainkit.audit.report import check_one
+from trainkit.audit.report import check_one, find_subject, reproduction
 from trainkit.cli import app
 
 MINE = """
@@ -67,3 +73,37 @@ def test_the_expected_loss_and_the_distance():
     a = dict(x=torch.tensor([1.0, 2.0]))
     assert distance(a, a) == 0 and distance({}, a) == 1 and distance(dict(x=a["x"] * 2), a) == 1
     assert distance(dict(x=torch.tensor([float("nan"), 0])), a) == float("inf")
+
+
+def test_what_is_violated_comes_with_a_program_that_repeats_it(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    subject = find_subject(f"{tmp_path}/mine.py:Mine")
+    finding = check_one(subject, INVARIANTS["accumulation_changes_no_gradient"])
+    (tmp_path / "program.py").write_text(finding.program)
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert f"AssertionError: {finding.text}, at most" in done.stderr
+    fixed = finding.program.replace("from mine import Mine", "from trainkit.audit import PlainLoop")
+    (tmp_path / "fixed.py").write_text(fixed.replace("Mine()", "PlainLoop()"))
+    subprocess.run([sys.executable, "fixed.py"], cwd=tmp_path, check=True)
+
+
+@pytest.mark.parametrize("name", INVARIANTS)
+def test_every_check_can_be_repeated_from_its_program(name):
+    "Each name in it is imported, defined or Python's own."
+    program = reproduction(INVARIANTS[name], PlainLoop())
+    known = {*vars(builtins)}
+    for node in ast.walk(ast.parse(program)):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            exec(ast.unparse(node), world := {})
+            known |= world.keys()
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            known.add(node.name)
+        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            known.add(node.id)
+        elif isinstance(node, ast.arg):
+            known.add(node.arg)
+    used = {n.id for n in ast.walk(ast.parse(program)) if isinstance(n, ast.Name)}
+    assert used <= known, used - known

@@ -412,7 +412,7 @@ class Invariant:
 
     @property
     def source(self) -> str:  # Python
-        "The smallest way to repeat it: the code of the check."
+        "The code of the check, with its decorator."
         return inspect.getsource(self.check)
 
 
