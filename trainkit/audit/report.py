@@ -75,7 +75,7 @@ def _imports(names: Mapping[str, object], home: str) -> str:
             plain.append(f"import {value.__name__}{known_as}")
             continue
         module = getattr(value, "__module__", None) or home
-        if getattr(sys.modules.get(module), name, None) is not value:
+        if module in sys.modules and getattr(sys.modules[module], name, None) is not value:
             module = home
         chosen.setdefault(module, []).append(name)
     for module, parts in sorted(chosen.items()):
