@@ -213,6 +213,47 @@ def test_a_forked_process_has_threads_of_its_own():
     subprocess.run([sys.executable, "-c", FORK], check=True, timeout=100)
 
 
+# In a process of its own: what goes wrong here waits for ever
+AT_ONCE = """
+import threading
+
+import torch
+from trainkit import ModelConfig, Transformer
+from trainkit.model import kernels
+from trainkit.model.attention import KVCache
+
+kernels._THREADS = 2  # Also where the machine has one processor
+torch.set_num_threads(2)
+torch.manual_seed(0)
+packed = kernels.PackedModel(Transformer(ModelConfig(203, 64, 4, 2, 96)).eval(), "q4_0")
+
+
+def logits(count):
+    plan = kernels.PackedPlan(packed, KVCache(2, count), 1)
+    return torch.cat([plan.step(torch.tensor([i])) for i in range(count)])
+
+
+counts, equal = (20, 31, 20), []
+wanted = [logits(count) for count in counts]
+
+
+def compare(count, want):
+    equal.extend(torch.equal(logits(count), want) for _ in range(40))
+
+
+each = [threading.Thread(target=compare, args=a, daemon=True) for a in zip(counts, wanted)]
+for thread in each:
+    thread.start()
+for thread in each:
+    thread.join()
+assert equal == [True] * 120, equal
+"""
+
+
+def test_several_threads_take_steps_with_one_packed_model():
+    subprocess.run([sys.executable, "-c", AT_ONCE], check=True, timeout=100)
+
+
 @pytest.mark.slow
 def test_a_processor_without_conversion_of_halves_computes_the_same(tmp_path):
     "LLVM would call a function that is not there, and end the process."

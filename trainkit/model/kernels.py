@@ -935,7 +935,6 @@ class PackedModel:
         self.head_kind = "q8_0" if kind == "q4_0" else kind
         self.refresh()
         self._buffers: tuple[tuple, tuple] = ((), ())
-        self._barrier = np.zeros(1, np.int64)
 
     def __repr__(self) -> str:
         return f"PackedModel({self.kind}, {self.nbytes / 1e6:.2f} MB)"
@@ -995,9 +994,10 @@ class PackedModel:
         sizes += (threads, rows, config.d_model), (threads, room)
         groups = max(config.d_model, attn, config.d_ff) // 32
         sizes += ((threads + 1, rows * groups * BLOCK // 4),)
-        if self._buffers[0] != sizes:
-            self._buffers = sizes, tuple(np.zeros(size, np.float32) for size in sizes)
-        return self._buffers[1]
+        kept = self._buffers  # Read once: another thread may put its own there
+        if kept[0] != sizes:
+            kept = self._buffers = sizes, tuple(np.zeros(size, np.float32) for size in sizes)
+        return kept[1]
 
     @torch.no_grad()
     def step(
@@ -1019,7 +1019,6 @@ class PackedModel:
         scratch = self._scratch(len(ids), threads, keys[0].shape[2])
         qkv, att, act, hidden, scores, blocks = scratch
         logits = np.empty((len(ids), config.vocab_size), np.float32)
-        self._barrier[0] = 0
         memory = StepMemory(
             heads=config.n_heads,
             kv_heads=config.kv_heads,
@@ -1048,7 +1047,7 @@ class PackedModel:
             values=np.array([layer.data_ptr() for layer in values]),
             starts=starts.numpy(),
             ends=ends.numpy(),
-            barrier=self._barrier,
+            barrier=np.zeros(1, np.int64),  # Of this step: another may begin meanwhile
             blocks=blocks,
         )
         layers, head = compiled_kernels(self.kind), compiled_kernels(self.head_kind)
