@@ -5,6 +5,7 @@ import logging
 import pickle
 import socket
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -88,14 +89,24 @@ def test_a_served_model_answers_as_the_same_model_here(served, key):
     assert (again.seed, again.answers["here"].text) == (6, again.answers["there"].text)
 
 
-def test_the_page_lists_the_models_of_a_server(served, key, caplog):
+def test_the_page_lists_the_models_of_a_server(served, key, caplog, monkeypatch):
     "Streamed into the page; the key is in no object, on no page and in no log."
     caplog.set_level(logging.DEBUG)
     chat = ChatCompare(base_url=served[1], key="remote", max_new_tokens=64)
     assert [*chat.sources] == ["small"]
     seen = []
     chat.chat.observe(lambda change: seen.append(change["new"]), names="value")
-    chat.every = 0.0
+    chat.every, scheduler = 0.0, served[0].scheduler
+    step, few = scheduler.step, scheduler.tokens_written + 8
+
+    def wait_for_the_page():
+        "After some tokens the server writes on only when the page has shown them."
+        deadline = time.monotonic() + 30
+        while scheduler.tokens_written >= few and len(seen) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return step()
+
+    monkeypatch.setattr(scheduler, "step", wait_for_the_page)
     turn = chat.ask("hello")
     assert turn.answers["small"].text and len(seen) > 2, "it is shown while it is written"
     chat.xray_button.click()
