@@ -1,7 +1,7 @@
 """The road of a run: which modules `trainkit train` passes before its first optimizer step.
 
     python tools/road.py            # three figures
-    python tools/road.py --list     # also every module in order of entry, and every climb
+    python tools/road.py --list     # also every module, climb and call from one module to another
 
 A small model is trained in a temporary folder, and `trainkit train method=lora` then tunes it
 on questions, in this process under `sys.setprofile`, from the command to the first call of the
@@ -36,6 +36,7 @@ class Road(NamedTuple):
 
     modules: list[str]  # In the order in which they are first entered
     visits: list[str]  # The module of every call from another one
+    calls: list[tuple[str, str]]  # The function that calls and the one that is called, alike
     climbs: Counter  # (from, to) -> how often
     returns: Counter  # Module -> how often it was called again from another one
 
@@ -72,6 +73,7 @@ class Tracer:
 
     def __init__(self):
         self.visits: list[str] = []
+        self.calls: list[tuple[str, str]] = []
         self.climbs: Counter = Counter()
         self.returns: Counter = Counter()
         self.heights = levels()
@@ -89,13 +91,13 @@ class Tracer:
             self.names[filename] = ".".join(parts) if parts and parts[0] in self.heights else None
         return self.names[filename]
 
-    def caller(self, frame: Any) -> str | None:
-        "The nearest module of a package below this frame on the stack."
+    def caller(self, frame: Any) -> tuple[str | None, str]:
+        "The nearest module of a package below this frame on the stack, and its function."
         while frame is not None:
             if name := self.module(frame.f_code.co_filename):
-                return name
+                return name, f"{name}.{frame.f_code.co_qualname}"
             frame = frame.f_back
-        return None
+        return None, "cli"
 
     def __call__(self, frame: Any, event: str, arg: Any) -> None:
         code = frame.f_code
@@ -114,16 +116,23 @@ class Tracer:
         self.texts.add((code.co_filename, code.co_qualname))
         if (code.co_filename, read_with(code.co_qualname)) in self.texts:
             return
-        above = self.caller(frame.f_back)
+        above, function = self.caller(frame.f_back)
         if above == name:
             return
         self.returns[name] += name in self.visits
         self.visits.append(name)
+        self.calls.append((function, f"{name}.{code.co_qualname}"))
         if above and self.heights[name.split(".")[0]] > self.heights[above.split(".")[0]]:
             self.climbs[above, name] += 1
 
     def road(self) -> Road:
-        return Road(list(dict.fromkeys(self.visits)), self.visits, self.climbs, +self.returns)
+        return Road(
+            list(dict.fromkeys(self.visits)),
+            self.visits,
+            self.calls,
+            self.climbs,
+            +self.returns,
+        )
 
 
 def command(method: str, source: str, *changes: str) -> list[str]:
@@ -182,7 +191,11 @@ def main() -> None:
             "\nreturns:", ", ".join(f"{name} {count}" for name, count in road.returns.most_common())
         )
         print("\nclimbs:", ", ".join(f"{a} -> {b} {n}" for (a, b), n in road.climbs.most_common()))
-        print("\nvisits:", " ".join(road.visits))
+        print("\nvisits:")
+        seen: set[str] = set()
+        for (function, called), name in zip(road.calls, road.visits, strict=True):
+            print("  return" if name in seen else "  new   ", function, "->", called)
+            seen.add(name)
 
 
 if __name__ == "__main__":
