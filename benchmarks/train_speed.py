@@ -320,7 +320,7 @@ class Worker:
     def peak_flops(self) -> float:
         "FLOPs per second of the fastest large matrix product in this setting's dtype."
         import torch
-        from trainkit.model.layers import fast_products
+        from trainkit.model.transformer import fast_products
 
         dtype, best, size = (
             torch.bfloat16 if self.autocast else torch.float32,

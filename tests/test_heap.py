@@ -74,7 +74,7 @@ def growth_of_products(environment):
 
     import torch
 
-    from trainkit.model.layers import fast_products, onednn_pays
+    from trainkit.model.transformer import fast_products, onednn_pays
     from trainkit.system import SHAPES_KEPT, bound_kernels, malloc_used
 
     for name in (
@@ -128,7 +128,7 @@ def growth_of_passes(limit):
 
     from trainkit.memory.estimate import peak_memory_used
     from trainkit.model.config import ModelConfig
-    from trainkit.model.layers import onednn_pays
+    from trainkit.model.transformer import onednn_pays
     from trainkit.model.transformer import Transformer
     from trainkit.system import bound_kernels, keep_freed_memory
 

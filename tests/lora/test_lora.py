@@ -29,7 +29,7 @@ from trainkit.lora.adapters import (
 from trainkit.interop.families import to_hf
 from trainkit.model.generation import generate
 from trainkit.lora.inject import LoRAConfig
-from trainkit.lora.layers import LoRALayer
+from trainkit.lora.inject import LoRALayer
 from trainkit.lora.inject import adapted, add_lora, replace_layer, trainable_report
 from trainkit.lora.merge import merge_folder, merge_lora, merge_quantized, unmerge_lora
 from trainkit.model.config import ModelConfig
@@ -39,7 +39,7 @@ from trainkit.train.optim import OptimConfig
 from trainkit.lora.rank import GrowRank, grow_rank, shrink_rank
 from trainkit.train.config import TrainConfig
 from trainkit.train.trainer import Trainer
-from trainkit.lora.layers import eva_init, lora_plus
+from trainkit.lora.inject import eva_init, lora_plus
 
 warnings.filterwarnings("ignore")
 IDS = torch.randint(96, (4, 20), generator=torch.Generator().manual_seed(0))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainkit.model import layers
+from trainkit.model import transformer as layers
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 
@@ -100,7 +100,7 @@ def test_short_rows_are_the_same_under_autocast() -> None:
 @pytest.mark.parametrize("by_float32", [False, True])
 def test_which_attention_is_short(by_float32, monkeypatch):
     "Two tokens to `SHORT`, in bfloat16, where the machine multiplies it itself."
-    from trainkit.model import layers
+    from trainkit.model import transformer as layers
 
     monkeypatch.setattr(layers, "BY_FLOAT32", by_float32)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

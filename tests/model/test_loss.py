@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainkit.model.layers import chunked_cross_entropy
+from trainkit.model.transformer import chunked_cross_entropy
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 
@@ -176,7 +176,7 @@ def test_nothing_to_learn_is_not_a_number_and_wrong_labels_are_named():
 def test_products_go_to_onednn_only_where_that_was_measured_to_be_faster(
     capability, pays, monkeypatch
 ):
-    from trainkit.model import layers
+    from trainkit.model import transformer as layers
 
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(layers, "onednn_is_exact", lambda: True)

@@ -26,7 +26,7 @@ from trainkit.interop.families import (
 from trainkit.model.transformer import ACTIVATIONS, Block, Transformer
 from trainkit.model.attention import MAX_CROP, KVCache, attend
 from trainkit.model.config import ModelConfig
-from trainkit.model.layers import chunked_cross_entropy
+from trainkit.model.transformer import chunked_cross_entropy
 
 transformers = pytest.importorskip("transformers")
 HF = dict(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..model.layers import fast_products
+from ..model.transformer import fast_products
 
 # %% ../../nbs/08_align/17_batch_invariance.ipynb #blocks-def
 ROWS = 32  # Of a matrix product

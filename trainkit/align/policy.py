@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .invariant import is_batch_invariant
-from ..model.layers import autocast_dtype, use_manual_backward, fast_products
+from ..model.transformer import autocast_dtype, use_manual_backward, fast_products
 from ..model.transformer import Transformer
 from ..train.objectives import to_model_device, forward_inputs, names_argument
 

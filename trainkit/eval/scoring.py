@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from .stats import Interval, proportion
 from ..model.generation import context_length, text_to_ids
-from ..model.layers import fast_products
+from ..model.transformer import fast_products
 from ..model.transformer import Decoder
 from ..progress import Progress
 from ..train.objectives import names_argument

@@ -1,7 +1,6 @@
 from . import (
     adapters as adapters,
     inject as inject,
-    layers as layers,
     merge as merge,
     rank as rank,
 )
@@ -16,15 +15,13 @@ from .adapters import (
 )
 from .inject import (
     LoRAConfig as LoRAConfig,
-    add_lora as add_lora,
-    target_layers as target_layers,
-    trainable_report as trainable_report,
-)
-from .layers import (
     LoRAEmbedding as LoRAEmbedding,
     LoRALayer as LoRALayer,
     LoRALinear as LoRALinear,
+    add_lora as add_lora,
     lora_plus as lora_plus,
+    target_layers as target_layers,
+    trainable_report as trainable_report,
 )
 from .merge import (
     agreement as agreement,

@@ -36,7 +36,7 @@ from ..files import atomic_folder, read_json, reading, write_atomic
 from .inject import AdaptedModel, LoRAConfig, activate, adaptable, adapted, add_lora
 from .inject import all_or_nothing, exchange_biases, rank_and_alpha, replace_layer
 from .inject import saved_layers
-from .layers import Factor, LoRALayer, LoRALinear, ModulesToSaveWrapper, init_factors
+from .inject import Factor, LoRALayer, LoRALinear, ModulesToSaveWrapper, init_factors
 
 if TYPE_CHECKING:
     from trainkit.model.transformer import Transformer

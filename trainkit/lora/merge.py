@@ -31,7 +31,7 @@ from ..files import atomic_folder, read_json, reading, show_bytes
 from .adapters import adapter_parts, check_adapter_base, tensors_differ, lora_config
 from .adapters import read_adapter
 from .inject import adapted, rank_and_alpha, replace_layer
-from .layers import LoRALayer, ModulesToSaveWrapper
+from .inject import LoRALayer, ModulesToSaveWrapper
 from ..progress import note
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .inject import adapted
-from .layers import Factor, LoRALayer, init_factors
+from .inject import Factor, LoRALayer, init_factors
 
 # %% ../../nbs/05_lora/05_rank.ipynb #3726441d
 def _swap(

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..files import show_bytes
 from .tracker import Ledger, MemoryReport, report
-from ..model.layers import fast_products, onednn_is_exact, onednn_pays
+from ..model.transformer import fast_products, onednn_is_exact, onednn_pays
 from ..quant.nf4 import CODEBOOKS, dequantize_4bit, quantize_4bit
 from ..system import available_memory, trim_malloc, heap_peak, malloc_used
 from ..system import bound_kernels

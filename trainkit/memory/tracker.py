@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..charts import bars, draw_svg
 from ..display import Picture
 from ..files import show_bytes
-from ..model.layers import in_fast_products
+from ..model.transformer import in_fast_products
 
 # %% ../../nbs/07_memory/03_tracker.ipynb #03af79b7
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary", "other")

@@ -3,7 +3,6 @@ from . import (
     config as config,
     decoding as decoding,
     generation as generation,
-    layers as layers,
     speculative as speculative,
     transformer as transformer,
 )
@@ -26,12 +25,13 @@ from .generation import (
     generate as generate,
     stream as stream,
 )
-from .layers import RMSNorm as RMSNorm, chunked_cross_entropy as chunked_cross_entropy
 from .speculative import speculate as speculate
 from .transformer import (
     Attention as Attention,
     Block as Block,
     MLP as MLP,
     ModelOutput as ModelOutput,
+    RMSNorm as RMSNorm,
     Transformer as Transformer,
+    chunked_cross_entropy as chunked_cross_entropy,
 )

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import KVCache
-from .layers import RMSNorm
+from .transformer import RMSNorm
 
 if TYPE_CHECKING:
     from trainkit.model.config import ModelConfig

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..model.layers import autocast_dtype, use_manual_backward, fast_products
+from ..model.transformer import autocast_dtype, use_manual_backward, fast_products
 from .int8 import int8_linear, quantize_rows
 from .nf4 import CODEBOOKS, QuantizedTensor, dequantize_4bit, dynamic_codebook
 from .nf4 import quantize_4bit

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn import functional as F
 
-from ..model.layers import chunked_cross_entropy
+from ..model.transformer import chunked_cross_entropy
 
 # %% ../../nbs/04_train/04_objectives.ipynb #906cbfa6
 Scalar = Tensor | float  # A number, perhaps still on the device

@@ -31,7 +31,7 @@ from ..display import PALETTE, Picture, clean, grid, number, svg, table, text
 from ..files import show_bytes
 from ..lora.adapters import lora_config, read_adapter
 from ..lora.inject import adapted
-from ..lora.layers import LoRALayer
+from ..lora.inject import LoRALayer
 from ..lora.rank import effective_rank, thin_svd
 from ..lora.inject import rank_and_alpha
 from ..quant.int8 import dequantize_int8, quantize_int8
