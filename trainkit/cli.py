@@ -1038,7 +1038,7 @@ def _saved_config(folder: str) -> Path:
     path = Path(folder) / "config.yaml"
     if not path.is_file():
         if Path(folder).suffix in (".pt", ".pth", ".bin", ".ckpt") or Path(folder).is_file():
-            from trainkit.train.recovery import refuse_file
+            from trainkit.train.checkpoint import refuse_file
 
             refuse_file(folder)
         raise FileNotFoundError(f"'{folder}' is not a run folder: it has no config.yaml")

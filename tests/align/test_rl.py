@@ -359,7 +359,7 @@ def test_code_is_rewarded_by_running_it():
 
 def test_out_of_memory_cuts_rollouts_as_any_batch():
     "Half the rows at a time give the same step."
-    from trainkit.train.recovery import split_rows
+    from trainkit.train.step import split_rows
 
     torch.manual_seed(0)
     model = Transformer(

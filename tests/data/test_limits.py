@@ -14,7 +14,7 @@ from trainkit.data import readers, tokenization
 from trainkit.data.shards import TokenRows
 from trainkit.data.tokenization import LengthReport
 from trainkit.interop.hf import MAX_LAYERS, read_model_settings
-from trainkit.train.recovery import count_rows
+from trainkit.train.step import count_rows
 
 
 def reports():

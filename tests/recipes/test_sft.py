@@ -759,7 +759,7 @@ def test_what_a_callback_adds_to_a_record_is_written(home):
 
 def test_a_checkpoint_in_one_file_is_refused(home, tmp_path):
     "As other programs write it; the sentence says what can be taken over."
-    from trainkit.train.recovery import find_start
+    from trainkit.train.checkpoint import find_start
 
     torch.save({"model_state_dict": {}}, tmp_path / "checkpoint-10000.pt")
     for name in ("checkpoint-10000.pt", "not-there.pt"):

@@ -11,7 +11,7 @@ from test_train import ROWS, StopAt, make, same, timeless, trainer
 from torch import nn
 
 from trainkit.data.dataloader import Batches
-from trainkit.train.recovery import StepTooBig
+from trainkit.train.step import StepTooBig
 from trainkit.train.monitors import HealthCheck
 from trainkit.train.objectives import Loss, lm_loss, objective
 from trainkit.memory.offload import OffloadedOptimizer

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from trainkit.train.objectives import Loss
-from trainkit.train.recovery import OOMRetry, StepTooBig, find_nonfinite, gradient_differences
-from trainkit.train.recovery import oom_message
+from trainkit.train.recovery import find_nonfinite
+from trainkit.train.step import OOMRetry, StepTooBig, gradient_differences, oom_message
 
 
 def batch(rows, tokens):

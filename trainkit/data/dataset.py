@@ -345,6 +345,12 @@ def _texts_of(row: Mapping, kind: str | None) -> list[str]:
     return texts
 
 
+def _with_texts(row: Mapping, texts: Iterable[str], kind: str | None) -> dict:
+    "The example with other texts, in the same order."
+    following = iter(texts)
+    return map_texts(row, lambda text: next(following), kind)
+
+
 def count_characters(
     row: Mapping,  # An example
     kind: str | None = None,  # Inferred from the columns when None
@@ -638,8 +644,8 @@ def _mend(rows: list[dict]) -> list[tuple[dict, bool, int, bytes]]:
     for row in rows:
         kind = example_kind(row)
         old = _texts_of(row, kind)
-        clean = map_texts(row, clean_text, kind)
-        new = _texts_of(clean, kind)
+        new = [clean_text(text) for text in old]
+        clean = _with_texts(row, new, kind)
         digest = hashlib.blake2b(
             f"{kind}{row['label'] if kind == 'unpaired' else ''}".encode(), digest_size=16
         )

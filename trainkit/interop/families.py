@@ -453,10 +453,11 @@ def check_family_weights(
 
 def take_weights(
     config: ModelConfig,
-    weights: Mapping[str, Tensor],  # Under our names; they become the model's own
+    weights: Mapping[str, Tensor],  # As for `from_hf_weights`; they become the model's own
     source: str,  # Where they come from, for messages
 ) -> Transformer:  # Raises `ValueError` as `check_weights` does
     "A model with the given weights."
+    weights = from_hf_weights(config, weights)
     model = check_family_weights(
         config,
         weights,
@@ -466,7 +467,7 @@ def take_weights(
     )
     model.load_state_dict({k: v.contiguous() for k, v in weights.items()}, assign=True)
     if config.tie_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
+        model.tie_weights()
     return model.requires_grad_(True)
 
 # %% ../../nbs/10_interop/02_families.ipynb #68ba061c
@@ -499,7 +500,7 @@ def from_hf(
             f"{packed[0]} is stored as {state[packed[0]].dtype}: "
             "load the model without quantization"
         )
-    weights = {name: tensor.clone() for name, tensor in from_hf_weights(config, state).items()}
+    weights = {name: tensor.clone() for name, tensor in state.items()}
     ours = take_weights(config, weights, type(model).__name__)
     # What ends a text, for `generate`
     setattr(ours, "generation_config", model.generation_config)  # noqa: B010

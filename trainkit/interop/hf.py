@@ -41,7 +41,7 @@ from trainkit.files import (
     write_atomic,
 )
 from .families import CONSTANTS, check_family_weights, from_hf, from_hf_config
-from .families import from_hf_weights, hf_architecture, unsupported_knobs, stored_as
+from .families import hf_architecture, unsupported_knobs, stored_as
 from .families import take_weights, to_hf_config, to_hf_weights
 from .hub import COURSE_MODEL, course_model, fetch_model
 from ..model.config import MAX_LAYERS, ModelConfig
@@ -454,7 +454,7 @@ def load_pretrained(
     else:
         config = read_config(path)
         with reading(path):
-            weights = from_hf_weights(config, _unpack(read_weights(path)))
+            weights = _unpack(read_weights(path))
             weights = {name: w.to(dtype or w.dtype) for name, w in weights.items()}
             model = take_weights(config, weights, str(path))
     if native and (path / "generation_config.json").is_file():

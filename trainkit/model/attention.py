@@ -124,11 +124,12 @@ def rope_magnitude(
 def rope_angles(
     positions: Tensor,  # (B, T) int64
     frequencies: Tensor,  # (D / 2,), from `rope_frequencies`
-    magnitude: float = 1.0,  # From `rope_magnitude`
+    scaling: dict | None = None,  # As for `rope_frequencies`
     dtype: torch.dtype = torch.float32,  # Of the result; the angles themselves are float32
 ) -> tuple[Tensor, Tensor]:  # (B, T, 1, D / 2) each, to be broadcast over heads
     "Cosines and sines for `rotate`."
     angles = (positions[..., None].float() * frequencies).unsqueeze(2)
+    magnitude = rope_magnitude(scaling)
     cos = angles.cos()
     sin = angles.sin()
     if magnitude != 1:

@@ -658,7 +658,7 @@ def generate(
     rows, config, eos, fill, pieces = check_request(
         model, input_ids, tokenizer, stop, eos_token_id, knobs
     )
-    backend = find_backend(compile)
+    backend = find_backend(compile) if compile else None
     processors = _with_budget(processors, config, tokenizer)
     tensor = isinstance(input_ids, Tensor)
     single = isinstance(input_ids, str) or (not tensor and isinstance(input_ids[0], Integral))
@@ -708,7 +708,7 @@ def stream(
     rows, config, eos, _, (text, *more) = check_request(
         model, input_ids, tokenizer, stop, eos_token_id, knobs
     )
-    backend = find_backend(compile)
+    backend = find_backend(compile) if compile else None
     processors = _with_budget(processors, config, tokenizer)
     if more:
         raise ValueError(

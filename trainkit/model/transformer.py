@@ -36,7 +36,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from .attention import KVCache, Spans, attend, make_masks, need_flash, rope_angles
-from .attention import rope_frequencies, rope_magnitude, rotate
+from .attention import rope_frequencies, rotate
 from .config import GATED, ModelConfig, mup_scales
 from ..system import bound_kernels
 
@@ -619,7 +619,7 @@ class Decoder(nn.Module):
             length = int(position_ids.max()) + 1
             frequencies = rope_frequencies(config.head_width, config.rope_theta, scaling, length)
             frequencies = frequencies.to(position_ids.device)
-        return rope_angles(position_ids, frequencies, rope_magnitude(scaling), dtype)
+        return rope_angles(position_ids, frequencies, scaling, dtype)
 
     def _check_input(self, input_ids: Tensor, past: int, position_ids: Tensor | None) -> None:
         config = self.config
@@ -761,7 +761,7 @@ class Transformer(nn.Module):
         self.config, self.model = config, Decoder(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            self.tie_weights()
         self.init_weights()
 
     @property
@@ -773,6 +773,10 @@ class Transformer(nn.Module):
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
+
+    def tie_weights(self) -> None:
+        "Let the head use the matrix of the embedding."
+        self.get_output_embeddings().weight = self.get_input_embeddings().weight
 
     @torch.no_grad()
     def init_weights(self) -> None:

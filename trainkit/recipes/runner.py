@@ -74,7 +74,7 @@ from ..train.config import AT_RUNG, EXIT_CODES, Control, Result, TrainConfig
 from ..train.config import check_callbacks
 from ..train.loggers import MetricsLog, check_report_to
 from ..train.monitors import HealthCheck, SystemMonitor
-from ..train.objectives import lm_objective
+from ..train.objectives import lm_loss
 from ..train.optim import OPTIMIZERS, OptimConfig, make_optimizer
 from ..train.reports import write_curves
 from ..train.runs import RunFolder, read_run
@@ -209,7 +209,14 @@ def _new_tokens_note(
     ]
 
 
-def _check_environment(config: RunConfig, own: Callable | None) -> None:
+def _check_request(config: RunConfig, callbacks: Sequence, own: Callable | None) -> None:
+    "Refuse what cannot work: now, not after an hour of preparation."
+    recheck(config)
+    if config.report_to:
+        check_report_to(config.report_to)
+    if callbacks:
+        check_callbacks(callbacks)
+    _engine(config)
     if config.engine != "trainkit" and (own or config.rl.environment):
         raise ValueError(
             f"engine: {config.engine} gets single answers from here, and no episodes in an "
@@ -294,7 +301,7 @@ def make_trainer(
     loop = Trainer if config.engine == "trainkit" else partial(make_loop, inputs)
     return loop(
         inputs.model,
-        inputs.objective or lm_objective(config.train.z_loss),
+        inputs.objective or lm_loss,
         inputs.train_batches,
         inputs.eval_batches,
         replace(loop_config(inputs), output_dir=str(config.folder)),
@@ -541,11 +548,7 @@ def run(
     Raises `ValueError` if the folder belongs to another run, and `RuntimeError` if its run is
     still going; nothing is written in these cases.
     """
-    recheck(config)
-    check_report_to(config.report_to)  # now, not after an hour of preparation
-    check_callbacks(callbacks)
-    _engine(config)
-    _check_environment(config, environment)
+    _check_request(config, callbacks, environment)
     if config.engine == "llamafactory":
         return run_elsewhere(config)
     config, resume, launched = _in_launched_folder(config, resume)
@@ -578,15 +581,14 @@ def run(
         )
         if resume:
             trainer.check_resume("auto", force_resume)
-        folder = stack.enter_context(
-            RunFolder(
-                config.folder if main else tempfile.mkdtemp(),
-                dump_config(config),
-                facts,
-                inputs.data.sha256[:16],
-                resume or launched,
-            )
+        folder = RunFolder(
+            config.folder if main else tempfile.mkdtemp(),
+            dump_config(config),
+            facts,
+            inputs.data.sha256[:16],
+            resume or launched,
         )
+        stack.push(folder)
         if main:
             trainer.folder, trainer.config = (
                 folder.path,

@@ -356,8 +356,8 @@ class BPETokenizer:
                 raise ValueError(
                     f"special token {token!r}: its id {i} is already used for {self._bytes[i]!r}"
                 )
-        for token in (bos_token, eos_token, pad_token, unk_token):
-            self._id(token)
+        for role in ("bos", "eos", "pad", "unk"):
+            getattr(self, f"{role}_token_id")  # Raises for a token that is not special
 
     @property
     def vocab_size(self) -> int:

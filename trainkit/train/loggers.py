@@ -262,8 +262,10 @@ class MetricsLog:
     def on_start(self, trainer: "Trainer", record: dict) -> None:
         "Begin or resume: nothing that a resume has undone stays in the log."
         start = self.current_step = record.get("start_step") or 0
-        before = [r.get("step") or 0 for r in read_run(self.folder.path).records]
-        self.sent = max(before, default=-1) if start else -1
+        self.sent = -1
+        if start:
+            before = [r.get("step") or 0 for r in read_run(self.folder.path).records]
+            self.sent = max(before, default=-1)
         self.folder.rewind(start, start == record.get("total_steps"))
         self.open(start)
         # config.yaml has the config, without secrets

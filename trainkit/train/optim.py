@@ -195,8 +195,9 @@ def mup_factor(
 ) -> Callable[[str], float] | None:  # Name -> factor on its learning rate; None without µP
     "How µP changes the rates of a `Transformer` whose config has a `mup_base_width`."
     shape = getattr(model, "config", None)
-    if not isinstance(shape, ModelConfig) or not (scales := mup_scales(shape)):
+    if not isinstance(shape, ModelConfig) or shape.mup_base_width is None:
         return None
+    scales = mup_scales(shape)
     if config.optim == "sgd":
         raise ValueError(
             "optim = 'sgd': the rates of µP are known here for AdamW and Muon; "
