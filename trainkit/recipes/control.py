@@ -245,7 +245,7 @@ class StageReport:
             self.look(self.folder)
 
     @contextlib.contextmanager
-    def followed(self, folder: Path) -> Iterator[None]:
+    def followed(self, folder: Path) -> Iterator[Remote]:  # The callback that obeys in the loop
         """Report to this folder; at the end of the block the run has ended, if not its process.
 
         Where a run was refused before it wrote anything, the state is what it was before."""
@@ -259,7 +259,7 @@ class StageReport:
                 path.unlink(missing_ok=True)
         refused = False
         try:
-            yield
+            yield Remote(folder)
         except ValueError:
             refused = records.is_file() and records.stat().st_size == size
             raise

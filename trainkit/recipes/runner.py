@@ -214,8 +214,7 @@ def _check_request(config: RunConfig, callbacks: Sequence, own: Callable | None)
     recheck(config)
     if config.report_to:
         check_report_to(config.report_to)
-    if callbacks:
-        check_callbacks(callbacks)
+    check_callbacks(callbacks)
     _engine(config)
     if config.engine != "trainkit" and (own or config.rl.environment):
         raise ValueError(
@@ -416,7 +415,7 @@ def _run_callbacks(
     inputs: RunInputs,
     folder: RunFolder,
     callbacks: Sequence,  # Those given to `run`
-    main: bool,  # Whether this is the first process
+    remote: Remote | None,  # None but in the first process
     verbose: bool,
     say: Callable[..., None],
 ) -> list[Any]:
@@ -424,7 +423,7 @@ def _run_callbacks(
     config = inputs.config
     # Lines instead of a bar
     lines = verbose and not config.train.progress and detect_display() in ("lines", "terminal")
-    log = MetricsLog(folder, config.report_to if main else (), console=lines)
+    log = MetricsLog(folder, config.report_to if remote else (), console=lines)
     longest = inputs.longest if isinstance(inputs, AnswerInputs) else inputs.max_length
     watched = config.watch_memory and config.engine == "trainkit"
     return [
@@ -433,7 +432,7 @@ def _run_callbacks(
         *callbacks,
         log,  # after those that add to a record, since it writes the record
         HealthCheck(lambda line: note(line) if verbose else None),
-        *([Remote(folder.path)] if main else []),
+        *([remote] if remote else []),
         *([HubPush(config.hub, config.name, config.adapts, say)] if config.hub.push_to_hub else []),
     ]
 
@@ -589,17 +588,18 @@ def run(
             resume or launched,
         )
         stack.push(folder)
+        remote = None
         if main:
             trainer.folder, trainer.config = (
                 folder.path,
                 replace(trainer.config, output_dir=str(folder.path)),
             )
-            stack.enter_context(stages.followed(folder.path))
+            remote = stack.enter_context(stages.followed(folder.path))
         say = _printer(folder, verbose)
         _save_inputs(inputs, folder.path)
         if main:
             _load_libraries(model)
-        trainer.callbacks += _run_callbacks(inputs, folder, callbacks, main, verbose, say)
+        trainer.callbacks += _run_callbacks(inputs, folder, callbacks, remote, verbose, say)
         say(*plan_lines(inputs, trainer))
         if trainer.accelerator.num_processes == 1:
             model.to(trainer.accelerator.device)  # where generating is faster
