@@ -18,7 +18,7 @@ from trainkit.lora.merge import merge_folder
 from trainkit.train.optim import OptimConfig
 from trainkit.train.config import TrainConfig
 from trainkit.recipes.config import RunConfig, SFTConfig
-from trainkit.recipes.runner import prepare, run
+from trainkit.recipes.runner import make_trainer, prepare, run
 
 NAMES = "zero one two three four five six seven eight nine ten eleven".split()
 ASKS = [
@@ -443,6 +443,13 @@ def test_pin_memory_and_workers_reach_both_loaders(home):
         parts = prepared(home, dict(pin_memory=pin, num_workers=1))
         for batches in (parts.train_batches, parts.eval_batches):
             assert (batches.pin_memory, batches.num_workers) == (pin, 1)
+
+
+def test_a_z_loss_reaches_the_loop(home):
+    parts = prepared(home, {}, train=dict(z_loss=1e-3, sample_steps=0))
+    batch = next(iter(parts.train_batches))
+    loss = make_trainer(parts).objective(parts.model, batch)
+    assert list(loss.terms) == ["cross_entropy", "z_loss"]
 
 
 def test_rows_are_grouped_by_the_column_that_is_named(home):
