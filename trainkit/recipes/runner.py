@@ -58,7 +58,7 @@ from trainkit.recipes.preparation import (
     PromptInputs,
     RunInputs,
     TextInputs,
-    check_names,
+    check_reward_names,
     prepare_distill,
     prepare_pairs,
     prepare_prompts,
@@ -132,7 +132,7 @@ def prepare(
         )
     recipe = config.recipe
     if recipe.learns_from == "prompts":
-        check_names(config)
+        check_reward_names(config)
     base = base or (open_trained(config) if config.init_from else None)
     if (rewards or environment) and recipe.learns_from != "prompts":
         raise ValueError(
