@@ -307,6 +307,7 @@ class Scheduler:
         adapter: str = "",  # A name; '' for the base model
         logprobs: int | None = None,  # Also give log-probabilities, and of so many likeliest tokens
         listener: Callable[[Piece], object] | None = None,  # Gets each piece
+        more_ends: Sequence[int] = (),  # Ids that end the text, besides EOS
         **knobs: Any,  # The other knobs of `SamplingConfig`
     ) -> Request:
         "Put a request into the queue; its errors are those of `generate`."
@@ -315,7 +316,8 @@ class Scheduler:
             self.model, prompt, self.tokenizer, stop, eos_token_id, knobs
         )
         if eos_token_id is None:  # Also what ends a tool call, as in Gemma 4
-            eos = [*dict.fromkeys([*eos, *answer_ends(self.tokenizer)])]
+            eos = [*eos, *answer_ends(self.tokenizer)]
+        eos = [*dict.fromkeys([*eos, *more_ends])]
         if more:
             raise ValueError(f"add takes one prompt, not {len(rows)}: call it for each")
         [ids] = rows
