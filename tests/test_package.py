@@ -611,6 +611,7 @@ def test_every_error_reaches_another_process_as_it_was_said(tmp_path):
         "_Unknown": (),
         "_Complete": (),
         "QueueFull": ("64 requests wait",),
+        "ConstraintError": ("too slow",),
         "APIError": (404, "no such model"),
         "ServerError": ("no such model", 404, "model_not_found"),
     }

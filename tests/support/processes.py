@@ -93,7 +93,7 @@ def end(process, folder, timeout=PATIENCE):
 
 
 def in_child(function, *args, folder):
-    "Call it in a fresh process, its logs in `folder`; what became of it."
+    "Call it in a fresh process, its logs in `folder`; its result."
     return end(begin(function, *args, folder=folder), folder)
 
 

@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -279,11 +280,13 @@ def thought_end(
 ) -> int:  # 0 where it has no thought; the length of the text where the thought is cut off
     "How many characters of an answer are its thought, with the tags around it."
     for opening, closing in _THOUGHT_TAGS:
-        begun = prompt.rstrip().endswith(opening.rstrip()) or text.lstrip().startswith(opening)
+        open_thought = prompt.rstrip().endswith(opening.rstrip()) or text.lstrip().startswith(
+            opening
+        )
         thought, tag, rest = text.partition(closing)
-        if tag and (begun or opening not in thought):
+        if tag and (open_thought or opening not in thought):
             return len(text) - len(rest.lstrip("\n"))
-        if begun:
+        if open_thought:
             return len(text)
     return 0
 
@@ -484,21 +487,21 @@ def _render(
     more |= options
     answers = [i for i, m in enumerate(chat) if m["role"] == "assistant"]
     trained = [i for i in answers if messages[i].get("train", True)]
-    wanted = answers[-1:] if train_on == "last" else trained
-    for i in wanted:
+    learned_answers = answers[-1:] if train_on == "last" else trained
+    for i in learned_answers:
         if messages[i].get("train") == "content":
             chat[i] = _read_thought(chat[i])
     if train_on == "all":
         text = _run(template, chat, names, **more)[0]
         spans = []
     elif _tagged(template):
-        text, spans = _tags(template, chat, names, answers, wanted, **more)
+        text, spans = _tags(template, chat, names, answers, learned_answers, **more)
     else:
-        text, spans = _turns(template, chat, names, wanted, **more)
-    if len(spans) == len(wanted):
+        text, spans = _turns(template, chat, names, learned_answers, **more)
+    if len(spans) == len(learned_answers):
         spans = [
             span if split_thought(chat[i])[0] else _after_empty_thought(text, *span)
-            for i, span in zip(wanted, spans, strict=True)
+            for i, span in zip(learned_answers, spans, strict=True)
         ]
     if GENERATION_MARK in text or any(GENERATION_MARK in str(m) for m in chat):
         text, spans = _unmark(text, spans, chat)
@@ -557,9 +560,9 @@ def _after_empty_thought(text: str, start: int, end: int) -> tuple[int, int]:
 def _options(chat_template_kwargs: Mapping | None) -> dict[str, Any]:
     "The variables for a template, without names that have a meaning already."
     options = {str(key): _plain(value) for key, value in (chat_template_kwargs or {}).items()}
-    taken = ("messages", "tools", "documents", "add_generation_prompt")
+    reserved = ("messages", "tools", "documents", "add_generation_prompt")
     for name in options:
-        if name in taken or name.startswith("_") or name.endswith("_token"):
+        if name in reserved or name.startswith("_") or name.endswith("_token"):
             raise ValueError(
                 f"chat_template_kwargs has {name!r}, which is not a switch of a template: it "
                 "takes names such as enable_thinking or reasoning_effort"
@@ -660,6 +663,9 @@ module._serve()
 """
 
 
+_LIMITED = Path("/proc/self/statm").is_file()  # The system limits the memory of a worker: Linux
+
+
 def _serve() -> None:
     "The loop of a worker: reads a list of jobs from each line, and writes a line for each job."
     # Not on Windows
@@ -672,7 +678,7 @@ def _serve() -> None:
         compile=lambda template: _compile(template) and None, render=lambda *args: _render(*args)
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Its parent decides
-    limited = bool(resource) and Path("/proc/self/statm").is_file()
+    limited = bool(resource) and _LIMITED
     first = used() if limited else 0
     for line in sys.stdin.buffer:
         if limited:
@@ -726,6 +732,54 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     "A pipe of a process that was started with pipes."
     assert pipe is not None
     return pipe
+
+
+_BEGUN = 32_000_000  # Bytes of a worker that has read its libraries
+
+
+class _Watch(threading.Thread):
+    """End a worker that takes too long and, where the system does not limit it, too much memory.
+
+    The memory is looked at every hundredth of a second, so it may be exceeded for that long."""
+
+    def __init__(self, process: subprocess.Popen[bytes], seconds: float, given: int):
+        super().__init__(daemon=True)
+        self.process, self.seconds, self.given = process, seconds, given
+        self.done, self.reason = threading.Event(), ""
+
+    def run(self) -> None:
+        used = None if _LIMITED else self.memory()
+        if used is None:
+            if not self.done.wait(self.seconds):
+                self.end(_TOO_LONG)
+            return
+        end = time.monotonic() + self.seconds
+        most = max(used(), _BEGUN) + MEMORY + 16 * self.given
+        while not self.done.wait(0.01):
+            if used() > most:
+                return self.end(_TOO_LARGE)
+            if time.monotonic() > end:
+                return self.end(_TOO_LONG)
+
+    def memory(self) -> Callable[[], int] | None:  # Bytes in main memory; None: nobody reports it
+        try:
+            import psutil
+
+            process = psutil.Process(self.process.pid)
+        except Exception:
+            return None
+
+        def used() -> int:
+            try:
+                return process.memory_info().rss
+            except psutil.Error:
+                return 0  # It has ended
+
+        return used
+
+    def end(self, reason: str) -> None:
+        self.reason = reason
+        self.process.kill()
 
 
 class _Workers:
@@ -795,11 +849,11 @@ class _Workers:
             line = _to_line([*part])
         for again in (False, True):  # A worker may have ended while it was idle
             process = self.process or self.begin()
-            # The worker's own timer counts processor time; this one is for systems without such a
+            # The worker's own timer counts processor time; the watch is for systems without such a
             # timer, and for a machine that hangs
             seconds = 60 + SECONDS * len(part) if many > 1 else SECONDS + 1
-            clock = threading.Timer(seconds, process.kill)
-            clock.start()
+            watch = _Watch(process, seconds, len(line))
+            watch.start()
             try:
                 _pipe(process.stdin).write(line)
                 _pipe(process.stdin).flush()
@@ -820,15 +874,15 @@ class _Workers:
             except OSError:
                 # Its own timer, our timer, or another process ended it
                 code = self.end()
-                late = not clock.is_alive()
-                if late or again or values or code == -getattr(signal, "SIGPROF", 0):
-                    self.fail(first + len(values), self.end_reason(code, late))
+                reason = watch.reason or self.end_reason(code)
+                if watch.reason or again or values or reason == _TOO_LONG:
+                    self.fail(first + len(values), reason)
             finally:
-                clock.cancel()
+                watch.done.set()
         return values
 
-    def end_reason(self, code: int, late: bool) -> str:  # From how it ended
-        if late or code == -getattr(signal, "SIGPROF", 0):
+    def end_reason(self, code: int) -> str:  # From how it ended
+        if code == -getattr(signal, "SIGPROF", 0):
             return _TOO_LONG
         return (
             f"this chat template is not safe to run: it ended the process that ran it (code {code})"
