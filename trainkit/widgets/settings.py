@@ -12,7 +12,7 @@ are unusual, and `run_guide` combines it all for a `Form`. Nothing here needs a 
 # %% auto #0
 __all__ = ['METHODS_IN_WORDS', 'DATA_IN_WORDS', 'LABELS', 'WORDS', 'COLUMNS_IN_WORDS', 'find_models', 'corpora_for', 'find_data',
            'find_templates', 'find_rewards', 'find_environments', 'find_losses', 'save_upload', 'first_row',
-           'count_rows', 'unknown_columns', 'visible_sections', 'visible_fields', 'switch_method', 'follow_change',
+           'count_data', 'unknown_columns', 'visible_sections', 'visible_fields', 'switch_method', 'follow_change',
            'missing_file', 'advise_run', 'run_guide']
 
 # %% ../../nbs/12_widgets/17_settings.ipynb #imports-settings
@@ -296,11 +296,11 @@ def first_row(
 
 
 @lru_cache(maxsize=32)
-def _count_rows(path: str, changed: float) -> int:
+def _count_data(path: str, changed: float) -> int:
     return sum(isinstance(row, Mapping) for _, row in read_rows(path))
 
 
-def count_rows(
+def count_data(
     path: str,
 ) -> int:  # 0 where it is no small table that can be read here
     "The rows of a small table of yours."
@@ -308,7 +308,7 @@ def count_rows(
     try:
         if plain_suffix(file) not in _TABLES or file.stat().st_size > 2**21:
             return 0
-        return _count_rows(path, file.stat().st_mtime)
+        return _count_data(path, file.stat().st_mtime)
     except (OSError, ValueError, ImportError):
         return 0
 
@@ -572,7 +572,7 @@ def _passes_advice(config: "RunConfig") -> Iterator[Advice]:
     train, most = config.train, 20
     rows = 0
     if config.recipe.learns_from in ("answers", "pairs"):
-        rows = count_rows(config.data.path)
+        rows = count_data(config.data.path)
     if not rows:
         return
     batch = train.per_device_train_batch_size * train.gradient_accumulation_steps
