@@ -7,15 +7,23 @@ learns from 100 MB of Python source that it reads file by file, and reports its 
 its peak memory; gigatoken takes part if it can be imported, from one string and by its own
 pattern, which is GPT-2's.
 
+With `--text FILE` they learn from that file, and with `--distinct` it is written first: the texts
+that Python, its packages and the system have (sources, headers, documentation, JSON, web pages),
+each content once, in mixed order. `--limit` stops a system after so many CPU seconds.
+
     python benchmarks/bpe_train.py [--megabytes 5] [--vocab 8192] [--rounds 7]
     python benchmarks/bpe_train.py --big [--megabytes 100] [--vocab 8192] [--systems NAME ...]
+    python benchmarks/bpe_train.py --big --megabytes 1000 --vocab 32768 --distinct --text FILE \\
+        --limit 900
 """
 
 import argparse
 import datetime
+import hashlib
 import importlib.util
 import os
 import platform
+import random
 import resource
 import statistics
 import subprocess
@@ -47,7 +55,51 @@ def python_source(size: int) -> Iterator[str]:
             return
 
 
-def train(system: str, texts, vocab: int):
+KINDS = "py pyi h hpp c cpp cuh md rst txt json js ts css html xml svg pm csv ipynb".split()
+SEPARATOR = "\0"  # Between the texts of a file
+
+
+def write_distinct(path: Path, size: int) -> None:
+    "Write `size` bytes of texts that this machine has, no content twice; raises if it has fewer."
+    paths = sysconfig.get_paths()
+    roots = (paths["stdlib"], paths["purelib"], "/usr/share", "/usr/include", "/usr/lib")
+    names = sorted(
+        os.path.join(folder, name)
+        for root in roots
+        for folder, _, files in os.walk(root)
+        for name in files
+        if name.rpartition(".")[2] in KINDS
+    )
+    random.Random(0).shuffle(names)
+    known = set()
+    with open(path, "wb") as out:
+        for name in names:
+            try:
+                data = Path(name).read_bytes()
+            except OSError:  # A link to nothing
+                continue
+            data = data.decode("utf-8", "ignore").replace(SEPARATOR, "").encode()
+            key = hashlib.blake2b(data, digest_size=16).digest()
+            if key not in known:
+                known.add(key)
+                size -= out.write(data + SEPARATOR.encode())
+            if size <= 0:
+                return
+    raise SystemExit(f"{size / 1e6:.0f} MB are missing: this machine has no more text")
+
+
+def read_texts(path: Path) -> Iterator[str]:
+    "The texts of a file, which is read a few megabytes at a time."
+    rest = b""
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            *whole, rest = (rest + block).split(SEPARATOR.encode())
+            yield from (text.decode() for text in whole)
+    if rest:
+        yield rest.decode()
+
+
+def train(system: str, texts, vocab: int, path: Path | None = None):
     "Learn `vocab` tokens from texts by GPT-4's pattern; returns their bytes."
     from trainkit.tokenizer.pretokenize import PATTERNS
 
@@ -60,8 +112,10 @@ def train(system: str, texts, vocab: int):
         )
         return [*tok.tokens]
     if system == "gigatoken":
-        from gigatoken import train_bpe
+        from gigatoken import TextFileSource, train_bpe
 
+        if path is not None:
+            return train_bpe(TextFileSource([path], SEPARATOR), vocab, [])[0]
         return train_bpe("\n".join(texts).encode(), vocab, [])[0]
     if system == "rustbpe":
         import rustbpe
@@ -123,12 +177,18 @@ def main():
         "--big", action="store_true", help="100 MB, with the largest memory of each system"
     )
     args.add_argument("--systems", nargs="+", help="for --big; all if not given")
+    args.add_argument("--text", type=Path, help="for --big: learn from this file")
+    args.add_argument("--distinct", action="store_true", help="write --text first")
+    args.add_argument("--limit", type=int, help="for --big: CPU seconds of one system")
     args.add_argument("--one", help=argparse.SUPPRESS)
     args = args.parse_args()
     megabytes = args.megabytes or (100 if args.big else 5)
     if args.one:  # a process of its own, for --big
+        if args.limit:
+            resource.setrlimit(resource.RLIMIT_CPU, (args.limit, args.limit))
+        texts = read_texts(args.text) if args.text else python_source(megabytes * 10**6)
         start = time.perf_counter()
-        train(args.one, python_source(megabytes * 10**6), args.vocab)
+        train(args.one, texts, args.vocab, args.text)
         usage = resource.getrusage(resource.RUSAGE_SELF)
         print(time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
         return
@@ -141,6 +201,8 @@ def main():
         "tokenizers, 2 threads",
     ]
     if args.big:
+        if args.distinct:
+            write_distinct(args.text, megabytes * 10**6)
         print(f"| {megabytes} MB to {args.vocab:,} tokens | seconds | CPU s | largest memory, MB |")
         print("|---|---|---|---|")
         if importlib.util.find_spec("gigatoken"):
@@ -156,12 +218,14 @@ def main():
                 "--vocab",
                 str(args.vocab),
             ]
-            seconds, cpu, memory = map(
-                float,
-                subprocess.run(command, check=True, capture_output=True, text=True)
-                .stdout.splitlines()[-1]
-                .split(),
-            )
+            command += ["--text", str(args.text)] if args.text else []
+            command += ["--limit", str(args.limit)] if args.limit else []
+            child = subprocess.run(command, capture_output=True, text=True)
+            if args.limit and child.returncode < 0:
+                print(f"| {system} | | more than {args.limit} | |", flush=True)
+                continue
+            child.check_returncode()
+            seconds, cpu, memory = map(float, child.stdout.splitlines()[-1].split())
             print(f"| {system} | {seconds:.1f} | {cpu:.1f} | {memory:.0f} |", flush=True)
         return
     texts = [*python_source(megabytes * 10**6)]

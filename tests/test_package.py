@@ -611,6 +611,7 @@ def test_every_error_reaches_another_process_as_it_was_said(tmp_path):
         "_Unknown": (),
         "_Complete": (),
         "QueueFull": ("64 requests wait",),
+        "ConstraintError": ("too slow",),
         "APIError": (404, "no such model"),
         "ServerError": ("no such model", 404, "model_not_found"),
     }
@@ -671,3 +672,19 @@ def test_no_default_changes_unnoticed():
             if defaults:
                 lines.append(f"{module_name(path)}.{name}: {', '.join(defaults)}\n")
     compare("".join(lines), "defaults.txt")
+
+
+def _environment_of(name):
+    print(os.environ.get(name, "unset"))
+
+
+def test_a_fresh_process_sees_the_environment_of_its_test(tmp_path, monkeypatch):
+    "Also what was set or removed after the server of fresh processes had started."
+    monkeypatch.delenv("TRAINKIT_LATE", raising=False)
+    for value in ("one", "two", None):
+        if value:
+            monkeypatch.setenv("TRAINKIT_LATE", value)
+        else:
+            monkeypatch.delenv("TRAINKIT_LATE")
+        ended = in_child(_environment_of, "TRAINKIT_LATE", folder=tmp_path)
+        assert ended.stdout.strip() == (value or "unset"), ended.stderr

@@ -15,6 +15,8 @@ from support.processes import ROOT
         ("Whoever opens it sees the loss beside the rate.", {"whoever", "beside"}),
         ("A model of few bits learns by heart.", {"few bits", "by heart"}),
         ("It goes on from the checkpoint.", {"go on"}),
+        ("What became of one's own rows is counted anew.", {"what became of", "one's own", "anew"}),
+        ("A renewed mask becomes often smaller.", set()),
         ("Besides, what is gone only matters once.", set()),
     ],
 )
@@ -50,3 +52,17 @@ def test_all_json_of_commands_is_indented_alike():
     ]
     assert len(calls) > 8
     assert {ast.literal_eval(value) for _, value in calls} == {1}
+
+
+def test_all_json_is_indented_by_one_or_two():
+    "Also that of files: a level is one blank wide, or two where another library writes it so."
+    widths = [
+        keyword.value.value
+        for path in sorted((ROOT / "trainkit").rglob("*.py"))
+        if "dumps(" in (text := path.read_text(encoding="utf-8"))
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "dumps"
+        for keyword in node.keywords
+        if keyword.arg == "indent" and isinstance(keyword.value, ast.Constant)
+    ]
+    assert len(widths) > 15 and {*widths} == {1, 2}

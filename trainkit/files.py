@@ -225,7 +225,7 @@ def _default_dtype() -> (
     class DefaultDtype(TorchFunctionMode):
         "What `torch.set_default_dtype` means for functions that make tensors, in one thread."
 
-        made = _device_constructors()
+        constructors = _device_constructors()
         by_values = {
             torch.tensor,
             torch.full,
@@ -243,14 +243,14 @@ def _default_dtype() -> (
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             kwargs = kwargs or {}
-            if func not in self.made or kwargs.get("dtype") is not None:
+            if func not in self.constructors or kwargs.get("dtype") is not None:
                 return func(*args, **kwargs)
             if func in self.by_values:
-                found = func(*args, **kwargs)
-                if found.dtype != torch.get_default_dtype() or any(
+                result = func(*args, **kwargs)
+                if result.dtype != torch.get_default_dtype() or any(
                     hasattr(value, "dtype") for value in args
                 ):
-                    return found
+                    return result
             try:
                 return func(*args, **kwargs | dict(dtype=self.dtype))
             except TypeError:
@@ -280,11 +280,11 @@ def making_model() -> Iterator[None]:
             yield
 
     with transformers_lock:
-        kept, theirs.local_torch_dtype = theirs.local_torch_dtype, local
+        previous, theirs.local_torch_dtype = theirs.local_torch_dtype, local
         try:
             yield
         finally:
-            theirs.local_torch_dtype = kept
+            theirs.local_torch_dtype = previous
 
 
 def open_with(

@@ -432,7 +432,7 @@ class DPOConfig:
     )
     truncation: str = knob(
         "prompt",
-        "What becomes of a pair that is too long: an error, where nothing is cut; cut, first its "
+        "What happens to a pair that is too long: an error, where nothing is cut; cut, first its "
         "prompt's beginning, then the answers' ends; or dropped",
         choices=("error", "prompt", "drop"),
     )
@@ -819,9 +819,7 @@ class DistillConfig:
         "Temperature of student and teacher in the divergence, and of the answers that they write",
         low=0.01,
     )
-    seq_kd: bool = knob(
-        False, "The teacher writes the answers of the data anew, once before training"
-    )
+    seq_kd: bool = knob(False, "The teacher writes new answers for the data, once before training")
     top_k: int = knob(
         0,
         "Compare only so many of the teacher's likeliest tokens, and all others as one; 0: compare "

@@ -435,12 +435,12 @@ def _play() -> None:  # noqa: C901
     import resource
     import sys
 
-    said = json.loads(sys.argv[1])
-    resource.setrlimit(resource.RLIMIT_CPU, (said["seconds"], said["seconds"] + 1))
+    request = json.loads(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_CPU, (request["seconds"], request["seconds"] + 1))
     events = array.array("q")
     events.frombytes(sys.stdin.buffer.read())
     libc = ctypes.PyDLL(None)  # Keeps the lock of Python, which is faster
-    for option, value in said["options"]:
+    for option, value in request["options"]:
         libc.mallopt(option, value)
     size_t, pointer = ctypes.c_size_t, ctypes.c_void_p
     libc.malloc.restype = libc.memalign.restype = libc.sbrk.restype = pointer
@@ -448,10 +448,10 @@ def _play() -> None:  # noqa: C901
     libc.sbrk.argtypes, libc.memalign.argtypes = [ctypes.c_ssize_t], [size_t, size_t]
     malloc, memalign, free = libc.malloc, libc.memalign, libc.free
     # The heap is never cut then, and only huge blocks are mappings of their own
-    kept = bool(said["options"]) and not said["thread"]
+    heap_stays = bool(request["options"]) and not request["thread"]
 
     def is_mapping(address: int, size: int) -> bool:  # Of its own
-        return (not kept or size > 2**29) and bool(size_t.from_address(address - 8).value & 2)
+        return (not heap_stays or size > 2**29) and bool(size_t.from_address(address - 8).value & 2)
 
     def play() -> None:
         # pages: 64 MiB of addresses -> which of its pages were used
@@ -459,9 +459,9 @@ def _play() -> None:  # noqa: C901
         touched = mapped = most = 0
         first = top = (libc.sbrk(0) or 0) >> 12
         # Pages count from here, so that the table of them is the same wherever the heap begins
-        base = 0 if said["thread"] else first
-        half = len(said["beside"]) // 2
-        earlier, later = said["beside"][:half], said["beside"][half:]
+        base = 0 if request["thread"] else first
+        half = len(request["beside"]) // 2
+        earlier, later = request["beside"][:half], request["beside"][half:]
         for number, size in zip(events[::2], events[1::2], strict=True):
             if size:
                 small = [malloc(n) for n in earlier]
@@ -471,7 +471,7 @@ def _play() -> None:  # noqa: C901
                 blocks[number] = address, size, alone, small
                 if alone:
                     mapped += size + 4096
-                elif kept and (address, size) in counted:
+                elif heap_stays and (address, size) in counted:
                     continue
                 counted.add((address, size))
                 at = (address >> 12) - base
@@ -491,7 +491,7 @@ def _play() -> None:  # noqa: C901
                 free(address)
                 if alone:
                     mapped -= size + 4096
-                if kept:
+                if heap_stays:
                     continue
                 before, top = top, libc.sbrk(0) >> 12
                 for at in range(top - base, before - base):  # The heap was cut
@@ -501,7 +501,7 @@ def _play() -> None:  # noqa: C901
                 top = max(top, first)
         print(most)
 
-    if not said["thread"]:
+    if not request["thread"]:
         return play()
     done = _thread.allocate_lock()
     done.acquire()

@@ -1,4 +1,4 @@
-"What becomes of a row, whatever its columns are called and whatever is wrong with it."
+"What happens to a row, whatever its columns are called and whatever is wrong with it."
 
 import json
 

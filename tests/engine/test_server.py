@@ -245,6 +245,14 @@ WRONG = {  # Field -> value, status, part of the message
     "response_format": (dict(type="json_schema", json_schema=dict(schema=3)), 400, "missing"),
     "structured_outputs": (dict(regex="(a"), 400, "unclosed group"),
     "logit_bias": ({"99999": 1}, 400, "no token 99999"),
+    "logit_bias ": ({"5": 1e300}, 400, "less than or equal to 100"),
+    "repetition_penalty": (1e-300, 400, "greater than or equal to 0.01"),
+    "response_format ": (dict(type="json_schema", json_schema=3), 400, "missing"),
+    "structured_outputs ": (dict(grammar="start: start"), 400, "not valid"),
+    "messages ": ([dict(role="assistant", tool_calls=True)], 400, "messages[0].tool_calls"),
+    "guided_regex": ("(a", 400, "unclosed group"),
+    "bad_words": (["x"], 400, "bad_words is not supported"),
+    "add_generation_prompt": (False, 400, "not supported"),
     "tools": ([dict(type="function")], 400, "tools[0]"),
     "seed": ("x", 400, "seed"),
 }
@@ -254,11 +262,148 @@ WRONG = {  # Field -> value, status, part of the message
 def test_wrong_fields_are_named(place, field):
     value, status, part = WRONG[field]
     got, body = ask(
-        place, "/v1/chat/completions", dict(model="small", messages=HELLO) | {field: value}
+        place, "/v1/chat/completions", dict(model="small", messages=HELLO) | {field.strip(): value}
     )
     error = body["error"]
     assert got == status and part in error["message"], body
     assert set(error) == {"message", "type", "param", "code"} and error["type"]
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p"])
+def test_numbers_that_float32_does_not_have(place, field):
+    "The smallest numbers mean the likeliest token."
+    asked = dict(model="small", messages=HELLO, max_tokens=3)
+    answers = [
+        ask(place, "/v1/chat/completions", asked | more)[1]["choices"][0]["message"]["content"]
+        for more in ({field: 1e-300}, dict(temperature=0))
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_fields_of_other_servers(place):
+    "What programs send that were written for vLLM or llama.cpp, and the small print of OpenAI's."
+    eos = place.tokenizer.eos_token_id
+    bias = {str(eos): 100}  # The model wants to end at once
+    asked = dict(messages=HELLO, max_tokens=5, temperature=0)  # No model: the base
+
+    def chat(**more):
+        return ask(place, "/v1/chat/completions", asked | more)[1]
+
+    short = chat(logit_bias=bias)
+    assert (short["model"], short["usage"]["completion_tokens"]) == ("small", 1)
+    assert short["system_fingerprint"].startswith("trainkit-")
+    long = chat(logit_bias=bias, ignore_eos=True)
+    assert long["usage"]["completion_tokens"] == 5
+    assert long["choices"][0]["finish_reason"] == "length"
+    stopped = chat(logit_bias={"101": 100}, stop_token_ids=[101])
+    assert stopped["usage"]["completion_tokens"] == 1
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    for form in (
+        dict(guided_regex="[0-9]{3}"),
+        dict(guided_choice=["777"]),
+        dict(guided_grammar='start: "12" "3"'),
+        dict(json_schema=dict(type="integer", minimum=100, maximum=999)),
+        dict(structured_outputs=dict(regex="[0-9]{3}", json_object=False, choice=None)),
+    ):
+        text = chat(**form, max_tokens=9)["choices"][0]["message"]["content"]
+        assert re.fullmatch("[0-9]{3}", text), (form, text)
+    # Each chunk names the usage, which comes at the end, if it was asked for
+    stream = dict(stream=True, stream_options=dict(include_usage=True))
+    for path, more in (("chat/completions", asked), ("completions", dict(prompt="a"))):
+        lines = ask(place, f"/v1/{path}", more | stream)[1].split("\n\n")
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+        assert chunks[-1]["usage"]["total_tokens"] and chunks[-1]["choices"] == []
+    status, body = ask(place, "/chat/completions", asked)
+    assert status == 404 and "base_url" in body["error"]["message"]
+    assert ask(place, "/v1/models", key="", headers={"authorization": f"bearer {KEY}"})[0] == 200
+    vector = ask(place, "/v1/embeddings", dict(input="a"))[1]
+    assert vector["model"] == "small" and vector["usage"]["total_tokens"]
+
+
+def test_echo(place):
+    "The prompt with its log-probabilities, which is how lm-eval-harness scores answers."
+    ids = [place.tokenizer.encode(text) for text in ("hello you", "how are you?")]
+    asked = dict(model="small", prompt=ids, echo=True, max_tokens=1, temperature=0, logprobs=1)
+    for row, choice in zip(ids, place.client.completions.create(**asked).choices, strict=True):
+        got = choice.logprobs
+        assert len(got.tokens) == len(row) + 1 and got.token_logprobs[0] is None
+        assert "".join(got.tokens[:-1]) == place.tokenizer.decode(row)
+        assert choice.text.startswith(place.tokenizer.decode(row))
+        pairs = zip(got.text_offset, got.tokens, strict=True)
+        assert all(choice.text[at:].startswith(token) for at, token in pairs)
+
+        def alone(row=row):
+            place.scheduler._use_adapters([""])
+            with torch.no_grad():
+                return place.model(torch.tensor([row])).logits[0].log_softmax(-1)
+
+        log_probs = place.server.engine.call(alone).result()[:-1]
+        values = log_probs.gather(1, torch.tensor(row[1:])[:, None])[:, 0].tolist()
+        assert got.token_logprobs[1:-1] == pytest.approx(values, abs=1e-4)
+        best = [max(top.values()) for top in got.top_logprobs[1:-1]]
+        assert best == pytest.approx(log_probs.amax(-1).tolist(), abs=1e-4)
+    plain = place.client.completions.create(**asked | dict(logprobs=None)).choices[0]
+    assert plain.text.startswith("hello you") and plain.logprobs is None
+    status, body = ask(place, "/v1/completions", asked | dict(stream=True))
+    assert status == 400 and body["error"]["param"] == "echo"
+
+
+def test_one_call_of_many(place):
+    "`parallel_tool_calls: false` lets the first call through, whole and streamed."
+    calls = "\n".join(
+        f'<tool_call>\n{{"name": "go", "arguments": {{"day": {day}}}}}\n</tool_call>'
+        for day in (1, 2)
+    )
+    tools = [dict(type="function", function=dict(name="go", parameters=dict(type="object")))]
+    asked = dict(model="small", messages=HELLO, tools=tools, max_tokens=200)
+    asked |= dict(extra_body=dict(structured_outputs=dict(choice=[calls])))
+    for parallel, days in ((False, [1]), (True, [1, 2])):
+        asked |= dict(parallel_tool_calls=parallel)
+        whole = place.client.chat.completions.create(**asked).choices[0]
+        chunks = [*place.client.chat.completions.create(**asked, stream=True)]
+        deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+        for found in (whole.message.tool_calls, deltas):
+            assert [json.loads(call.function.arguments)["day"] for call in found] == days
+        assert whole.finish_reason == "tool_calls"
+
+
+def test_a_constraint_that_takes_too_long(place, monkeypatch):
+    "It ends its own text: the others wait for it."
+    monkeypatch.setattr("trainkit.engine.constraints._STEP_SECONDS", -1.0)
+    form = dict(structured_outputs=dict(regex="[0-9]{5}"))
+    status, body = ask(place, "/v1/chat/completions", dict(model="small", messages=HELLO, **form))
+    assert status == 400 and "simplify it" in body["error"]["message"]
+    assert ask(place, "/health")[1] == dict(status="ok", running=0, waiting=0)
+
+
+def test_a_page_reads_its_refusals():
+    "With an allowed origin, a browser shows a page the error and not only that there is one."
+    model, tokenizer = make_model(64)
+    config = ServerConfig(
+        port=0, api_key=KEY, allow_origins=["http://page.example"], body_seconds=0.2
+    )
+    server = ChatServer(BatchEngine(Scheduler(model, tokenizer, rows=1)), "small", config)
+    origin = {"Origin": "http://page.example"}
+    with running(server) as url:
+        place = SimpleNamespace(port=int(url.rpartition(":")[2]))
+        for key, status in ((KEY, 200), ("wrong", 401)):
+            connection = http.client.HTTPConnection("127.0.0.1", place.port, timeout=60)
+            connection.request("GET", "/v1/models", headers=origin | {"x-api-key": key})
+            answer = connection.getresponse()
+            assert answer.status == status
+            assert answer.headers["Access-Control-Allow-Origin"] == "http://page.example"
+            connection.close()
+        asked = {"Access-Control-Request-Method": "POST"}
+        path = "/v1/chat/completions"
+        assert ask(place, path, headers=origin | asked, method="OPTIONS", key="")[0] == 200
+        evil = {"Origin": "http://evil.example"}
+        assert ask(place, path, headers=evil | asked, method="OPTIONS", key="")[0] == 400
+        assert ask(place, "/v1/models", headers=evil)[0] == 403
+        # A connection without a request is closed after the time for a body
+        with socket.create_connection(("127.0.0.1", place.port)) as silent:
+            silent.settimeout(20)
+            assert silent.recv(10) == b""
 
 
 def test_garbage(place):

@@ -10,6 +10,7 @@ from torch import nn
 from support.peak import run_measured
 from trainkit.train.optim import AdamW8bit
 from trainkit.memory import tracker
+from trainkit.memory.offload import OffloadedOptimizer
 from trainkit.memory.tracker import Ledger
 from trainkit.memory.estimate import (
     free_memory,
@@ -343,3 +344,13 @@ def test_values_are_followed_up_to_a_size(count, monkeypatch):
         ids = ledger.tell(dict(input_ids=torch.arange(3)))["input_ids"]
         values = vars(ids.new_zeros(count)).get("known")
     assert (values is not None) == (count <= 6)
+
+
+def test_on_a_cpu_nothing_is_pinned(monkeypatch):
+    "Pages are pinned for the copy to a GPU; without one, pinning is an error."
+    monkeypatch.setattr(torch.Tensor, "pin_memory", None)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = OffloadedOptimizer([parameter], lambda groups: torch.optim.SGD(groups, lr=0.5))
+    parameter.grad = torch.tensor([1.0, -1.0])
+    optimizer.step()
+    assert parameter.tolist() == [0.5, 1.5]

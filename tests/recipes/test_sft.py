@@ -728,7 +728,7 @@ def test_what_a_run_cannot_take_is_said_before_it_begins(home):
 
 
 def test_what_a_callback_adds_to_a_record_is_written(home):
-    "A number of one's own, with `on_log` as with `on_eval`; and a result may be read like a dict."
+    "Your own number, with `on_log` as with `on_eval`; and a result may be read like a dict."
 
     class Mine:
         def on_log(self, trainer, record):

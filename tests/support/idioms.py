@@ -25,6 +25,9 @@ IDIOMS = {  # name -> (pattern, what to write)
     "go on": (r"\bgo(?:es|ing|ne)? on\b|\bwent on\b", "resume, continue"),
     "there is none": (r"\bthere (?:is|are) none\b", "missing, no ..."),
     "is said, are told": (r"\b(?:is|are) (?:said|told)\b", "name who reports what"),
+    "what became of": (r"\b(?:becomes?|became|comes|came) of\b", "the result of, what happens to"),
+    "anew": (r"\banew\b", "again, from the beginning"),
+    "one's own": (r"\bone's own\b", "your own"),
     "amid, lest, in vain": (r"\b(?:amid|lest|in vain|naught|where(?:of|in))\b", "a modern word"),
 }
 

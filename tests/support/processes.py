@@ -40,8 +40,18 @@ def serve():
         SERVER.ensure_running()
 
 
-def child(function, args, out, err, meter):
+def same_environment(environment):
+    "Take over what a test has set since the server started, as a new process would."
+    for name in {*os.environ, *environment} - {"PYTHONPATH"}:
+        if name in environment:
+            os.environ[name] = environment[name]
+        else:
+            del os.environ[name]
+
+
+def child(function, args, out, err, meter, environment):
     "The body of a process: what it says goes to two files."
+    same_environment(environment)
     gc.freeze()  # what was imported is no garbage, and is not looked through again
     multiprocessing.set_start_method(
         None, force=True
@@ -65,7 +75,7 @@ def begin(function, *args, folder):
         path.write_text("")
     serve()
     meter = os.environ.get(cpu.FILE), cpu.current_test()
-    process = FORK.Process(target=child, args=(function, args, out, err, meter))
+    process = FORK.Process(target=child, args=(function, args, out, err, meter, dict(os.environ)))
     process.start()
     return process
 
@@ -83,7 +93,7 @@ def end(process, folder, timeout=PATIENCE):
 
 
 def in_child(function, *args, folder):
-    "Call it in a fresh process, its logs in `folder`; what became of it."
+    "Call it in a fresh process, its logs in `folder`; its result."
     return end(begin(function, *args, folder=folder), folder)
 
 

@@ -2,7 +2,7 @@
 
 A file of lines `question -> answer` contains its own questions.
 
-SNAPSHOTS=write writes them anew; read the difference before it is committed.
+SNAPSHOTS=write writes them again; read the difference before it is committed.
 """
 
 import difflib

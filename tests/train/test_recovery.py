@@ -68,8 +68,9 @@ def test_what_pieces_change(layer, trains, words):
 
 
 @pytest.mark.parametrize("needed, pieces", [(6, 1), (3, 2), (2, 4), (1, 8)])
-def test_a_batch_is_halved_until_it_fits(needed, pieces):
+def test_a_batch_is_halved_until_it_fits(needed, pieces, monkeypatch):
     "Each message names the rows of a piece; a single row that does not fit is an error."
+    monkeypatch.setattr(torch.cuda, "empty_cache", None)  # Nothing asks for a GPU
     said, states, model = [], set(), nn.Linear(1, 1, bias=False)
 
     def objective(model, rows):

@@ -86,9 +86,9 @@ class _Checker:
             else:
                 other = " and ".join(fits)
         if self.keep_columns is not True:
-            wanted = {*KINDS[self.kind], "input", "system", "source", "line"}
-            wanted |= {*(self.keep_columns or ())}
-            out = {c: v for c, v in out.items() if c in wanted}
+            allowed_keys = {*KINDS[self.kind], "input", "system", "source", "line"}
+            allowed_keys |= {*(self.keep_columns or ())}
+            out = {c: v for c, v in out.items() if c in allowed_keys}
         out.setdefault("source", source)
         if line is not None:
             out.setdefault("line", line)
@@ -526,10 +526,10 @@ def split_examples(
             f"{split_key(rows[i], group)[:80]!r}, and fractions would put it on both sides: "
             "give them one share"
         )
-    wanted = (_TRAIN, _EVAL, _TEST) if test_fraction else (_TRAIN, _EVAL)
+    split_names = (_TRAIN, _EVAL, _TEST) if test_fraction else (_TRAIN, _EVAL)
     warned = [
         _empty_part(part, places, eval_fraction, test_fraction)
-        for part in wanted
+        for part in split_names
         if part not in parts
     ]
     if not {"raise": {_TRAIN, _EVAL}, "train": {_TRAIN}, "warn": set()}[on_empty] <= {*parts}:
@@ -550,7 +550,7 @@ def split_examples(
         more = f" (and {len(warned) - 3} more of the kind)" if len(warned) > 3 else ""
         warnings.warn(". ".join(warned[:3]) + more, stacklevel=2)
     return tuple(
-        [row for row, at in zip(rows, parts, strict=True) if at == part] for part in wanted
+        [row for row, at in zip(rows, parts, strict=True) if at == part] for part in split_names
     )
 
 # %% ../../nbs/02_data/05_splits.ipynb #81dfb202

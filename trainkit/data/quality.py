@@ -201,14 +201,14 @@ def check_ending(
     except ValueError:
         return  # `check_refused` says more
     eos = getattr(tok, "eos_token", None)
-    shown = ascii(text[start:end].removeprefix("b")[-24:])
+    tail = ascii(text[start:end].removeprefix("b")[-24:])
     if eos is None or not text[start:end].endswith(str(eos)):
         tally = FindingCounter()
         tally.add("an answer `b`", text, (start, end))
         yield from tally.finding(
             "template_end",
             "error",
-            f"The template ends answers with {shown}, and the tokenizer's eos_token is {eos!r}.",
+            f"The template ends answers with {tail}, and the tokenizer's eos_token is {eos!r}.",
             "The model never learns to write the token that stops it, and continues to the limit.",
             "`sft.template` in the config makes them agree (in Python `set_template(tokenizer, …, "
             "model)`).",
@@ -545,7 +545,7 @@ def split_cleaning(
     "Rows to evaluate on that were prepared in another way than rows to train on."
     if case.eval is None:
         return
-    shown = []
+    differences = []
     splits = [(s, range(0, len(s), -(-len(s) // sample) or 1)) for s in case.splits]
     if min(len(rows) for _, rows in splits) < 5:
         return
@@ -560,22 +560,22 @@ def split_cleaning(
             q = hits[1] / b
             both = sum(hits) / (a + b)
             if abs(p - q) > 0.3 and abs(p - q) > 5 * math.sqrt(both * (1 - both) * (1 / a + 1 / b)):
-                shown.append(
+                differences.append(
                     Evidence(
                         f"{trait} ({what})",
                         f"{p:.0%} of the rows to train on, {q:.0%} of those to evaluate on",
                     )
                 )
-    if shown:
+    if differences:
         yield Finding(
             "split_cleaning",
             "warning",
-            len(shown),
+            len(differences),
             0,
             "The two splits were prepared in different ways.",
             "The evaluation measures the difference in preparation.",
             "Clean all rows in one way, then split: `clean_examples`, `split_examples`.",
-            shown,
+            differences,
             unit="differences",
         )
 

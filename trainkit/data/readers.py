@@ -124,12 +124,12 @@ class _Budget:
         self, path: Path, free: int = 0
     ):  # Times its own size that a file may become in any case
         self.path, self.size, self.packed = path, 0, path.stat().st_size
-        given = os.environ.get(UNPACKED_VARIABLE, "")
-        if given and not given.isdecimal():
-            raise ValueError(f"{UNPACKED_VARIABLE} = {given!r}: must be a number of bytes")
+        limit = os.environ.get(UNPACKED_VARIABLE, "")
+        if limit and not limit.isdecimal():
+            raise ValueError(f"{UNPACKED_VARIABLE} = {limit!r}: must be a number of bytes")
         self.most = (
-            int(given)
-            if given
+            int(limit)
+            if limit
             else max(free * self.packed, min(UNPACKED, max(2**28, RATIO * self.packed)))
         )
 
@@ -289,7 +289,7 @@ def _read_jsonl(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
 
 
 def _read_json(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
-    "One JSON value, or a value a line: the beginning tells."
+    "One JSON value, or a value a line: the beginning decides."
     with CheckedFile(path) as file:
         head = b"".join(islice((line for line in file if line.strip(b" \t\r\n\0")), 2))
     first, _, second = head.decode(codec(encoding), "ignore").strip().partition("\n")

@@ -194,10 +194,10 @@ def _text(value: object, where: str, empty: bool = False) -> str:
     if value is None:
         raise ValueError(f"{where} is missing")
     if not isinstance(value, str):
-        shown = repr(value) if len(repr(value)) < 40 else f"{repr(value)[:36]} …"
+        excerpt = repr(value) if len(repr(value)) < 40 else f"{repr(value)[:36]} …"
         hint = " (write it in quotes)" if isinstance(value, (int, float)) else ""
         raise ValueError(
-            f"{where} = {shown} is of type {type(value).__name__}: text is needed{hint}"
+            f"{where} = {excerpt} is of type {type(value).__name__}: text is needed{hint}"
         )
     if not empty and (not value or value.isspace()):
         raise ValueError(f"{where} is empty")
@@ -340,12 +340,12 @@ def _rename_columns(row: Mapping, columns: Mapping[str, str]) -> dict:
 
 def _find_columns(row: Mapping, kind: str) -> dict[str, str]:
     "Each column of a kind -> its name in this row; a missing one raises a `ValueError`."
-    names, found = _names(row), {}
+    names, columns = _names(row), {}
     for column in (*KINDS[kind], *(("input",) if kind == "instruction" else ())):
         candidates = (column, *ALIASES[kind].get(column, ()))
-        name = next((n for n in candidates if n in names and n not in found.values()), None)
+        name = next((n for n in candidates if n in names and n not in columns.values()), None)
         if name is not None:
-            found[column] = name
+            columns[column] = name
         elif column != "input" and not (kind == "preference" and column == "prompt"):
             here = "is empty (null)" if column in row and row[column] is None else "is missing"
             if column == "label" and row.get(column) is not None:
@@ -354,7 +354,7 @@ def _find_columns(row: Mapping, kind: str) -> dict[str, str]:
                 f"column '{column}' {here} for kind {kind} (there are {', '.join(map(repr, row))})."
                 + (nearest(column, [n for n in row if n != column]) if "null" not in here else "")
             )
-    return found
+    return columns
 
 
 def _texts(own: dict) -> None:

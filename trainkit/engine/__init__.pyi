@@ -1,5 +1,6 @@
 from . import constraints as constraints, scheduler as scheduler, server as server
-from .constraints import Constraint as Constraint, Grammars as Grammars
+from .constraints import Constraint as Constraint, ConstraintError as ConstraintError
+from .constraints import Grammars as Grammars
 from .scheduler import BatchEngine as BatchEngine, Piece as Piece, QueueFull as QueueFull
 from .scheduler import Request as Request, Scheduler as Scheduler, SlotCache as SlotCache
 from .server import APIError as APIError, ChatServer as ChatServer

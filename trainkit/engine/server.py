@@ -17,6 +17,7 @@ __all__ = ['log', 'APIError', 'clean_messages', 'ServerConfig', 'ChatServer', 'o
 # %% ../../nbs/14_engine/03_server.ipynb #imports-server
 import asyncio
 import base64
+import itertools
 import json
 import logging
 import secrets
@@ -27,12 +28,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -44,12 +45,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from .. import __version__
 from ..config import nearest
-from .constraints import Constraint, Grammars
+from .constraints import Constraint, ConstraintError, Grammars
 from .scheduler import BatchEngine, Piece, QueueFull, Request
 from ..files import say, show_bytes
 from ..model.generation import Processor, read_prompts
+from ..numba_utils import pick_backend
 from ..tokenizer.chat import render
 from ..tokenizer.chat_template import TOOL_FORMATS, AnswerReader, find_tool_format
 
@@ -95,36 +99,65 @@ class APIError(Exception):
 
 # %% ../../nbs/14_engine/03_server.ipynb #eng3-bodies-def
 _Names = str | list[str]
+_STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 _Prompt = str | list[int]  # A text, or its tokens
+
+
+# Fields of other servers that would change the answer, and the values with which they do not
+_REFUSED: dict[str, tuple] = dict.fromkeys(
+    (
+        *("functions", "function_call", "audio", "web_search_options", "use_beam_search"),
+        *("bad_words", "allowed_token_ids", "include_stop_str_in_output", "prompt_logprobs"),
+        *("continue_final_message", "truncate_prompt_tokens", "chat_template", "documents"),
+        *("grammar", "thinking_token_budget"),
+    ),
+    (None, False, [], {}, ""),
+)
+_REFUSED |= dict(modalities=(None, ["text"]), add_generation_prompt=(None, True))
 
 
 class _Sampling(BaseModel):
     "The fields that chats and completions share; None means the default."
 
-    model: str
-    temperature: float | None = Field(None, ge=0, le=10)
+    model_config = ConfigDict(extra="allow")  # For `_REFUSED`
+
+    model: str | None = None  # None: the base model
+    temperature: float | None = Field(None, ge=0, le=10, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[int, float] | None = Field(None, max_length=1024)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, max_length=1024
+    )
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int | None = Field(None, ge=0)
     n: int | None = Field(None, ge=1, le=16)
     seed: int | None = None
+    ignore_eos: bool | None = None  # This and the next as in vLLM
+    stop_token_ids: list[int] | None = Field(None, max_length=64)
     stop: _Names | None = None
     stream: bool | None = None
     stream_options: _Object | None = None
     response_format: _Object | None = None
     structured_outputs: _Object | None = None  # As in vLLM: json, regex, choice or grammar
 
+    @model_validator(mode="after")
+    def _supported(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if name in _REFUSED and value not in _REFUSED[name]:
+                raise APIError(400, f"{name} is not supported", name)
+        return self
+
     def knobs(self) -> dict[str, Any]:
         "For `Scheduler.add`."
         top_k = max(self.top_k or 0, 0)
-        knobs: dict[str, Any] = dict(top_k=top_k, top_p=self.top_p, min_p=self.min_p)
-        knobs["temperature"] = 1.0 if self.temperature is None else self.temperature
+        top_p = None if self.top_p is None else max(self.top_p, 1e-6)  # In float32 not 0
+        knobs: dict[str, Any] = dict(top_k=top_k, top_p=top_p, min_p=self.min_p)
+        warm = 1.0 if self.temperature is None else self.temperature
+        knobs["temperature"] = warm if warm > 1e-4 else 0.0  # Below, a quotient overflows
         knobs["repetition_penalty"] = self.repetition_penalty
         knobs["min_new_tokens"] = self.min_tokens
         return {name: value for name, value in knobs.items() if value is not None}
@@ -134,6 +167,14 @@ class _Sampling(BaseModel):
         if len(stops) > 16 or any(not 0 < len(text) <= 1000 for text in stops):
             raise APIError(400, "stop: must be up to 16 texts of 1 to 1000 characters", "stop")
         return stops
+
+    def structures(self) -> _Object:
+        "What `structured_outputs` asks for, and the older fields of vLLM and llama.cpp."
+        extra = self.model_extra or {}
+        older = {name: extra.get(f"guided_{name}") for name in _STRUCTURES}
+        older["json"] = older["json"] or extra.get("json_schema")
+        found = older | (self.structured_outputs or {})
+        return {name: value for name, value in found.items() if value not in (None, False)}
 
     @property
     def wants_usage(self) -> bool:
@@ -147,6 +188,8 @@ class _ChatBody(_Sampling):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[_Object] | None = Field(None, max_length=128)
     tool_choice: str | _Object | None = None
+    parallel_tool_calls: bool | None = None  # False: only the first call counts
+    reasoning_effort: str | None = None  # For templates that know it
     chat_template_kwargs: _Object | None = None  # Not OpenAI's: as in vLLM and llama.cpp
 
 
@@ -159,7 +202,7 @@ class _TextBody(_Sampling):
 
 
 class _EmbeddingBody(BaseModel):
-    model: str
+    model: str | None = None
     input: str | list[str] | list[int] | list[list[int]]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
@@ -229,7 +272,10 @@ def clean_messages(
         role = {"developer": "system", "function": "tool"}.get(role, role)
         own: _Object = dict(role=role, content=_content(message.get("content"), place))
         if role == "assistant":
-            calls = [_call(call, place) for call in message.get("tool_calls") or ()]
+            given = message.get("tool_calls") or []
+            if not isinstance(given, list):
+                raise APIError(400, f"{place}.tool_calls: must be a list", place)
+            calls = [_call(call, place) for call in given]
             names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
             if calls:
                 own["tool_calls"] = calls
@@ -325,7 +371,8 @@ class _Gate:
                 text = f"pages of {origin} may not use this server (see --allow-origin)"
                 raise APIError(403, text, code="wrong_origin")
         if config.api_key and scope["path"].startswith("/v1/") and scope["method"] != "OPTIONS":
-            given = headers.get("authorization", "").removeprefix("Bearer ").strip()
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            given = given.strip() if scheme.lower() == "bearer" else scheme
             given = given or headers.get("x-api-key", "")
             if not secrets.compare_digest(given.encode(), config.api_key.encode()):
                 text = "the API key is missing or wrong: send Authorization: Bearer KEY"
@@ -404,7 +451,8 @@ def _from_format(form: _Object) -> _Maker | None:
     if kind == "json_object":
         return lambda grammars: grammars.json_object()
     if kind == "json_schema":
-        schema = (form.get("json_schema") or {}).get("schema")
+        named = form.get("json_schema")
+        schema = named.get("schema") if isinstance(named, dict) else None
         if isinstance(schema, dict):
             return lambda grammars: grammars.json_schema(schema)
         raise APIError(400, "response_format.json_schema.schema is missing", "response_format")
@@ -418,6 +466,7 @@ def _from_structure(name: str, value: object) -> _Maker:
     "What one field of `structured_outputs` asks for."
     makers: dict[str, Callable[[Grammars, Any], Constraint]] = dict(
         json=Grammars.json_schema,
+        json_object=lambda grammars, _: grammars.json_object(),
         regex=Grammars.regex,
         choice=Grammars.choice,
         grammar=Grammars.lark,
@@ -487,6 +536,7 @@ class _Job:
     logprobs: list[_Object] = field(default_factory=list)
     parts: list[tuple[str, Any]] = field(default_factory=list)
     offset: int = 0  # Characters so far, for completions
+    text: str = ""  # Of the prompt, if it is part of the answer
 
 
 class _Watched:
@@ -564,6 +614,8 @@ class _Watched:
 
 
 def _failure(error: Exception) -> APIError:
+    if isinstance(error, ConstraintError):
+        return APIError(400, str(error), "response_format")
     log.error("%s while writing: %s", type(error).__name__, error)
     if isinstance(error, (FloatingPointError, ValueError)):
         return APIError(500, str(error))
@@ -650,11 +702,9 @@ class ChatServer:
         more = [Middleware(_Gate, server=self)]
         if self.config.allow_origins:
             origins = list(self.config.allow_origins)
-            more.append(
-                Middleware(
-                    CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
-                )
-            )
+            every: dict[str, Any] = dict(allow_methods=["*"], allow_headers=["*"])
+            # Around the gate: a page must be able to read its refusals, too
+            more.insert(0, Middleware(CORSMiddleware, allow_origins=origins, **every))
         self.app = Starlette(
             routes=[Route(path, to, methods=[verb]) for path, (to, verb) in routes.items()],
             middleware=more,
@@ -665,7 +715,17 @@ class ChatServer:
     def names(self) -> list[str]:
         return [self.name, *self.scheduler.adapters]
 
-    def _adapter(self, name: str) -> str:
+    def warm_up(self) -> None:
+        "Compile or load now what the first long text would wait for."
+        encoder = getattr(self.tokenizer, "encoder", None)
+        if encoder is not None and encoder.requested == "auto":
+            encoder.requested = pick_backend("auto", 1 << 30)
+            self.tokenizer.encode("a", (), ())
+            encoder.requested = "auto"
+
+    def _adapter(self, name: str | None) -> str:
+        if name is None:
+            return ""
         if name not in self.names:
             hint = nearest(name, self.names)
             text = f"there is no model '{name[:200]}', only {', '.join(self.names)}.{hint}"
@@ -700,9 +760,8 @@ class ChatServer:
     def _constraint(self, body: _Sampling, grammar: str | None = None) -> Constraint | None:
         "From `response_format`, `structured_outputs` or a grammar of tool calls."
         makers = [_from_format(body.response_format or {})] if body.response_format else []
-        for name, value in (body.structured_outputs or {}).items():
-            if value is not None:
-                makers.append(_from_structure(name, value))
+        for name, value in body.structures().items():
+            makers.append(_from_structure(name, value))
         if grammar:
             makers.append(lambda grammars: grammars.lark(grammar))
         makers = [make for make in makers if make is not None]
@@ -749,6 +808,9 @@ class ChatServer:
                     processors.append(constraint)
                 seed = None if body.seed is None else (body.seed + i) % 2**63
                 knobs = body.knobs() | dict(max_new_tokens=limit, seed=seed)
+                knobs["more_ends"] = body.stop_token_ids or ()
+                if body.ignore_eos:
+                    knobs["eos_token_id"] = ()
                 if (body.min_tokens or 0) > limit:
                     raise APIError(400, f"min_tokens is more than {limit}", "min_tokens")
                 with self._reading:
@@ -759,6 +821,7 @@ class ChatServer:
                         processors=processors,
                         adapter=adapter,
                         logprobs=logprobs,
+                        score_prompt=bool(getattr(body, "echo", None)),
                         **knobs,
                     )
 
@@ -807,6 +870,11 @@ class ChatServer:
                 grammar = _tool_grammar(tools, name, self.tokenizer)
             elif choice not in ("auto", "none"):
                 raise APIError(400, "tool_choice: must be none, auto, required or a function")
+            switches = body.chat_template_kwargs
+            if body.reasoning_effort is not None:
+                effort: _Object = dict(reasoning_effort=body.reasoning_effort)
+                effort |= dict(enable_thinking=False) if body.reasoning_effort == "none" else {}
+                switches = effort | (switches or {})
             try:
                 with self._reading:
                     ids = render(
@@ -815,7 +883,7 @@ class ChatServer:
                         add_generation_prompt=True,
                         tools=tools or None,
                         check_eos=False,
-                        chat_template_kwargs=body.chat_template_kwargs,
+                        chat_template_kwargs=switches,
                     )[0]
             except (TypeError, ValueError) as error:
                 raise APIError(400, str(error), "messages") from None
@@ -827,13 +895,14 @@ class ChatServer:
                 grammar,
             )
 
-        return await self._answer(http, watched, prepare, body, _ChatShape(self, body.model))
+        return await self._answer(http, watched, prepare, body, _ChatShape(self, body))
 
     async def _text(self, http: HttpRequest) -> Response:
         body = await self._body(http, _TextBody)
-        for name in ("echo", "suffix"):
-            if getattr(body, name):
-                raise APIError(400, f"{name} is not supported", name)
+        if body.suffix:
+            raise APIError(400, "suffix is not supported", "suffix")
+        if body.echo and body.stream:
+            raise APIError(400, "echo is not supported in a stream", "echo")
         if body.best_of not in (None, 1, body.n):
             raise APIError(400, "best_of is not supported: ask for n answers", "best_of")
         limit = self._limit(body, body.max_tokens, "max_tokens", 16)
@@ -843,7 +912,9 @@ class ChatServer:
             prompts = _listed(body.prompt)
             self._add(watched, body, prompts, limit, body.logprobs, AnswerReader)
 
-        return await self._answer(http, watched, prepare, body, _TextShape(self, body.model))
+        shape = _TextShape(self, body)
+        shape.echo = bool(body.echo)
+        return await self._answer(http, watched, prepare, body, shape)
 
     async def _embeddings(self, http: HttpRequest) -> Response:
         body = await self._body(http, _EmbeddingBody)
@@ -880,7 +951,9 @@ class ChatServer:
         except ValueError as error:
             raise APIError(400, str(error), "input") from None
         usage = dict(prompt_tokens=read, total_tokens=read)
-        return JSONResponse(dict(object="list", data=rows, model=body.model, usage=usage))
+        return JSONResponse(
+            dict(object="list", data=rows, model=body.model or self.name, usage=usage)
+        )
 
     def _model(self, name: str) -> _Object:
         about = dict(id=name, object="model", created=self.created, owned_by="trainkit")
@@ -908,7 +981,10 @@ class ChatServer:
 
 async def _not_found(http: HttpRequest, error: Exception) -> Response:
     known = cast(HTTPException, error)
-    text = f"{http.method} {http.url.path}: {known.detail}"
+    path = http.url.path
+    text = f"{http.method} {path}: {known.detail}"
+    if known.status_code == 404 and not path.startswith("/v1/"):
+        text += ". The interface is below /v1: is it missing in the base_url?"
     return APIError(known.status_code, text, headers=known.headers).response()
 
 
@@ -917,10 +993,14 @@ async def _refused(http: HttpRequest, error: Exception) -> Response:
 
 # %% ../../nbs/14_engine/03_server.ipynb #eng3-shapes-def
 class _Shape:
-    def __init__(self, server: ChatServer, model: str):
+    def __init__(self, server: ChatServer, body: _Sampling):
         self.server = server
+        self.single = getattr(body, "parallel_tool_calls", None) is False
         self.about: _Object = dict(
-            id=f"{self.prefix}-{secrets.token_hex(12)}", created=int(time.time()), model=model
+            id=f"{self.prefix}-{secrets.token_hex(12)}",
+            created=int(time.time()),
+            model=body.model or server.name,
+            system_fingerprint=f"trainkit-{__version__}",
         )
 
     prefix = ""
@@ -949,7 +1029,13 @@ class _ChatShape(_Shape):
 
     def parts(self, job: _Job, piece: Piece) -> list[tuple[str, Any]]:
         parts = job.reader.push(piece.text)
-        return parts + job.reader.finish() if piece.finish_reason else parts
+        parts += job.reader.finish() if piece.finish_reason else []
+        calls = sum(kind == "tool_call" for kind, _ in parts)
+        if self.single and job.reader.calls > 1:
+            first = int(job.reader.calls == calls)  # How many of these may stay
+            marks = itertools.count()
+            parts = [p for p in parts if p[0] != "tool_call" or next(marks) < first]
+        return parts
 
     def reason(self, job: _Job, piece: Piece) -> str | None:
         done = piece.finish_reason == "stop" and job.reader.calls
@@ -994,7 +1080,9 @@ class _ChatShape(_Shape):
         return self.about | dict(object="chat.completion", choices=choices, usage=watched.usage())
 
     async def stream(self, watched: _Watched, usage: bool) -> AsyncIterator[_Object]:
-        head = self.about | dict(object="chat.completion.chunk")
+        head = (
+            self.about | dict(object="chat.completion.chunk") | (dict(usage=None) if usage else {})
+        )
 
         def chunk(
             job: _Job, delta: _Object, reason: str | None = None, logprobs: _Object | None = None
@@ -1025,21 +1113,35 @@ class _ChatShape(_Shape):
 
 class _TextShape(_Shape):
     prefix = "cmpl"
+    echo = False  # Whether the answer begins with the prompt
+
+    def entry(
+        self, job: _Job, token: int, size: int, logprob: float | None, top: Sequence
+    ) -> _Object:
+        offset = job.offset
+        job.offset += size
+        values = {self.token(other)[0]: max(value, -9999.0) for other, value in top}
+        return dict(
+            tokens=[self.token(token)[0]],
+            token_logprobs=[logprob if logprob is None else max(logprob, -9999.0)],
+            top_logprobs=[None if logprob is None else values],
+            text_offset=[offset],
+        )
 
     def logprob(self, job: _Job, piece: Piece) -> _Object | None:
         if piece.logprob is None or piece.token is None:
             return None
-        top = {self.token(token)[0]: value for token, value in piece.top}
-        offset = job.offset
-        job.offset += len(piece.text)
-        return dict(
-            tokens=[self.token(piece.token)[0]],
-            token_logprobs=[piece.logprob],
-            top_logprobs=[top],
-            text_offset=[offset],
-        )
+        return self.entry(job, piece.token, len(piece.text), piece.logprob, piece.top)
 
     def collect(self, job: _Job, piece: Piece) -> None:
+        if self.echo and not job.text:
+            job.text = self.server.tokenizer.decode(job.request.prompt)
+            scores = job.request.prompt_scores
+            first = [(None, ())] if scores is not None else []
+            for token, score in zip(job.request.prompt, [*first, *(scores or ())], strict=False):
+                size = len(self.token(token)[0])
+                job.logprobs.append(self.entry(job, token, size, *score))
+            job.offset = len(job.text)
         if entry := self.logprob(job, piece):
             job.logprobs.append(entry)
 
@@ -1051,7 +1153,7 @@ class _TextShape(_Shape):
             choices.append(
                 dict(
                     index=job.index,
-                    text=job.request.text,
+                    text=job.text + job.request.text,
                     logprobs=joined or None,
                     finish_reason=job.request.finish_reason,
                 )
@@ -1059,7 +1161,7 @@ class _TextShape(_Shape):
         return self.about | dict(object="text_completion", choices=choices, usage=watched.usage())
 
     async def stream(self, watched: _Watched, usage: bool) -> AsyncIterator[_Object]:
-        head = self.about | dict(object="text_completion")
+        head = self.about | dict(object="text_completion") | (dict(usage=None) if usage else {})
         async for job, piece in watched.pieces():
             entry = self.logprob(job, piece)
             if piece.text or piece.finish_reason or entry:
@@ -1072,6 +1174,23 @@ class _TextShape(_Shape):
             yield head | dict(choices=[], usage=watched.usage())
 
 # %% ../../nbs/14_engine/03_server.ipynb #eng3-run-def
+_Protocol: Any = AutoHTTPProtocol
+
+
+class _Impatient(_Protocol):
+    "Closes a connection over which no request comes; each counts for `max_connections`."
+
+    seconds = 30.0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(self.seconds, self._close_silent, transport)
+
+    def _close_silent(self, transport: Any) -> None:
+        if self.cycle is None:
+            transport.close()
+
+
 class _Uvicorn(uvicorn.Server):
     def __init__(self, server: ChatServer, tell: Callable[[], object] | None = None):
         limits = dict(
@@ -1079,8 +1198,14 @@ class _Uvicorn(uvicorn.Server):
             timeout_keep_alive=30,
             timeout_graceful_shutdown=5,
         )
+        impatient = type("_Http", (_Impatient,), dict(seconds=server.config.body_seconds))
         config = uvicorn.Config(
-            server.app, log_config=None, access_log=False, lifespan="off", **cast(Any, limits)
+            server.app,
+            http=cast(Any, impatient),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            **cast(Any, limits),
         )
         # Its lines show the query, which may hold a key, to any handler that is added later
         logging.getLogger("uvicorn.access").setLevel(logging.CRITICAL)
@@ -1133,6 +1258,7 @@ def serve(
         )
 
     try:
+        server.warm_up()
         _Uvicorn(server, tell).run(sockets=[own])
     except KeyboardInterrupt:
         pass

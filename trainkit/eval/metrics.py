@@ -317,12 +317,12 @@ def load_encoder(
     from transformers import AutoModel, AutoTokenizer
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    bars_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         return open_with(AutoModel, folder).eval(), open_with(AutoTokenizer, folder)
     finally:
-        if shown:
+        if bars_enabled:
             logging.enable_progress_bar()
 
 

@@ -517,12 +517,12 @@ def _no_progress_bars() -> Iterator[None]:
     "Without the progress bars of transformers, which would fill the log of the run."
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             logging.enable_progress_bar()
 
 

@@ -226,21 +226,21 @@ def _with_least_recent_code(
     the second buffer and small blocks follow."""
     out: list[tuple[int, int]] = []
     number = 1 + max(number for number, _ in steps)
-    kept: dict[int, int] = {}  # Product -> number of its first buffer; the last used is at the end
+    buffers: dict[int, int] = {}  # Product -> number of its first buffer; the last used is last
     buffer = 47 * size // 100
     for event in steps:
         product = event[0]
         if not _is_product(product):
             out.append(event)
-        elif product in kept:
-            kept[product] = kept.pop(product)
+        elif product in buffers:
+            buffers[product] = buffers.pop(product)
         else:
             out += [(number, buffer), (number, 0), (number, buffer)]
-            if len(kept) == count:
-                oldest = kept.pop(next(iter(kept)))
+            if len(buffers) == count:
+                oldest = buffers.pop(next(iter(buffers)))
                 out += [(oldest, 0), (oldest + 1, 0), (oldest + 2, 0)]
             out += [(number + 1, buffer), (number + 2, size - 2 * buffer)]
-            kept[product] = number
+            buffers[product] = number
             number += 3
     return out
 

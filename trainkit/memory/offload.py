@@ -191,14 +191,14 @@ class OffloadedOptimizer(Optimizer):
             {**group, "params": [self.copies[p] for p in group["params"]]}
             for group in self.param_groups
         ]
-        shown = [p for group in self.param_groups for p in group["params"]]
-        for p in shown:
+        params = [p for group in self.param_groups for p in group["params"]]
+        for p in params:
             self.copies[p].grad = p.grad.to("cpu", torch.float32) if p.grad is not None else None
         try:
             self.inner.step()
         finally:
             self.inner.param_groups = whole
-        for p in shown:
+        for p in params:
             if self.copies[p].grad is not None:
                 p.copy_(self.copies[p], non_blocking=True)
             self.copies[p].grad = None

@@ -428,9 +428,9 @@ def decode_rows(
                 logits, cache = reader.read(ids[:, :end], start, cache, config.use_cache, share)
             start = end if config.use_cache else 0
             forbidden = eos if end - width < config.min_new_tokens else ()
-            seen = ids[:, :end] if len(left) == len(ids) else ids[left, :end]
+            past = ids[:, :end] if len(left) == len(ids) else ids[left, :end]
             ids[left, end] = choose(
-                logits.float(), seen, config, u[end - width, left], processors, forbidden, observe
+                logits.float(), past, config, u[end - width, left], processors, forbidden, observe
             )
             yield ids[:, end], alive
             if eos:

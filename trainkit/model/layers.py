@@ -63,9 +63,9 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         grad = grad.to(x.dtype)
         mean = torch.zeros_like(scale)
-        wanted = [True, ctx.needs_input_grad[1], False]  # Gradients of x, weight and bias
+        needs_grad = [True, ctx.needs_input_grad[1], False]  # Gradients of x, weight and bias
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
-            grad, x, weight.shape, mean, scale, weight, None, wanted
+            grad, x, weight.shape, mean, scale, weight, None, needs_grad
         )
         # LayerNorm takes out the mean, we do not
         centred = (grad @ weight).unsqueeze_(-1).mul_(scale).div_(len(weight))

@@ -112,7 +112,7 @@ def convert_command(
     as_json: _AsJson = False,
     force: _Force = False,
 ) -> None:
-    "Translate a config of another library; a table shows what became of each line."
+    "Translate a config of another library; a table shows how each line was translated."
     import yaml
 
     from trainkit.files import write_atomic

@@ -40,7 +40,7 @@ def send(
     order: str,  # One of `ORDERS`
     text: str = "",  # What goes with it: the prompt of a sample; 'save': save before the pause
 ) -> Path:  # The file, which the run deletes when it has obeyed
-    "Tell a run in another process what to do."
+    "Send a command to a run in another process."
     if order not in ORDERS:
         raise ValueError(
             f"order = {order!r} must be one of {', '.join(ORDERS)}.{nearest(order, ORDERS)}"
@@ -215,7 +215,7 @@ class Remote:
 
 # %% ../../nbs/11_recipes/14_remote_control.ipynb #run-watch
 class StageReport:
-    "Tells other processes which stage a run is in, and obeys them while no `Remote` does."
+    "Shows other processes which stage a run is in, and obeys them while no `Remote` does."
 
     def __init__(
         self,

@@ -1131,7 +1131,7 @@ def _component(group: str) -> Reader:
         if group == "data":
             if name in _DATASETS:
                 return {"data.kind": _DATASETS[name]}
-            return Implied("the columns of the rows tell what they are")
+            return Implied("the columns of the rows show what they are")
         return Implied("taken from the run")
 
     return meaning
@@ -1983,7 +1983,7 @@ def priority(
 
 # %% ../../nbs/11_recipes/05_convert_configs.ipynb #7d323e04
 class SettingVerdict(NamedTuple):
-    "What became of one setting."
+    "One setting and its translation."
 
     setting: str  # Its name in the file, dotted
     value: Any
@@ -1995,7 +1995,7 @@ class SettingVerdict(NamedTuple):
 
 @dataclass
 class Translation:
-    "What became of every setting of a config."
+    "All settings of a config and their translations."
 
     rows: list[SettingVerdict] = field(default_factory=list)
     given: dict[str, object] = field(
@@ -2305,7 +2305,7 @@ def _find_method(
         return choose_method(method, words.get("use_lora")), ""
     groups = list(dict.fromkeys(g for s in settings if (g := method_group(s.path))))
     if len(groups) > 1:
-        remedy = "are several methods, and nothing tells which of them runs: give method="
+        remedy = "are several methods, and the file does not show which of them runs: give method="
         raise ConfigError([Problem("training", ", ".join(groups), remedy)], "convert")
     if groups:
         return METHOD_NAMES.get(groups[0], groups[0]), f"follows from training.{groups[0]}"
@@ -2369,7 +2369,7 @@ class _Conversion:
             self._move_distill()
         if self.only_launch:
             self.reason = (
-                "the file only tells how processes share the work: "
+                "the file only sets how processes share the work: "
                 "give method=, init_from= and data.path= as well"
             )
         if self.method not in METHODS:
@@ -2501,7 +2501,7 @@ class _Conversion:
         return problem._replace(path=s.name, line=s.line, remedy=remedy)
 
     def explain(self) -> None:
-        "Report what became of each setting."
+        "Report how each setting was translated."
         for s, meaning in self.meanings:
             self.report.add(s, *self._verdict(s, meaning))
         if self.reason:

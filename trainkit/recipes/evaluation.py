@@ -637,7 +637,7 @@ def make_sampler(
 ) -> Callable[
     [nn.Module, int], list[tuple[str, str]]
 ]:  # (model, step) -> [(prompt, what the model adds), …]
-    """What `Trainer` calls to let the model speak.
+    """What `Trainer` calls to sample from the model.
 
     The seed is always the same, so that texts can be compared.
     """

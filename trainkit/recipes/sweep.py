@@ -349,7 +349,7 @@ class SweepConfig:
 # %% ../../nbs/11_recipes/19_sweeps.ipynb #sweep-next
 @dataclass
 class Trial:
-    "One point of the search, and what came of it."
+    "One point of the search, and its result."
 
     number: int
     values: dict[str, Any]  # Knob -> value
@@ -770,7 +770,7 @@ class _Rung:
 
 
 def _take_step(sweep: Sweep, trial: Trial, rung: int, until: float) -> int:  # Exit code
-    "Train one trial up to a rung, and write down what came of it."
+    "Train one trial up to a rung, and write down its result."
     from trainkit.recipes.runner import run
 
     config = sweep.trial_config(trial)

@@ -48,9 +48,9 @@ def byte_letters() -> dict[int, str]:  # 256 bytes -> as many characters
     """The visible character that stands for each byte in a Hugging Face vocabulary.
 
     GPT-2's `bytes_to_unicode`."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [b for b in range(256) if b not in shown]
-    return {b: chr(b) for b in shown} | {b: chr(256 + i) for i, b in enumerate(hidden)}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(hidden)}
 
 
 @functools.cache

@@ -279,11 +279,13 @@ def thought_end(
 ) -> int:  # 0 where it has no thought; the length of the text where the thought is cut off
     "How many characters of an answer are its thought, with the tags around it."
     for opening, closing in _THOUGHT_TAGS:
-        begun = prompt.rstrip().endswith(opening.rstrip()) or text.lstrip().startswith(opening)
+        open_thought = prompt.rstrip().endswith(opening.rstrip()) or text.lstrip().startswith(
+            opening
+        )
         thought, tag, rest = text.partition(closing)
-        if tag and (begun or opening not in thought):
+        if tag and (open_thought or opening not in thought):
             return len(text) - len(rest.lstrip("\n"))
-        if begun:
+        if open_thought:
             return len(text)
     return 0
 
@@ -484,21 +486,21 @@ def _render(
     more |= options
     answers = [i for i, m in enumerate(chat) if m["role"] == "assistant"]
     trained = [i for i in answers if messages[i].get("train", True)]
-    wanted = answers[-1:] if train_on == "last" else trained
-    for i in wanted:
+    learned_answers = answers[-1:] if train_on == "last" else trained
+    for i in learned_answers:
         if messages[i].get("train") == "content":
             chat[i] = _read_thought(chat[i])
     if train_on == "all":
         text = _run(template, chat, names, **more)[0]
         spans = []
     elif _tagged(template):
-        text, spans = _tags(template, chat, names, answers, wanted, **more)
+        text, spans = _tags(template, chat, names, answers, learned_answers, **more)
     else:
-        text, spans = _turns(template, chat, names, wanted, **more)
-    if len(spans) == len(wanted):
+        text, spans = _turns(template, chat, names, learned_answers, **more)
+    if len(spans) == len(learned_answers):
         spans = [
             span if split_thought(chat[i])[0] else _after_empty_thought(text, *span)
-            for i, span in zip(wanted, spans, strict=True)
+            for i, span in zip(learned_answers, spans, strict=True)
         ]
     if GENERATION_MARK in text or any(GENERATION_MARK in str(m) for m in chat):
         text, spans = _unmark(text, spans, chat)
@@ -557,9 +559,9 @@ def _after_empty_thought(text: str, start: int, end: int) -> tuple[int, int]:
 def _options(chat_template_kwargs: Mapping | None) -> dict[str, Any]:
     "The variables for a template, without names that have a meaning already."
     options = {str(key): _plain(value) for key, value in (chat_template_kwargs or {}).items()}
-    taken = ("messages", "tools", "documents", "add_generation_prompt")
+    reserved = ("messages", "tools", "documents", "add_generation_prompt")
     for name in options:
-        if name in taken or name.startswith("_") or name.endswith("_token"):
+        if name in reserved or name.startswith("_") or name.endswith("_token"):
             raise ValueError(
                 f"chat_template_kwargs has {name!r}, which is not a switch of a template: it "
                 "takes names such as enable_thinking or reasoning_effort"

@@ -111,7 +111,7 @@ def _with_gaps(text: str, pattern: str) -> list[str]:
 
 def safe_pieces(
     text: str,
-    pattern: str,  # A regular expression of one's own has no safe places: then the text stays whole
+    pattern: str,  # Your own regular expression has no safe places: then the text stays whole
     size: int,  # Characters, about
 ) -> Iterator[str]:  # The pieces together are the text
     "Cut a long text only where every named pattern cuts it: the pieces have the words of the text."

@@ -205,7 +205,7 @@ class MetricsLog:
         values: Mapping[str, object],  # Numbers by name; `eval_…` goes with the evaluations
         step: int | None = None,  # The next one when None
     ):
-        "Write down numbers of one's own."
+        "Log your own numbers."
         self.current_step = self.current_step + 1 if step is None else int(step)
         self.write("log", {"step": self.current_step, **values})
 

@@ -830,7 +830,7 @@ class Trainer:
         return path, check_identity(before, self.identity(), path.name, force)
 
     def restore(self, resume: bool | str | Path | None, force: bool = False) -> None:
-        "Load the checkpoint to resume from, or start anew, and move later checkpoints away."
+        "Load the checkpoint to resume from, or start at step 0, and move later checkpoints away."
         path, notes = self.check_resume(resume, force)
         others: StateDict = {}
         if path is None:
