@@ -279,8 +279,8 @@ def compare_drafts(model, tokenizer, tokens: int) -> None:
     from trainkit.model.kernels import PackedModel
     from trainkit.model.speculative import speculate
 
-    code = next(row["text"] for row in load_examples("stdlib") if len(row["text"]) > 2000)[:1200]
-    ask = f"Repeat this code:\n{code}\n\nThe same code again:\n{code[:200]}"
+    code = next(row["text"] for row in load_examples("stdlib") if len(row["text"]) > 2000)[:500]
+    ask = f"Repeat this code:\n{code}\n\nThe same code again:\n{code[:100]}"
     prompts = {"quotes its prompt": ask, "does not": PROMPT}
     print("| weights | text | tokens a round | plain, CPU ms a token | n-grams | ratio |")
     print("|---|---|---|---|---|---|")
