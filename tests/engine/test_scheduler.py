@@ -185,3 +185,21 @@ def test_an_engine_survives_threads_errors_and_its_end(monkeypatch):
     assert len(waiting) >= 40 and {own.finish_reason for own in waiting} <= {"cancelled", "length"}
     with pytest.raises(RuntimeError, match="closed"):
         engine.submit([1])
+
+
+def test_the_tokens_of_a_prompt_are_scored():
+    "In parts, next to others, and with the prompt in the cache already: as the model alone does."
+    ids = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
+    scheduler = Scheduler(MODEL, rows=2, prefill_tokens=5)
+    scheduler.generate([ids, ids], 2, temperature=0)
+    scored = scheduler.add(ids, 2, 0.0, logprobs=2, score_prompt=True)
+    plain = scheduler.add(ids, 2, 0.0, logprobs=2)
+    while scheduler.step():
+        pass
+    with torch.no_grad():
+        log_probs = MODEL(torch.tensor([ids])).logits[0].log_softmax(-1)
+    assert plain.prompt_scores is None and len(scored.prompt_scores) == len(ids) - 1
+    for row, token, (value, top) in zip(log_probs, ids[1:], scored.prompt_scores, strict=False):
+        assert abs(value - row[token]) < 1e-4
+        assert [i for i, _ in top] == row.topk(2).indices.tolist()
+    assert scored.tokens == plain.tokens

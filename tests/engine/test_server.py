@@ -321,6 +321,34 @@ def test_fields_of_other_servers(place):
     assert vector["model"] == "small" and vector["usage"]["total_tokens"]
 
 
+def test_echo(place):
+    "The prompt with its log-probabilities, which is how lm-eval-harness scores answers."
+    ids = [place.tokenizer.encode(text) for text in ("hello you", "how are you?")]
+    asked = dict(model="small", prompt=ids, echo=True, max_tokens=1, temperature=0, logprobs=1)
+    for row, choice in zip(ids, place.client.completions.create(**asked).choices, strict=True):
+        got = choice.logprobs
+        assert len(got.tokens) == len(row) + 1 and got.token_logprobs[0] is None
+        assert "".join(got.tokens[:-1]) == place.tokenizer.decode(row)
+        assert choice.text.startswith(place.tokenizer.decode(row))
+        pairs = zip(got.text_offset, got.tokens, strict=True)
+        assert all(choice.text[at:].startswith(token) for at, token in pairs)
+
+        def alone(row=row):
+            place.scheduler._use_adapters([""])
+            with torch.no_grad():
+                return place.model(torch.tensor([row])).logits[0].log_softmax(-1)
+
+        log_probs = place.server.engine.call(alone).result()[:-1]
+        values = log_probs.gather(1, torch.tensor(row[1:])[:, None])[:, 0].tolist()
+        assert got.token_logprobs[1:-1] == pytest.approx(values, abs=1e-4)
+        best = [max(top.values()) for top in got.top_logprobs[1:-1]]
+        assert best == pytest.approx(log_probs.amax(-1).tolist(), abs=1e-4)
+    plain = place.client.completions.create(**asked | dict(logprobs=None)).choices[0]
+    assert plain.text.startswith("hello you") and plain.logprobs is None
+    status, body = ask(place, "/v1/completions", asked | dict(stream=True))
+    assert status == 400 and body["error"]["param"] == "echo"
+
+
 def test_one_call_of_many(place):
     "`parallel_tool_calls: false` lets the first call through, whole and streamed."
     calls = "\n".join(

@@ -151,6 +151,10 @@ class _Rows:
         return *self.update(layer, k, v), self.bias[self.windows[layer]]
 
 # %% ../../nbs/14_engine/01_continuous_batching.ipynb #eng1-request-def
+# The log-probability of a token, and the likeliest tokens with theirs
+_Score = tuple[float, tuple[tuple[int, float], ...]]
+
+
 @dataclass(frozen=True)
 class Piece:
     "What one token adds to the text of a request."
@@ -175,6 +179,8 @@ class Request:
     processors: Sequence[Processor] = ()
     adapter: str = ""  # '' for the base model
     logprobs: int | None = None  # How many of the likeliest tokens a piece names
+    # The same of the tokens of the prompt, from the second on, if asked for
+    prompt_scores: list[_Score] | None = None
     listener: Callable[[Piece], object] | None = None  # Called in the thread that steps
     tokens: list[int] = field(default_factory=list)  # With EOS
     pieces: list[str] = field(default_factory=list)
@@ -308,6 +314,7 @@ class Scheduler:
         logprobs: int | None = None,  # Also give log-probabilities, and of so many likeliest tokens
         listener: Callable[[Piece], object] | None = None,  # Gets each piece
         more_ends: Sequence[int] = (),  # Ids that end the text, besides EOS
+        score_prompt: bool = False,  # With `logprobs`: also for the tokens of the prompt
         **knobs: Any,  # The other knobs of `SamplingConfig`
     ) -> Request:
         "Put a request into the queue; its errors are those of `generate`."
@@ -334,7 +341,9 @@ class Scheduler:
         request = Request(
             *(ids, config, limit, eos),
             streamer if self.tokenizer is not None else None,
-            *(uniform, processors, adapter, logprobs, listener),
+            *(uniform, processors, adapter, logprobs),
+            [] if score_prompt and logprobs is not None else None,
+            listener,
             created=time.monotonic(),
         )
         self.waiting.append(request)
@@ -440,7 +449,10 @@ class Scheduler:
                 continue
             if not request.begun:  # Now, because another one may have read it in this round
                 request.begun = True
-                self._reuse(request)
+                if request.prompt_scores is None:
+                    self._reuse(request)
+                else:
+                    self.cache.texts[slot] = []  # What is in the cache has no logits
             text = self.cache.texts[slot]
             left = len(request.prompt) - len(text)
             part = request.prompt[len(text) : len(text) + min(left, budget)]
@@ -448,11 +460,18 @@ class Scheduler:
             self._use_adapters([request.adapter])
             ids = torch.tensor([part], device=self.device)
             view = cast(KVCache, _Part(self.cache, slot))
-            output = self.model(ids, past_key_values=view, logits_to_keep=1)
+            keep = 1 if request.prompt_scores is None else 0  # 0: all of them
+            output = self.model(ids, past_key_values=view, logits_to_keep=keep)
+            logits = cast(Tensor, output.logits)
+            if request.prompt_scores is not None:
+                following = request.prompt[len(text) + 1 : len(text) + 1 + len(part)]
+                log_probs = self._words_only(logits[0].float()).log_softmax(-1)
+                for token, row in zip(following, log_probs, strict=False):
+                    request.prompt_scores.append(_score(row, token, request.logprobs or 0))
             text += part
             self.tokens_read += len(part)
             if len(part) == left:
-                self._choose([request], cast(Tensor, output.logits)[:, -1])
+                self._choose([request], logits[:, -1])
 
     def _write(self) -> None:
         ready = [slot for slot, request in self.running.items() if request.tokens]
@@ -535,11 +554,14 @@ class Scheduler:
             for layer in self.layers:
                 layer.row_weights = {}
 
+    def _words_only(self, logits: Tensor) -> Tensor:  # (N, V)
+        "Without padded embeddings: ids that the tokenizer does not have."
+        padded = self.words < logits.shape[-1]
+        return logits.index_fill(1, self.padded, -torch.inf) if padded else logits
+
     def _choose(self, requests: Sequence[Request], logits: Tensor) -> None:
         "Choose the next token of each request, together where their settings are equal."
-        logits = logits.float()
-        if self.words < logits.shape[-1]:  # Padded embeddings: ids that the tokenizer does not have
-            logits = logits.index_fill(1, self.padded, -torch.inf)
+        logits = self._words_only(logits.float())
         groups: dict[tuple, list[int]] = {}
         for i, request in enumerate(requests):
             groups.setdefault(request.sampling(), []).append(i)
@@ -570,14 +592,9 @@ class Scheduler:
         return choose(logits, ids.long(), config, u, first.processors, forbidden).tolist()
 
     def _push(self, request: Request, token: int, logits: Tensor) -> None:
-        logprob = None
-        top: list[tuple[int, float]] = []
+        logprob, top = None, ()
         if request.logprobs is not None:
-            log_probs = logits.log_softmax(-1)
-            logprob = float(log_probs[token])
-            if request.logprobs:
-                best = log_probs.topk(min(request.logprobs, len(log_probs)))
-                top = [*zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+            logprob, top = _score(logits.log_softmax(-1), token, request.logprobs)
         self.tokens_written += 1
         try:
             request.push(token, logprob, top)
@@ -589,6 +606,12 @@ class Scheduler:
     def _end(self, request: Request, error: Exception) -> None:
         self._release(request.slot, clear=True)
         request.finish("error", error=error)
+
+
+def _score(log_probs: Tensor, token: int, count: int) -> _Score:
+    best = log_probs.topk(min(count, len(log_probs)))
+    top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return float(log_probs[token]), tuple(top)
 
 
 def _check_adapter(model: Transformer, name: str) -> None:

@@ -536,6 +536,7 @@ class _Job:
     logprobs: list[_Object] = field(default_factory=list)
     parts: list[tuple[str, Any]] = field(default_factory=list)
     offset: int = 0  # Characters so far, for completions
+    text: str = ""  # Of the prompt, if it is part of the answer
 
 
 class _Watched:
@@ -820,6 +821,7 @@ class ChatServer:
                         processors=processors,
                         adapter=adapter,
                         logprobs=logprobs,
+                        score_prompt=bool(getattr(body, "echo", None)),
                         **knobs,
                     )
 
@@ -897,9 +899,10 @@ class ChatServer:
 
     async def _text(self, http: HttpRequest) -> Response:
         body = await self._body(http, _TextBody)
-        for name in ("echo", "suffix"):
-            if getattr(body, name):
-                raise APIError(400, f"{name} is not supported", name)
+        if body.suffix:
+            raise APIError(400, "suffix is not supported", "suffix")
+        if body.echo and body.stream:
+            raise APIError(400, "echo is not supported in a stream", "echo")
         if body.best_of not in (None, 1, body.n):
             raise APIError(400, "best_of is not supported: ask for n answers", "best_of")
         limit = self._limit(body, body.max_tokens, "max_tokens", 16)
@@ -909,7 +912,9 @@ class ChatServer:
             prompts = _listed(body.prompt)
             self._add(watched, body, prompts, limit, body.logprobs, AnswerReader)
 
-        return await self._answer(http, watched, prepare, body, _TextShape(self, body))
+        shape = _TextShape(self, body)
+        shape.echo = bool(body.echo)
+        return await self._answer(http, watched, prepare, body, shape)
 
     async def _embeddings(self, http: HttpRequest) -> Response:
         body = await self._body(http, _EmbeddingBody)
@@ -1108,21 +1113,35 @@ class _ChatShape(_Shape):
 
 class _TextShape(_Shape):
     prefix = "cmpl"
+    echo = False  # Whether the answer begins with the prompt
+
+    def entry(
+        self, job: _Job, token: int, size: int, logprob: float | None, top: Sequence
+    ) -> _Object:
+        offset = job.offset
+        job.offset += size
+        values = {self.token(other)[0]: max(value, -9999.0) for other, value in top}
+        return dict(
+            tokens=[self.token(token)[0]],
+            token_logprobs=[logprob if logprob is None else max(logprob, -9999.0)],
+            top_logprobs=[None if logprob is None else values],
+            text_offset=[offset],
+        )
 
     def logprob(self, job: _Job, piece: Piece) -> _Object | None:
         if piece.logprob is None or piece.token is None:
             return None
-        top = {self.token(token)[0]: value for token, value in piece.top}
-        offset = job.offset
-        job.offset += len(piece.text)
-        return dict(
-            tokens=[self.token(piece.token)[0]],
-            token_logprobs=[piece.logprob],
-            top_logprobs=[top],
-            text_offset=[offset],
-        )
+        return self.entry(job, piece.token, len(piece.text), piece.logprob, piece.top)
 
     def collect(self, job: _Job, piece: Piece) -> None:
+        if self.echo and not job.text:
+            job.text = self.server.tokenizer.decode(job.request.prompt)
+            scores = job.request.prompt_scores
+            first = [(None, ())] if scores is not None else []
+            for token, score in zip(job.request.prompt, [*first, *(scores or ())], strict=False):
+                size = len(self.token(token)[0])
+                job.logprobs.append(self.entry(job, token, size, *score))
+            job.offset = len(job.text)
         if entry := self.logprob(job, piece):
             job.logprobs.append(entry)
 
@@ -1134,7 +1153,7 @@ class _TextShape(_Shape):
             choices.append(
                 dict(
                     index=job.index,
-                    text=job.request.text,
+                    text=job.text + job.request.text,
                     logprobs=joined or None,
                     finish_reason=job.request.finish_reason,
                 )
