@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from support.processes import program
 from torch import nn
 
 from trainkit import ModelConfig, Transformer, generate
@@ -254,8 +255,9 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
-def test_a_forked_process_has_threads_of_its_own():
-    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=100)
+def test_a_forked_process_has_threads_of_its_own(tmp_path):
+    done = program(FORK, tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 # In a process of its own: what goes wrong here waits for ever
