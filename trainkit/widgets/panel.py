@@ -142,7 +142,8 @@ class TrainerPanel:
         self.taking_rate = False  # While a click on a rate fills in the form
         self.blocked = ""  # Why no click arrives while a cell waits for the run
         self.lock, self.handle = threading.RLock(), None
-        self.drawn_version = -1  # Of the snapshot that was drawn last
+        # Version and stage of the snapshot that was drawn last
+        self.drawn: tuple[int, str] | None = None
         self.click_error = ""  # Of the last button, as HTML
         self.others_drawn = 0.0  # When all charts were drawn
         self.memory_known = False  # Whether the memory of the current config was predicted
@@ -209,7 +210,7 @@ class TrainerPanel:
         if self.found is None or self.session.snapshot().state in ACTIVE:
             return False
         self.session = self._session_of(self.found)
-        self.drawn_version, self.finished = -1, True
+        self.drawn, self.finished = None, True
         config = self.session.config
         self.form.set(config)  # The curves and the settings above them are of one run
         self._put(self.prompt, (config.prompts or [""])[0])
@@ -466,7 +467,7 @@ class TrainerPanel:
 
     def _watch(self):
         "Refresh the panel in a thread until the session ends."
-        self.finished, self.drawn_version = False, -1
+        self.finished, self.drawn = False, None
         threading.Thread(
             target=self._refresh_loop, args=(self.session,), name="trainkit-panel", daemon=True
         ).start()
@@ -720,9 +721,10 @@ class TrainerPanel:
             with suppress(OSError):
                 note_origin(now.folder, self.opened_with)
         with self.lock:
-            if self.closed or (now.version == self.drawn_version and not force):
+            drawn = now.version, str(now.stage)  # The seconds of a stage are no event of the run
+            if self.closed or (drawn == self.drawn and not force):
                 return now
-            self.drawn_version = now.version
+            self.drawn = drawn
             self._refresh_buttons(now)
             if getattr(self.form, "locked", False) != (now.state in ACTIVE):
                 self.form.lock(now.state in ACTIVE)
