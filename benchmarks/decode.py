@@ -1,17 +1,21 @@
-"""A token of SmolLM2-135M: trainkit's packed weights, llama.cpp and transformers, on the CPU.
+"""A token of SmolLM2-135M: trainkit's packed weights and other programs on the CPU.
 
 The same weights, the same prompt of 16 tokens, greedy. CPU seconds of the whole process, so that
-other programs count little: each lane writes 8 and then 8 + N tokens, and the difference is
-divided by N. The lanes take turns; medians over the rounds. `GB/s` is what a step reads, divided
-by that time and by the number of threads; next to it the share of what one core reads when it adds
-up an array of 512 MB just before and after. `first` is the time to the first token of a prompt of
-128, which all lanes of trainkit read with the model itself. `KL` and `same` compare each lane of
-trainkit with the float32 model over 2,000 tokens of text: mean divergence in nats, and the share
-of equal likeliest tokens; `perplexity` is that of the rounded weights in float32, and next to it
-that of the kernels, which round the inputs of products too.
+other programs count little, and next to them milliseconds of a clock: each lane writes 8 and then
+8 + N tokens, and the difference is divided by N. The lanes take turns; medians over the rounds.
+`GB/s` is what a step reads, divided by the CPU seconds; next to it the share of what one core reads
+when it adds up an array of 512 MB just before and after. `first` is the time to the first token of
+a prompt of 128, which all lanes of trainkit read with the model itself; for one row. `KL` and
+`same` compare each lane of trainkit with the float32 model over 2,000 tokens of text: mean
+divergence in nats, and the share of equal likeliest tokens; `perplexity` is that of the rounded
+weights in float32, and next to it that of the kernels, which round the inputs of products too.
 
 llama.cpp is read from GGUF files that trainkit writes, if xllamacpp is installed. Its kernels for
-rows of several requests are asked with as many requests at once.
+rows of several requests are asked with as many requests at once. CTranslate2 computes in int8, and
+OpenVINO GenAI reads the GGUF file of Q8_0; both have a row if they are installed.
+
+`--drafts` asks what speculation with n-grams gains: a text that quotes its prompt, and one that
+does not, with the weights of each lane of trainkit; tokens a round, and CPU milliseconds a token.
 
     python benchmarks/decode.py [--rows 1 8 32] [--threads 1] [--rounds 3] [--tokens 32]
         [--lanes NAME …] [--quality]
@@ -33,11 +37,13 @@ from pathlib import Path
 OURS = {
     "trainkit float32, as it is": None,
     "trainkit float32": "float32",
+    "trainkit bfloat16": "bfloat16",
     "trainkit int8": "int8",
     "trainkit q8_0": "q8_0",
     "trainkit q4_0": "q4_0",
 }
-LLAMA = {"llama.cpp f32": "f32", "llama.cpp q8_0": "q8_0", "llama.cpp q4_0": "q4_0"}
+LLAMA = {f"llama.cpp {kind}": kind for kind in ("f32", "q8_0", "q4_0", "q4_k_m")}
+OTHERS = {"CTranslate2 int8": "ctranslate2", "OpenVINO q8_0": "openvino_genai"}
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it"
 
 
@@ -57,7 +63,9 @@ def our_lane(model, ids, weights, rows):
     from trainkit.model.kernels import PackedModel, packing_reason
 
     size = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
-    if weights is not None:
+    if weights == "bfloat16":  # By torch where that is faster
+        size //= 2
+    elif weights is not None:
         if reason := packing_reason(model):
             raise SystemExit(f"no kernels: {reason}")
         weights = PackedModel(model, weights)
@@ -122,12 +130,60 @@ def llama_lane(folder: Path, ids, kind: str, rows: int, threads: int):
     return write, path.stat().st_size
 
 
-def make_lanes(model, ids, args, rows: int, home: Path | None) -> dict[str, tuple]:
+def translate_lane(folder: Path, ids, rows: int, threads: int):
+    import ctranslate2
+    from transformers import AutoTokenizer
+
+    path = folder / "ctranslate2"
+    if not path.exists():
+        converter = ctranslate2.converters.TransformersConverter(str(folder / "model"))
+        converter.convert(str(path), quantization="int8")
+    net = ctranslate2.Generator(str(path), inter_threads=1, intra_threads=threads)
+    words = AutoTokenizer.from_pretrained(folder / "model").convert_ids_to_tokens(ids)
+
+    def write(count: int, length: int = 16):
+        prompt = (words * 8)[:length]
+        options = dict(max_length=count, min_length=count, include_prompt_in_result=False)
+        results = net.generate_batch([prompt] * rows, sampling_topk=1, **options)
+        assert all(len(result.sequences_ids[0]) == count for result in results)
+
+    return write, (path / "model.bin").stat().st_size
+
+
+def openvino_lane(folder: Path, ids, rows: int, threads: int):
+    import openvino_genai
+    import numpy as np
+    from openvino import Tensor
+
+    from trainkit.interop.gguf import export_gguf
+
+    path = folder / "q8_0.gguf"
+    if not path.exists():
+        export_gguf(folder / "model", path, "q8_0", pre="smollm", progress=False)
+    net = openvino_genai.LLMPipeline(str(path), "CPU", **{"INFERENCE_NUM_THREADS": threads})
+
+    def write(count: int, length: int = 16):
+        prompt = np.array([(ids * 8)[:length]] * rows)
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = count, True, False
+        inputs = openvino_genai.TokenizedInputs(Tensor(prompt), Tensor(np.ones_like(prompt)))
+        assert all(len(row) == count for row in net.generate(inputs, config).tokens)
+
+    return write, path.stat().st_size
+
+
+def make_lanes(model, ids, args, rows: int, home: Path) -> dict[str, tuple]:
     lanes = {}
     for name in args.lanes:
+        if find_spec(OTHERS.get(name, "torch")) is None:
+            continue
         if name in OURS:
             lanes[name] = our_lane(model, ids, OURS[name], rows)
-        elif name in LLAMA and home:
+        elif name == "CTranslate2 int8":
+            lanes[name] = translate_lane(home, ids, rows, args.threads)
+        elif name == "OpenVINO q8_0":
+            lanes[name] = openvino_lane(home, ids, rows, args.threads)
+        elif name in LLAMA and find_spec("xllamacpp"):
             lanes[name] = llama_lane(home, ids, LLAMA[name], rows, args.threads)
         elif name == "transformers":
             lanes[name] = their_lane(model, ids, rows)
@@ -215,6 +271,90 @@ def compare_plans(model, counts) -> None:
             print(f"| {kind} | {rows} | {ours:.1f} | {theirs:.1f} | {ours / theirs:.2f} |")
 
 
+def compare_drafts(model, tokenizer, tokens: int) -> None:
+    import torch
+
+    from trainkit.data.dataset import load_examples
+    from trainkit.model.generation import generate
+    from trainkit.model.kernels import PackedModel
+    from trainkit.model.speculative import speculate
+
+    code = next(row["text"] for row in load_examples("stdlib") if len(row["text"]) > 2000)[:500]
+    ask = f"Repeat this code:\n{code}\n\nThe same code again:\n{code[:100]}"
+    prompts = {"quotes its prompt": ask, "does not": PROMPT}
+    print("| weights | text | tokens a round | plain, CPU ms a token | n-grams | ratio |")
+    print("|---|---|---|---|---|---|")
+    for kind in OURS.values():
+        if kind in (None, "bfloat16"):
+            continue
+        packed = PackedModel(model, kind)
+        for name, prompt in prompts.items():
+            ids, rounds, times, plain = tokenizer.encode(prompt), [], [], []
+            options = dict(temperature=0, eos_token_id=(), weights=packed)
+            with torch.inference_mode():
+                for count in (1, 1 + tokens):
+                    rounds.clear()
+                    for draft in (False, True):
+                        began = time.process_time()
+                        if draft:
+                            text = speculate(model, None, ids, count, rounds=rounds, **options)
+                            assert text == plain
+                        else:
+                            plain = generate(model, ids, count, **options)
+                        times.append(1000 * (time.process_time() - began) / tokens)
+            own, guessed = times[2] - times[0], times[3] - times[1]
+            print(
+                f"| {kind} | {name} | {(tokens + 1) / len(rounds):.2f} | {own:.1f} | {guessed:.1f} "
+                f"| {own / guessed:.2f} |",
+                flush=True,
+            )
+
+
+def compare_lanes(model, tokenizer, ids, args) -> None:
+    print(f"SmolLM2-135M, {args.threads} thread(s), {args.rounds} rounds, {args.tokens} tokens")
+    print(
+        "| rows | lane | MB | CPU ms a step | ms a step | tokens a CPU second | GB/s | share "
+        "| first, CPU ms |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as home:
+        if {*args.lanes} & {*LLAMA, *OTHERS}:
+            from trainkit.interop.hf import save_pretrained
+
+            save_pretrained(model, tokenizer, Path(home) / "model")
+        for rows in args.rows:
+            lanes = make_lanes(model, ids, args, rows, Path(home))
+            steps, clocks, first = ({name: [] for name in lanes} for _ in range(3))
+            bandwidths = [core_bandwidth()]
+            for i in range(args.rounds + 1):  # The first round is for warming up
+                for name, (write, _) in lanes.items():
+                    times = []
+                    calls = [(8, 16), (8 + args.tokens, 16), (1, 128)]
+                    for count, length in calls if rows == 1 else calls[:2]:
+                        start = time.process_time(), time.perf_counter()
+                        write(count, length)
+                        end = time.process_time(), time.perf_counter()
+                        times.append([b - a for a, b in zip(start, end, strict=True)])
+                    if i:
+                        for side, kept in enumerate((steps, clocks)):
+                            kept[name].append((times[1][side] - times[0][side]) / args.tokens)
+                        first[name] += [time for time, _ in times[2:]]
+                bandwidths.append(core_bandwidth())
+            best = max(bandwidths)
+            for name, (_, size) in lanes.items():
+                step, clock = (statistics.median(kept[name]) for kept in (steps, clocks))
+                rate = size / step
+                begin = f"{1000 * statistics.median(first[name]):.0f}" if first[name] else ""
+                print(
+                    f"| {rows} | {name} | {size / 1e6:.0f} | {1000 * step:.1f} "
+                    f"| {1000 * clock:.1f} | {rows / step:.0f} "
+                    f"| {rate / 1e9:.1f} | {rate / best:.0%} "
+                    f"| {begin} |",
+                    flush=True,
+                )
+            lanes.clear()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -223,7 +363,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--lanes", nargs="+", default=[*OURS, *LLAMA, "transformers"])
+    parser.add_argument("--lanes", nargs="+", default=[*OURS, *LLAMA, "transformers", *OTHERS])
+    parser.add_argument("--drafts", action="store_true")
     parser.add_argument("--quality", action="store_true")
     parser.add_argument("--plans", action="store_true")
     args = parser.parse_args()
@@ -237,46 +378,12 @@ def main() -> None:
         return quality(model, tokenizer)
     if args.plans:
         return compare_plans(model, args.rows)
+    if args.drafts:
+        return compare_drafts(model, tokenizer, args.tokens)
     ids = tokenizer.encode(PROMPT)
-    llama = find_spec("xllamacpp") is not None
-    if not llama:
+    if not find_spec("xllamacpp"):
         print("NO ROWS FOR LLAMA.CPP: pip install xllamacpp")
-    print(f"SmolLM2-135M, {args.threads} thread(s), {args.rounds} rounds, {args.tokens} tokens")
-    print(
-        "| rows | lane | MB | CPU ms a step | tokens a CPU second | GB/s | share | first, CPU ms |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as home:
-        if llama:
-            from trainkit.interop.hf import save_pretrained
-
-            save_pretrained(model, tokenizer, Path(home) / "model")
-        for rows in args.rows:
-            lanes = make_lanes(model, ids, args, rows, Path(home) if llama else None)
-            steps, first = ({name: [] for name in lanes} for _ in range(2))
-            bandwidths = [core_bandwidth()]
-            for i in range(args.rounds + 1):  # The first round is for warming up
-                for name, (write, _) in lanes.items():
-                    times = []
-                    for count, length in ((8, 16), (8 + args.tokens, 16), (1, 128)):
-                        start = time.process_time()
-                        write(count, length)
-                        times.append(time.process_time() - start)
-                    if i:
-                        steps[name].append((times[1] - times[0]) / args.tokens)
-                        first[name].append(times[2])
-                bandwidths.append(core_bandwidth())
-            best = max(bandwidths)
-            for name, (_, size) in lanes.items():
-                step = statistics.median(steps[name])
-                rate = size / step
-                print(
-                    f"| {rows} | {name} | {size / 1e6:.0f} | {1000 * step:.1f} | {rows / step:.0f} "
-                    f"| {rate / 1e9:.1f} | {rate / best:.0%} "
-                    f"| {1000 * statistics.median(first[name]):.0f} |",
-                    flush=True,
-                )
-            lanes.clear()
+    compare_lanes(model, tokenizer, ids, args)
 
 
 if __name__ == "__main__":

@@ -180,7 +180,8 @@ def predict(runs):
     parameters, tokens = count_parameters(shape), LARGE["steps"] * STEP_TOKENS
     flops = LARGE["steps"] * count_flops(shape, ROWS, LENGTH, training=True)
     seconds = fit_power([run["flops"] for run in runs], [run["cpu_seconds"] for run in runs])
-    memory = [run["peak_bytes"] / run["predicted_bytes"] for run in runs]
+    # What libraries keep is the same for a model of any size: differences, not ratios
+    beyond = [run["peak_bytes"] - run["predicted_bytes"] for run in runs]
     step = resident(LARGE["layers"], LARGE["width"], BASE)
     laws = bootstrap_laws(N, D, L)
     return dict(
@@ -192,8 +193,8 @@ def predict(runs):
         loss_interval=interval([law.loss(parameters, tokens) for law in laws]),
         cpu_seconds=seconds(flops),
         cpu_seconds_interval=seconds.interval(flops),
-        peak_bytes=step,
-        peak_bytes_interval=[step * min(memory), step * max(memory)],
+        peak_bytes=step + round(sum(beyond) / len(beyond)),
+        peak_bytes_interval=[step + min(beyond), step + max(beyond)],
     )
 
 

@@ -4,7 +4,8 @@ CPU time of all threads together. The same model, weights, prompts, number and l
 answers, learning rate and loss; no reference. A step is everything: answers, rewards,
 advantages, forward, backward, optimizer. No lane may end an answer early, so that both
 generate the same number of tokens. The lanes take turns, each time with a trainer of its own;
-the first step of each is not counted.
+the first step of each is not counted. One more lane writes the answers with the compiled kernels,
+from weights in 8 bits (`rl.sampler_weights=q8_0`), which are packed again after each step.
 
     python benchmarks/rl_speed.py [--rounds 3] [--steps 4] [--threads 1] [--prompts 4]
         [--generations 8] [--length 64]
@@ -37,7 +38,7 @@ def reward(completion_ids, **columns):
     return [sum(i % 7 == 0 for i in ids) / len(ids) for ids in completion_ids]
 
 
-def ours(prompts, args) -> list[float]:  # CPU seconds of each step
+def ours(prompts, args, weights: str = "") -> list[float]:  # CPU seconds of each step
     from trainkit.train.optim import OptimConfig
     from trainkit.align.rl import RLConfig, rl_objective
     from trainkit.align.rollouts import Rollouts
@@ -49,6 +50,7 @@ def ours(prompts, args) -> list[float]:  # CPU seconds of each step
         num_prompts=args.prompts,
         num_generations=args.generations,
         max_completion_length=args.length,
+        sampler_weights=weights,
     )
 
     class Watch:
@@ -64,6 +66,10 @@ def ours(prompts, args) -> list[float]:  # CPU seconds of each step
         optim=OptimConfig(learning_rate=1e-4),
     ).train()
     return [b - a for a, b in zip(times[1:], times[2:], strict=False)]
+
+
+def packed(prompts, args) -> list[float]:
+    return ours(prompts, args, "q8_0")
 
 
 def theirs(prompts, args) -> list[float]:
@@ -136,7 +142,8 @@ def main():
     prompts = torch.randint(
         3, 4096, (args.prompts * (args.steps + 1), 16), generator=generator
     ).tolist()
-    results = {ours: [], theirs: []}
+    names = {ours: "trainkit", packed: "trainkit, answers in q8_0", theirs: "trl"}
+    results = {lane: [] for lane in names}
     for _ in range(args.rounds):
         for lane in results:
             results[lane] += lane(prompts, args)
@@ -149,7 +156,7 @@ def main():
         f"{args.rounds} rounds of {args.steps} steps\n"
     )
     print("| GRPO, answers and step | tokens a second | ratio |\n|---|---|---|")
-    for lane, name in ((ours, "trainkit"), (theirs, "trl")):
+    for lane, name in names.items():
         print(f"| {name} | {speed[lane]:,.0f} | {speed[lane] / speed[theirs]:.2f} |")
 
 

@@ -673,9 +673,9 @@ class RLConfig:
     )
     sampler_weights: str = knob(
         "",
-        "Write the answers with a copy of the weights in int8 or bfloat16, which a CPU reads "
+        "Write the answers with a copy of the weights in 8 bits or bfloat16, which a CPU reads "
         "faster; importance_sampling_cap corrects for the difference",
-        choices=("", "bfloat16", "int8"),
+        choices=("", "bfloat16", "int8", "q8_0"),
     )
     importance_sampling_cap: float = knob(
         2.0,

@@ -1,9 +1,11 @@
 """Episodes: environments, tools, log-probabilities at sampling, and training on several turns."""
 
+import importlib.util
 import os
 import random
 import signal
 import sys
+import types
 from dataclasses import replace
 
 import pytest
@@ -13,7 +15,7 @@ from support.processes import FORK, serve
 from trainkit import BPETokenizer, ModelConfig, OptimConfig, RLConfig, Rollouts, SamplingConfig
 from trainkit import TrainConfig, Trainer, Transformer, rl_objective
 from trainkit.align import ActorCritic, Calculator, Environment, GuessNumber, Reply, batch_invariant
-from trainkit.align import pack_episodes, play_episodes, token_scores
+from trainkit.align import environments, pack_episodes, play_episodes, token_scores
 from trainkit.align.environments import ReasoningGym, TextArena, call_tool, parse_tool_calls
 from trainkit.align.environments import tool_schema
 from trainkit.align.episodes import Answer, Episode, continuation_ids, sample_answers
@@ -571,7 +573,8 @@ def test_the_memory_of_the_largest_batch_is_that_of_the_batches():
 
 TASKS = (
     "chain_sum basic_arithmetic gcd lcm leg_counting number_sorting word_sorting spell_backward "
-    "simple_equations syllogism letter_counting base_conversion"
+    "simple_equations syllogism letter_counting base_conversion "
+    "acre gsm_symbolic list_functions word_ladder prime_factorization"  # These list all questions
 ).split()
 
 
@@ -585,6 +588,7 @@ def test_a_dozen_tasks_of_reasoning_gym():
         assert game.step(f"So: <answer>\n{right}</answer>") == Reply([], 1.0, True), task
         assert game.step(right).reward == 1
         assert game.step("<answer>¿?</answer>").reward < 0.5
+        environments._ASKED.clear()
         assert game.reset(dict(task=task), seed) == [message]
     assert ReasoningGym("gcd", chat=False).reset({}, 3).endswith("\n")
 
@@ -608,6 +612,84 @@ def test_a_game_of_textarena():
             else:
                 high = guess - 1
         assert reply == Reply([], 1.0, True) and len(seen) < 5
+
+
+class Sums:
+    "Stands in for a dataset of reasoning-gym, with what is awkward about some of them."
+
+    def __init__(self, size, seed, most=9):
+        if size > 20_000:
+            raise ValueError("Dataset size too large")
+        self.questions = [
+            random.Random(seed + i).randint(1, most) for i in range(size)
+        ]  # All at once
+
+    def __getitem__(self, place):
+        noise = random.randint(0, 9)  # From the random numbers of the whole process
+        return dict(question=f"{self.questions[place]} + {noise}?", answer="7")
+
+    def score_answer(self, answer, entry):
+        return float(int(answer) == int(entry["answer"]))
+
+
+@pytest.fixture
+def gym(monkeypatch):
+    "The packages of the extra `gym`, as far as the environments use them."
+
+    class Game:
+        def __init__(self, players):
+            self.players = players
+
+        def reset(self, num_players, seed):
+            assert num_players == self.players, f"The number of players has to be {self.players}"
+
+        def get_observation(self):
+            return 0, "Your move"
+
+    players = {"Solo-v0": 1, "Chess-v0": 2}
+    parts = {
+        "reasoning_gym": dict(create_dataset=lambda task, **settings: Sums(**settings)),
+        "reasoning_gym.factory": dict(DATASETS=dict(sums=Sums, gcd=Sums)),
+        "textarena": dict(make=lambda name: Game(players[name])),
+        "textarena.envs": {},
+        "textarena.envs.registration": dict(ENV_REGISTRY=players),
+    }
+    for name, names in parts.items():
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.util.spec_from_loader(name, None)
+        module.__dict__.update(names)
+        monkeypatch.setitem(sys.modules, name, module)
+    environments._ASKED.clear()
+    yield
+    environments._ASKED.clear()
+
+
+def test_a_question_depends_on_its_seed_alone(gym):
+    "Whatever a task does with its size, or with the random numbers of the process."
+    seeds = [0, 1, 2, 2**32 - 1]
+    asked = [ReasoningGym("sums", most=99).reset({}, seed) for seed in seeds]
+    environments._ASKED.clear()
+    random.seed(5)
+    state = random.getstate()
+    game = ReasoningGym("gcd", most=99)
+    assert [game.reset(dict(task="sums"), seed) for seed in seeds] == asked
+    assert random.getstate() == state and len({str(question) for question in asked}) == 4
+    assert len(environments._ASKED) == 4
+    assert [game.step(text).reward for text in ("7", "<answer> 7</answer>", "8")] == [1, 1, 0]
+    assert game.step("seven") == Reply([], 0.0, True)  # The checker cannot read it, and raises
+
+
+def test_names_that_other_packages_do_not_know(gym):
+    with pytest.raises(ValueError, match="no task of reasoning-gym 'sum': take .* such as sums"):
+        ReasoningGym("sum")
+    with pytest.raises(ValueError, match="no task of reasoning-gym 'x'"):
+        ReasoningGym("sums").reset(dict(task="x"), 0)
+    with pytest.raises(ValueError, match="no game of textarena 'Solo': take .* such as Solo-v0"):
+        TextArena("Solo")
+    [message] = TextArena("Solo-v0").reset({}, 0)
+    assert message == dict(role="user", content="Your move")
+    with pytest.raises(ValueError, match="Chess-v0 does not begin with one player.* be 2"):
+        TextArena("Chess-v0").reset({}, 0)
 
 
 @pytest.mark.parametrize("maker", [ReasoningGym, TextArena])

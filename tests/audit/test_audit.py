@@ -2,11 +2,10 @@
 
 import ast
 import builtins
-import subprocess
-import sys
 
 import pytest
 import torch
+from support.processes import program
 from typer.testing import CliRunner
 
 from trainkit.audit import PlainLoop, Subject, run_audit, write_audit_page
@@ -79,23 +78,20 @@ def test_what_is_violated_comes_with_a_program_that_repeats_it(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     subject = find_subject(f"{tmp_path}/mine.py:Mine")
     finding = check_one(subject, INVARIANTS["accumulation_changes_no_gradient"])
-    (tmp_path / "program.py").write_text(finding.program)
-    done = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = program(finding.program, tmp_path)
     assert done.returncode == 1
     assert f"AssertionError: {finding.text}, at most" in done.stderr
     fixed = finding.program.replace("from mine import Mine", "from trainkit.audit import PlainLoop")
-    (tmp_path / "fixed.py").write_text(fixed.replace("Mine()", "PlainLoop()"))
-    subprocess.run([sys.executable, "fixed.py"], cwd=tmp_path, check=True)
+    done = program(fixed.replace("Mine()", "PlainLoop()"), tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", INVARIANTS)
 def test_every_check_can_be_repeated_from_its_program(name):
     "Each name in it is imported, defined or Python's own."
-    program = reproduction(INVARIANTS[name], PlainLoop())
+    code = reproduction(INVARIANTS[name], PlainLoop())
     known = {*vars(builtins)}
-    for node in ast.walk(ast.parse(program)):
+    for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom | ast.Import):
             exec(ast.unparse(node), world := {})
             known |= world.keys()
@@ -105,5 +101,5 @@ def test_every_check_can_be_repeated_from_its_program(name):
             known.add(node.id)
         elif isinstance(node, ast.arg):
             known.add(node.arg)
-    used = {n.id for n in ast.walk(ast.parse(program)) if isinstance(n, ast.Name)}
+    used = {n.id for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Name)}
     assert used <= known, used - known

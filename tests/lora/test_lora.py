@@ -610,6 +610,22 @@ def merged_by_folder(base, adapter, where):
     return transformers.AutoModelForCausalLM.from_pretrained(where / "merged")
 
 
+@pytest.mark.parametrize("word", ["norm", "model.norm", "layers.1.mlp", "tokens"])
+def test_a_whole_layer_is_named_by_the_end_of_its_name_as_in_peft(word):
+    from peft import LoraConfig, get_peft_model
+    from peft.utils import ModulesToSaveWrapper as Theirs
+
+    from trainkit.lora.inject import saved_layers
+
+    knobs = dict(r=2, target_modules=["q_proj"], modules_to_save=[word])
+    theirs = get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", **knobs))
+    inside = theirs.base_model.model.named_modules()
+    names = {name for name, module in inside if isinstance(module, Theirs)}
+    assert names == {*saved_layers(llama(), [word])}
+    ours = adapted(add_lora(llama(), LoRAConfig(**knobs)))
+    assert names == {name for name in ours if not name.endswith("q_proj")}
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("whole", WHOLE)
 @pytest.mark.parametrize("beside", BESIDE)

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from support.processes import program
 from torch import nn
 
 from trainkit import ModelConfig, Transformer, generate
@@ -16,6 +17,7 @@ from trainkit.engine import Scheduler
 from trainkit.model import kernels
 from trainkit.model.attention import KVCache
 from trainkit.model.decoding import DecodePlan
+from trainkit.model.speculative import speculate
 
 pytest.importorskip("numba")
 
@@ -26,6 +28,7 @@ SHAPES = {
     "gemma": dict(
         norm="rmsnorm1p", activation="geglu", scale_embeddings=True, logit_softcap=5.0, n_kv_heads=1
     ),
+    "odd heads": dict(head_dim=24, n_kv_heads=4),  # No multiple of the numbers in a vector
 }
 
 
@@ -61,12 +64,12 @@ MORE = ("float32", "bfloat16", "int8", "q8_0")
 def test_a_step_is_the_model_with_the_unpacked_numbers(shape, kind):
     model = make(**SHAPES[shape])
     packed = kernels.PackedModel(model, kind)
-    caches = [KVCache(2, 20) for _ in range(2)]
-    prompt = torch.randint(203, (6, 7))
-    gaps = torch.tensor([0, 3, 0, 6, 0, 0])
+    caches = [KVCache(2, 50) for _ in range(2)]
+    prompt = torch.randint(203, (6, 37))
+    gaps = torch.tensor([0, 3, 0, 36, 20, 0])
     with torch.no_grad():
         for cache in caches:
-            mask = (torch.arange(7) >= gaps[:, None]).long()
+            mask = (torch.arange(37) >= gaps[:, None]).long()
             model(prompt, attention_mask=mask, past_key_values=cache)
         integers = kernels.FORMATS[kind].integers
         product = (lambda w, rows: lambda x: kernels.round_groups(x) @ w.T) if integers else None
@@ -145,6 +148,49 @@ def test_threads_and_company_change_no_bit():
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_tokens_read_at_once_have_the_bits_of_single_steps(threads):
+    packed = kernels.PackedModel(make(n_kv_heads=1), "q4_0")
+    before = torch.get_num_threads()
+    ids, plans = torch.randint(203, (30,)), []
+    try:
+        torch.set_num_threads(threads)
+        plans = [kernels.PackedPlan(packed, KVCache(2, 30)) for _ in range(2)]
+        single = torch.cat([plans[0].step(i[None]) for i in ids])
+        together = torch.cat([plans[1].read(part) for part in ids.split([1, 5, 9, 15])])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(single, together)
+    for ours, theirs in zip(plans[0].cache.keys, plans[1].cache.keys, strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(ValueError, match="is full"):
+        plans[1].read(ids[:1])
+
+
+def test_speculation_with_packed_weights_writes_the_same_text():
+    model, draft = make(), make(n_layers=1)
+    packed = kernels.PackedModel(model, "q4_0")
+    for prompt in ([1, 2, 1, 2], [5, 6, 7, 8, 5, 6, 7]):
+        plain = generate(model, prompt, 30, temperature=0, weights=packed)
+        for guesser in (None, draft, model):
+            rounds = []
+            text = speculate(
+                *(model, guesser, prompt, 30), temperature=0, weights=packed, rounds=rounds
+            )
+            assert text == plain
+        assert len(rounds) < 30  # The same model, but for rounding, guesses most of it
+    with pytest.raises(ValueError, match="must be one of float32"):
+        speculate(model, None, [1], weights="q3")
+    with pytest.warns(UserWarning, match="is ignored"):
+        speculate(make(position="learned"), None, [1], 2, weights="q4_0")
+
+
+def test_large_pages_change_no_number():
+    numbers = torch.arange(2**22, dtype=torch.float32)
+    kernels.use_large_pages([numbers[1:], numbers[:5], torch.zeros(3), numbers[2**20 : 2**21]])
+    assert torch.equal(numbers, torch.arange(2**22, dtype=torch.float32))
+
+
 def test_generate_and_the_scheduler_write_the_same_text():
     model = make()
     rows = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [3, 3]]
@@ -209,8 +255,9 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
-def test_a_forked_process_has_threads_of_its_own():
-    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=100)
+def test_a_forked_process_has_threads_of_its_own(tmp_path):
+    done = program(FORK, tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 # In a process of its own: what goes wrong here waits for ever

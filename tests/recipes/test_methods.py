@@ -16,6 +16,7 @@ from trainkit.train.objectives import Loss, objective
 from trainkit.align.policy import token_scores
 from trainkit.align.preference_data import PairBatches, tokenize_pairs
 from trainkit.recipes.config import RunConfig
+from trainkit.recipes import runner
 from trainkit.recipes.runner import prepare, run
 from trainkit.align.reference import make_reference
 from trainkit.recipes.saving import load_reward_model, score_answers
@@ -420,6 +421,30 @@ def test_the_best_model_is_the_one_with_the_highest_rewards(home, own):
         config(home, "rloo", "by-loss", metric_for_best_model="loss").train.metric_for_best_model
         == "loss"
     )
+
+
+@pytest.mark.parametrize(
+    ("rl", "message"),
+    [
+        (dict(environment="gues_number(1, 9)"), "Did you mean 'guess_number'"),
+        (dict(environment="guess_number(9, 1)"), "take low < high"),
+        (dict(rewards=["right_anser"]), "Did you mean 'right_answer'"),
+    ],
+)
+def test_a_wrong_name_is_found_before_the_model_is_loaded(home, monkeypatch, rl, message):
+    "Loading a large model takes minutes."
+    monkeypatch.setattr(runner, "open_trained", lambda config: pytest.fail("it was loaded"))
+    with pytest.raises(ValueError, match=message):
+        prepare(config(home, "grpo", "named", {"rl": rl}))
+
+
+def test_no_title_stands_above_nothing():
+    "A run in an environment has no prompts to continue."
+    said = []
+    runner._show_samples("After training:", [], lambda *lines: said.extend(lines))
+    assert not said
+    runner._show_samples("After training:", [("a", "b")], lambda *lines: said.extend(lines))
+    assert said == ["", "After training:", "  a|b", ""]
 
 
 @pytest.mark.parametrize("method", ["dpo", "reward", "grpo", "ppo"])

@@ -1,11 +1,13 @@
 "A speedrun: what an entry is, what its clock counts, what the ledger keeps."
 
+import configparser
 import json
 import math
 import sys
 
 import numpy as np
 import pytest
+import yaml
 from support.processes import ROOT
 
 from trainkit.recipes.speedrun import (
@@ -106,6 +108,24 @@ def test_a_broken_ledger_names_its_line(tmp_path):
     add_to_ledger(path, result("a", 1, 2.0, track="stdlib"))
     with pytest.raises(ValueError, match="another track"):
         add_to_ledger(path, result("b", 1, 2.0))
+
+
+def test_the_record_is_the_profile_of_the_demo():
+    "Every setting of the record but the number of its steps is that of `quick`."
+    entry = yaml.safe_load((ROOT / "benchmarks/speedrun/record.yaml").read_text(encoding="utf-8"))
+    profile = configparser.ConfigParser()
+    profile.read(ROOT / "settings.ini", encoding="utf-8")
+    sections = dict(tokenizer="Tokenizer", data="Data", model="Model", optim="Optim", train="Train")
+    del entry["train"]["max_steps"]
+    for group, kind in sections.items():
+        for name, value in entry[group].items():
+            assert yaml.safe_load(profile[f"quick.{kind}Config"][name]) == value, name
+
+
+def test_a_program_gets_the_words_after_its_name(tmp_path):
+    (tmp_path / "entry.py").write_text("")
+    words, model = entry_command(tmp_path / "entry.py", 2, ["trick=ema"])
+    assert words[-3:] == ["--out", "model", "trick=ema"] and model == "model"
 
 
 def test_the_table_of_the_benchmarks_is_that_of_the_ledger():

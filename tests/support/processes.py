@@ -155,6 +155,21 @@ def shell(*words, cwd, **env):
         )
 
 
+def run_file(path, cwd):
+    os.chdir(cwd)
+    sys.path.insert(0, str(cwd))
+    sys.argv[:] = [str(path)]
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def program(code, folder):
+    "`python program.py` in a fresh process and folder; torch and trainkit are imported already."
+    path = Path(folder) / "program.py"
+    path.write_text(code, encoding="utf-8")
+    with tempfile.TemporaryDirectory() as logs:
+        return in_child(run_file, path, folder, folder=Path(logs))
+
+
 def call(*words, cwd, **env):
     "The same command in this process, where it is not the process that is looked at."
     from trainkit.cli import main

@@ -1192,6 +1192,22 @@ def impatient(monkeypatch):
     _WORKERS.end()
 
 
+def test_the_memory_of_a_template_is_watched_where_the_system_does_not_limit_it(monkeypatch):
+    "As on macOS and Windows: the worker sets no limit, and its parent looks at what it takes."
+    serve = "module._serve()"
+    assert serve in chat_template._BOOT
+    unlimited = chat_template._BOOT.replace(serve, f"module._LIMITED = False; {serve}")
+    monkeypatch.setattr(chat_template, "_BOOT", unlimited)
+    monkeypatch.setattr(chat_template, "_LIMITED", False)
+    _WORKERS.end()
+    chat = [dict(role="user", content="hello")]
+    for name in ("percent", "center"):
+        with pytest.raises(ValueError, match="not safe to run: it needs more than 64 MB"):
+            render_text(chat, HOSTILE[name])
+        assert render_texts([chat] * 3, "{{ messages[0].content }}") == [("hello", [])] * 3
+    _WORKERS.end()
+
+
 @pytest.mark.parametrize("jinja", FOUR)
 def test_every_path_that_renders_is_guarded(jinja, impatient):
     "Both kinds of tokenizer, batches, prompts, rows, templates of GGUF and folders, Modelfiles."

@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.processes import ROOT, in_child
+from support.processes import ROOT, in_child, program
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import kill_resume
@@ -322,7 +321,7 @@ def test_how_a_run_is_watched_may_change(tmp_path):
 def test_a_second_process_is_refused_with_the_first_ones_number(tmp_path):
     code = f"from trainkit.train.checkpoint import run_lock\nwith run_lock({str(tmp_path)!r}): pass"
     with room_lock(tmp_path):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        done = program(code, tmp_path)
     assert f"process {os.getpid()} on " in done.stderr and done.returncode == 1
 
 

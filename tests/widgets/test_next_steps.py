@@ -33,7 +33,7 @@ def tuned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     config = small_start(folder)("lora", "data.max_length=64", "train.max_steps=4")
     panel = TrainerPanel(config, key="tuned", presets={})
-    assert len(panel.tabs.children) == 4, "nothing comes next before the first run"
+    assert len(panel.tabs.children) == 5, "nothing comes next before the first run"
     panel.result()
     yield config, panel
     panel.close()
@@ -48,8 +48,8 @@ def press(steps, name):
 
 def test_the_tab_comes_with_the_end_of_the_run(tuned):
     _, panel = tuned
-    assert panel.next is not None and panel.tabs.children[4] is panel.next.widget
-    assert panel.tabs.selected_index == 4 and panel.next.run.has_model
+    assert panel.next is not None and panel.tabs.children[5] is panel.next.widget
+    assert panel.tabs.selected_index == 5 and panel.next.run.has_model
     assert [*panel.next.actions][:4] == ["chat", "compare", "label", "train"]
 
 
@@ -72,7 +72,7 @@ def test_no_model_no_tab(tmp_path):
         load_config(RunConfig, dict(train=dict(max_steps=5, seed=0))), job=count, key="none"
     )
     panel.result()
-    assert panel.next is None and not panel.offer_next() and len(panel.tabs.children) == 4
+    assert panel.next is None and not panel.offer_next() and len(panel.tabs.children) == 5
     panel.session.folder = tmp_path
     assert not panel.offer_next()
     panel.close()

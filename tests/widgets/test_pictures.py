@@ -34,10 +34,23 @@ PICTURES = {
     "nothing": lambda: drawing.live_curves({}, "Nothing"),
     "eight curves": lambda: drawing.live_curves({f"series {i}": [i, 2 * i] for i in range(8)}),
     "far away": lambda: drawing.live_curves({"a": ([1_000_000, 1_000_050], [1e6, 1.5e6])}),
+    "curves of 40 points, smooth": lambda: drawing.live_curves(
+        {"a": [i % 4 for i in range(40)]}, smooth=0.1
+    ),
+    "points between gaps": lambda: drawing.live_curves({"a": [1, NAN, 2, NAN, 3, 4, NAN]}),
+    "a factor of ten": lambda: drawing.live_curves({"a": [1, 4, 10]}, log_y=True),
+    "large numbers": lambda: drawing.live_curves({"a": [1e12, 4e12]}, zero=True),
+    "a level, log": lambda: drawing.live_curves({"a": [5, 5]}, log_y=True),
+    "32 points, smooth": lambda: drawing.live_curves({"a": [1, 3] * 16}, smooth=0.25),
+    "33 points, smooth": lambda: drawing.live_curves({"a": [*[1, 3] * 16, 1]}, smooth=0.25),
+    "bars of zeros": lambda: drawing.live_bars({"a": 0, "b": 0}),
+    "a bar of zero": lambda: drawing.live_bars({"a": 0, "b": 1}),
+    "larger numbers": lambda: drawing.live_curves({"a": [1e13, 4e13]}),
     "bars": lambda: drawing.live_bars(
         {"a": 4.5, "a name that is far too long": -2.25, "none": None, "c": 1}, "Bars", "bits"
     ),
     "bars above zero": lambda: drawing.live_bars({"a": 8, "b": 2, "c": 0.01}, highlight="b"),
+    "bars of long names": lambda: drawing.live_bars({"n" * 28: 1, "a name" * 9: 2}, width=480),
     "narrow bars": lambda: drawing.live_bars({"a": -8, "b": -2}, width=240),
     "no bars": lambda: drawing.live_bars({}, "None"),
     "map": lambda: drawing.live_heatmap(
@@ -47,6 +60,10 @@ PICTURES = {
         [[i * j for j in range(24)] for i in range(2)], columns=[f"c{i}" for i in range(24)]
     ),
     "map with a limit": lambda: drawing.live_heatmap([[1, 2], [3, 4]], limit=8, width=200),
+    "map beyond its limit": lambda: drawing.live_heatmap(
+        [[4, -4], [1, -1]], ["fourteen chars", "fifteen letters"], limit=2
+    ),
+    "map of small numbers": lambda: drawing.live_heatmap([[1e-6, -1e-6, 0, 1]]),
     "empty map": lambda: drawing.live_heatmap([], title="Empty"),
     "rows": lambda: text_explorers.draw_rows(np.array([8, 3, 4, 1]), [[0], [1, 2], [3]], 8, 1),
     "narrow rows": lambda: text_explorers.draw_rows(np.array([5]), [[0]], 5, width=100),
@@ -79,7 +96,7 @@ def test_pictures_stand_next_to_each_other():
     assert grid(*(make() for make in PICTURES.values())).count("<svg") >= len(PICTURES) - 1
 
 
-LIMITS = (0, 1e-4, 0.3, 1, 7, 99.5, 100, 2048)
+LIMITS = (0, 1e-4, 0.3, 1, 7, 10, 99.5, 100, 2048)
 
 
 def test_marks_of_axes():

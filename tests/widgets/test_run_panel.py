@@ -14,9 +14,9 @@ from test_session import small
 from test_studio import until
 
 from trainkit.config import load_config, save_config
-from trainkit.progress import StopNow
+from trainkit.progress import Stage, StopNow
 from trainkit.recipes.config import RunConfig
-from trainkit.recipes.control import read_state
+from trainkit.recipes.control import read_state, write_state
 from trainkit.recipes.runner import run
 from trainkit.train.config import Control
 from trainkit.widgets.panel import buttons, headline
@@ -137,6 +137,63 @@ def test_the_time_left_has_the_evaluations_in_it():
     state.update("log", dict(step=11, loss=1.0), seconds=16.0)
     left = state.snapshot("running").eta
     assert left == pytest.approx(89 + 10 * 5)  # Nine during the run, and one at its end
+
+
+def test_the_end_of_a_stage_is_told_at_once(tmp_path):
+    "Else another process would show it for as long as what comes next tells nothing."
+    from trainkit.progress import Progress, listen
+    from trainkit.recipes.control import StageReport
+
+    report = StageReport(Control(), tmp_path, every=60)
+    with listen(report.hear):
+        with Progress(None, "Loading the model", "", where="silent"):
+            assert read_state(tmp_path)["stage"][0] == "Loading the model"
+        assert read_state(tmp_path)["stage"] is None
+
+
+def test_the_time_of_a_stage_goes_on_while_its_process_tells_nothing(tmp_path):
+    save_config(load_config(RunConfig, {}), tmp_path / "config.yaml")
+    told = write_state(tmp_path, "preparing", stage=Stage("Loading the model"))
+    state = json.loads(told.read_text())
+    told.write_text(json.dumps({**state, "time": state["time"] - 90}))
+    session = TrainSession.attach(tmp_path)
+    assert 90 <= session.snapshot().stage.seconds < 600
+    assert "preparing: loading the model · 1:" in headline(session.snapshot())
+    write_state(tmp_path, "preparing")
+    assert session.snapshot().stages[-1].seconds >= 90
+
+
+def test_a_page_counts_the_seconds_of_a_silent_stage():
+    from trainkit.progress import Progress, listen
+    from trainkit.widgets.panel import TrainerPanel
+
+    seen = threading.Event()
+
+    def silent(config, resume, callbacks, control):
+        with listen(callbacks[0].hear), Progress(None, "Loading", "", where="silent"):
+            seen.wait(300)
+        return SimpleNamespace(stop_reason="finished", model="new")
+
+    panel = TrainerPanel(load_config(RunConfig, {}), presets={}, job=silent, key="silent")
+    try:
+        panel.start()
+        until(lambda: "Loading · 0:0" in panel.stages.value)
+    finally:
+        seen.set()
+        panel.session.wait(60)
+        panel.close()
+
+
+def test_a_run_names_what_it_does_before_its_first_step(tmp_path):
+    "The memory of a step is predicted for seconds, during which nothing else is heard."
+    from trainkit.progress import listen
+
+    heard = []
+    config = small(tmp_path, max_steps=1, progress=False)
+    config.watch_memory = True
+    with listen(lambda bar: heard.append(bar.title if bar else "")):
+        run(config, verbose=False)
+    assert "Predicting the memory of a step" in heard
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ __all__ = ['Prompt', 'CALL_ID', 'ENVIRONMENTS', 'Reply', 'Environment', 'GuessNu
 
 # %% ../../nbs/08_align/14_environments.ipynb #imports-environments
 import ast
+import difflib
 import importlib.util
 import inspect
 import json
@@ -23,9 +24,10 @@ import math
 import operator
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from ..tokenizer.chat_template import parse_tool_calls
@@ -308,6 +310,15 @@ def _need(package: str, name: str) -> None:
         raise ImportError(f"{name} needs the package {package}: pip install 'trainkit-llm[gym]'")
 
 
+def _check_name(name: str, kind: str, known: Iterable[str]) -> None:
+    names = sorted(known)
+    if name not in names:
+        close = difflib.get_close_matches(name, names, 3) or names[:3]
+        raise ValueError(
+            f"there is no {kind} {name!r}: take one of {len(names)}, such as {', '.join(close)}"
+        )
+
+
 class ReasoningGym(Environment):
     "A question of reasoning-gym, and its checker as the reward, from 0 to 1."
 
@@ -321,16 +332,17 @@ class ReasoningGym(Environment):
         self.task = task
         self.chat = chat
         self.settings = settings
-        self.datasets: dict[str, Any] = {}
+        self._check(task)
+
+    def _check(self, task: str) -> None:
+        known = importlib.import_module("reasoning_gym.factory").DATASETS
+        _check_name(task, "task of reasoning-gym", known)
 
     def reset(self, row: Mapping[str, object], seed: int) -> str | list[dict]:
         "Ask a question of the task that `row['task']` names, or of the usual one."
         task = str(row.get("task") or self.task)
-        if task not in self.datasets:
-            create = importlib.import_module("reasoning_gym").create_dataset
-            self.datasets[task] = create(task, size=2**31, seed=0, **self.settings)
-        self.dataset = self.datasets[task]
-        self.entry = self.dataset[seed % 2**31]
+        self._check(task)
+        self.dataset, self.entry = _ask_gym(task, self.settings, seed % 2**31)
         question = self.entry["question"]
         return [dict(role="user", content=question)] if self.chat else f"{question}\n"
 
@@ -338,7 +350,37 @@ class ReasoningGym(Environment):
         "Check the answer: what stands between <answer> and </answer>, or all of it."
         marked = re.findall(r"<answer>(.*?)</answer>", answer, re.DOTALL)
         text = (marked[-1] if marked else answer).strip()
-        return Reply([], float(self.dataset.score_answer(answer=text, entry=self.entry)), True)
+        try:
+            reward = float(self.dataset.score_answer(answer=text, entry=self.entry))
+        except Exception:  # Some checkers raise where they cannot read an answer, such as int('x')
+            reward = 0.0
+        return Reply([], reward, True)
+
+
+_ASKED: dict[str, tuple[Any, dict]] = {}  # The last questions: a group of episodes shares one
+
+
+def _ask_gym(task: str, settings: Mapping[str, object], seed: int) -> tuple[Any, dict]:
+    """A dataset of reasoning-gym and a question of it.
+
+    Of each seed a small one, since some tasks write all of their questions at once. Some draw from
+    the random numbers of the whole process."""
+    key = repr((task, settings, seed))
+    if key not in _ASKED:
+        create = importlib.import_module("reasoning_gym").create_dataset
+        before = random.getstate(), np.random.get_state()
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            dataset = create(task, size=10, seed=seed, **settings)
+            asked = dataset, dataset[seed % 10]
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+        while len(_ASKED) >= 64:
+            _ASKED.pop(next(iter(_ASKED)))
+        _ASKED[key] = asked
+    return _ASKED[key]
 
 
 class TextArena(Environment):
@@ -351,10 +393,18 @@ class TextArena(Environment):
     ):
         _need("textarena", "TextArena")
         self.name, self.chat = game, chat
+        registry = importlib.import_module("textarena.envs.registration").ENV_REGISTRY
+        _check_name(game, "game of textarena", registry)
         self.game: Any = importlib.import_module("textarena").make(game)
 
     def reset(self, row: Mapping[str, object], seed: int) -> str | list[dict]:
-        self.game.reset(num_players=1, seed=seed)
+        try:
+            self.game.reset(num_players=1, seed=seed)
+        except (AssertionError, ValueError) as error:  # Games check their players in many ways
+            raise ValueError(
+                f"{self.name} does not begin with one player, and here the model plays alone: "
+                f"{error}"
+            ) from None
         self.seen = ""
         text = self._new_text()
         return [dict(role="user", content=text)] if self.chat else f"{text}\n"

@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_leaves
 from ..files import show_bytes
 from .tracker import Ledger, MemoryReport, report
 from ..model.transformer import fast_products, onednn_is_exact, onednn_pays
+from ..progress import Progress
 from ..quant.nf4 import CODEBOOKS, dequantize_4bit, quantize_4bit
 from ..system import available_memory, trim_malloc, heap_peak, malloc_used
 from ..system import bound_kernels
@@ -994,7 +995,8 @@ class MemoryWatch:
         "Predict, and measure the memory before the steps."
         self.shared = trainer.shards is not None  # Nobody predicts what several processes share
         if not self.shared:
-            self.foresee(trainer)
+            with Progress(None, "Predicting the memory of a step", "", where="silent"):
+                self.foresee(trainer)
         here, reference = Ledger(), _reference(trainer)
         here.know(
             "other",

@@ -922,7 +922,8 @@ def speedrun(
         typer.Argument(
             metavar="[GROUP.KNOB=VALUE]...",
             show_default=False,
-            help="Try a config with changes, as in model.n_layers=6; the ledger names them.",
+            help="Changes of a config to try, as in model.n_layers=6, or words for a program; "
+            "the ledger names them.",
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(help="Runs, with the seeds 1, 2, ...", min=1)] = 3,

@@ -228,6 +228,7 @@ class StageReport:
         self.every = every
         self.stages = Stages()
         self.state = "preparing"
+        self.title = ""  # Of the stage that was told last
         self.next = 0.0
         self.wrote = False
 
@@ -238,8 +239,13 @@ class StageReport:
         "For `trainkit.progress.listen`."
         self.stages.hear(bar)
         now = time.monotonic()
-        if self.folder is None or now < self.next:
+        stage = self.stages.current()
+        title = "" if stage is None else stage.title
+        # The end of a stage is told at once: nothing may come for minutes after it
+        waits = now < self.next and (title == self.title or self.control.running)
+        if self.folder is None or waits:
             return
+        self.title = title
         self.next = now + self.every
         with contextlib.suppress(OSError):  # A full disk must not end the run
             self.look(self.folder)

@@ -58,6 +58,7 @@ from trainkit.recipes.preparation import (
     PromptInputs,
     RunInputs,
     TextInputs,
+    check_reward_names,
     prepare_distill,
     prepare_pairs,
     prepare_prompts,
@@ -129,8 +130,10 @@ def prepare(
             "from_hf(model) of trainkit.interop.hf converts a model of transformers "
             "(merge an adapter of PEFT first); Trainer takes any module"
         )
-    base = base or (open_trained(config) if config.init_from else None)
     recipe = config.recipe
+    if recipe.learns_from == "prompts":
+        check_reward_names(config)
+    base = base or (open_trained(config) if config.init_from else None)
     if (rewards or environment) and recipe.learns_from != "prompts":
         raise ValueError(
             f"{'rewards are' if rewards else 'an environment is'} for the methods grpo, rloo, ppo "
@@ -454,8 +457,9 @@ def _show_samples(
     samples: Sequence[tuple[str, str]],
     say: Callable[..., None],
 ) -> None:
-    lines = (f"  {prompt}|{text}".replace("\n", "\n  ") for prompt, text in samples)
-    say("", title, *lines, "")
+    lines = [f"  {prompt}|{text}".replace("\n", "\n  ") for prompt, text in samples]
+    if lines:
+        say("", title, *lines, "")
 
 
 def _final_metrics(

@@ -20,6 +20,7 @@ import json
 import math
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -101,19 +102,15 @@ _FIXED = (  # Knobs of a config that the track decides: nothing is measured twic
 def entry_command(
     entry: str | Path,  # A config for `trainkit train` (.yaml, .json), or a program (.py)
     seed: int,
-    changes: Sequence[str] = (),  # Of a config, as in `model.n_layers=6`
+    changes: Sequence[str] = (),  # Of a config, as in `model.n_layers=6`; a program gets them
 ) -> tuple[list[str], str]:  # The words of the process, and the model's folder in its folder
     "How an entry is started. A program gets --data, --seed and --out, and writes a model folder."
     path = Path(entry).resolve()
     if not path.is_file():
         raise FileNotFoundError(f"{entry}: there is no such entry")
     if path.suffix == ".py":
-        if changes:
-            raise ValueError(
-                f"{entry} is a program, and {changes[0]} changes a config: change the program"
-            )
         words = [str(path), "--data", "train.jsonl", "--seed", str(seed), "--out", "model"]
-        return [sys.executable, *words], "model"
+        return [sys.executable, *words, *changes], "model"
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ValueError(
             f"{entry}: an entry is a config for `trainkit train` (.yaml, .json) or a program (.py)"
@@ -231,7 +228,10 @@ def judge_model(
     max_context: int = 1024,
 ) -> tuple[float, int]:  # Bits per byte, parameters
     "Score held-out text in rows of as many tokens as the model can read at once."
-    model, tokenizer = load_pretrained(folder)
+    own = Path(folder) / "model.py"
+    model, tokenizer = (
+        runpy.run_path(str(own))["load"](folder) if own.is_file() else load_pretrained(folder)
+    )
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer, so its text cannot be scored")
     context = int(min(context_length(model), max_context))

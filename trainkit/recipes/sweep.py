@@ -24,6 +24,7 @@ import math
 import random
 import shlex
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -712,10 +713,10 @@ def _curves(sweep: Sweep, most: int = 8) -> str:
 
 # %% ../../nbs/11_recipes/19_sweeps.ipynb #sweep-run
 class _Rung:
-    "A callback that measures at a rung, and stops the run there, or when time is up."
+    "A callback that measures at a rung, and stops the run there, or when the sweep has to end."
 
-    def __init__(self, sweep: Sweep, rung: int, control: Control, until: float):
-        self.sweep, self.rung, self.control, self.until = sweep, rung, control, until
+    def __init__(self, sweep: Sweep, rung: int, control: Control, over: Callable[[], bool]):
+        self.sweep, self.rung, self.control, self.over = sweep, rung, control, over
         self.metric: float | None = None
         self.step = 0
 
@@ -739,7 +740,7 @@ class _Rung:
             if step < trainer.total_steps:
                 self.control.ask(self.measure)
                 self.control.stop(AT_RUNG)
-        elif time.monotonic() > self.until and not self.control.stopping:
+        elif self.over() and not self.control.stopping:
             self.control.stop(AT_RUNG)
 
     def on_eval(self, trainer: "Trainer", record: dict) -> None:
@@ -769,7 +770,7 @@ class _Rung:
         return math.inf if math.isnan(value) else -value if self.sweep.greater else value
 
 
-def _take_step(sweep: Sweep, trial: Trial, rung: int, until: float) -> int:  # Exit code
+def _take_step(sweep: Sweep, trial: Trial, rung: int, over: Callable[[], bool]) -> int:  # Exit code
     "Train one trial up to a rung, and write down its result."
     from trainkit.recipes.runner import run
 
@@ -779,7 +780,7 @@ def _take_step(sweep: Sweep, trial: Trial, rung: int, until: float) -> int:  # E
     if not folder.exists():
         _share_tokenizer(sweep, folder)
     control = Control()
-    watch = _Rung(sweep, rung, control, until)
+    watch = _Rung(sweep, rung, control, over)
     code, reason = 0, ""
     try:
         result = run(config, resume=True, callbacks=[watch], control=control, verbose=False)
@@ -886,6 +887,7 @@ def run_sweep(
     settings: SweepConfig | None = None,
     folder: str | Path = "",  # Empty: next to the runs, NAME-sweep
     say: Callable[[str], object] = note,
+    stop: threading.Event | None = None,  # Another thread sets it: the run at work is saved
 ) -> Sweep:
     "Train the trials of a sweep; called again after an interruption, it continues."
     from trainkit.train.checkpoint import run_lock
@@ -895,11 +897,16 @@ def run_sweep(
     began, before = time.monotonic(), sweep.seconds
     until = began + 60 * limits.minutes if limits.minutes else math.inf
     sweep.exit_code = 0
+
+    def over() -> bool:
+        return time.monotonic() > until or (stop is not None and stop.is_set())
+
     with run_lock(sweep.folder):
         while (job := next_job(sweep.trials, sweep.settings)) is not None:
             trial, rung = job
-            if time.monotonic() > until:
-                say(f"The {limits.minutes:g} minutes are over")
+            if over():
+                asked = stop is not None and stop.is_set()
+                say("Stopped" if asked else f"The {limits.minutes:g} minutes are over")
                 break
             if sweep.total and limits.budget_steps:
                 more = limits.steps(sweep.total)[rung] - trial.step
@@ -907,7 +914,7 @@ def run_sweep(
                     say(f"The budget of {limits.budget_steps:,} steps is used up")
                     break
             try:
-                sweep.exit_code = _take_step(sweep, trial, rung, until)
+                sweep.exit_code = _take_step(sweep, trial, rung, over)
             finally:  # A second Ctrl-C, too
                 sweep.seconds = before + time.monotonic() - began
                 sweep.save()

@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -662,6 +663,9 @@ module._serve()
 """
 
 
+_LIMITED = Path("/proc/self/statm").is_file()  # The system limits the memory of a worker: Linux
+
+
 def _serve() -> None:
     "The loop of a worker: reads a list of jobs from each line, and writes a line for each job."
     # Not on Windows
@@ -674,7 +678,7 @@ def _serve() -> None:
         compile=lambda template: _compile(template) and None, render=lambda *args: _render(*args)
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Its parent decides
-    limited = bool(resource) and Path("/proc/self/statm").is_file()
+    limited = bool(resource) and _LIMITED
     first = used() if limited else 0
     for line in sys.stdin.buffer:
         if limited:
@@ -728,6 +732,54 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     "A pipe of a process that was started with pipes."
     assert pipe is not None
     return pipe
+
+
+_BEGUN = 32_000_000  # Bytes of a worker that has read its libraries
+
+
+class _Watch(threading.Thread):
+    """End a worker that takes too long and, where the system does not limit it, too much memory.
+
+    The memory is looked at every hundredth of a second, so it may be exceeded for that long."""
+
+    def __init__(self, process: subprocess.Popen[bytes], seconds: float, given: int):
+        super().__init__(daemon=True)
+        self.process, self.seconds, self.given = process, seconds, given
+        self.done, self.reason = threading.Event(), ""
+
+    def run(self) -> None:
+        used = None if _LIMITED else self.memory()
+        if used is None:
+            if not self.done.wait(self.seconds):
+                self.end(_TOO_LONG)
+            return
+        end = time.monotonic() + self.seconds
+        most = max(used(), _BEGUN) + MEMORY + 16 * self.given
+        while not self.done.wait(0.01):
+            if used() > most:
+                return self.end(_TOO_LARGE)
+            if time.monotonic() > end:
+                return self.end(_TOO_LONG)
+
+    def memory(self) -> Callable[[], int] | None:  # Bytes in main memory; None: nobody reports it
+        try:
+            import psutil
+
+            process = psutil.Process(self.process.pid)
+        except Exception:
+            return None
+
+        def used() -> int:
+            try:
+                return process.memory_info().rss
+            except psutil.Error:
+                return 0  # It has ended
+
+        return used
+
+    def end(self, reason: str) -> None:
+        self.reason = reason
+        self.process.kill()
 
 
 class _Workers:
@@ -797,11 +849,11 @@ class _Workers:
             line = _to_line([*part])
         for again in (False, True):  # A worker may have ended while it was idle
             process = self.process or self.begin()
-            # The worker's own timer counts processor time; this one is for systems without such a
+            # The worker's own timer counts processor time; the watch is for systems without such a
             # timer, and for a machine that hangs
             seconds = 60 + SECONDS * len(part) if many > 1 else SECONDS + 1
-            clock = threading.Timer(seconds, process.kill)
-            clock.start()
+            watch = _Watch(process, seconds, len(line))
+            watch.start()
             try:
                 _pipe(process.stdin).write(line)
                 _pipe(process.stdin).flush()
@@ -822,15 +874,15 @@ class _Workers:
             except OSError:
                 # Its own timer, our timer, or another process ended it
                 code = self.end()
-                late = not clock.is_alive()
-                if late or again or values or code == -getattr(signal, "SIGPROF", 0):
-                    self.fail(first + len(values), self.end_reason(code, late))
+                reason = watch.reason or self.end_reason(code)
+                if watch.reason or again or values or reason == _TOO_LONG:
+                    self.fail(first + len(values), reason)
             finally:
-                clock.cancel()
+                watch.done.set()
         return values
 
-    def end_reason(self, code: int, late: bool) -> str:  # From how it ended
-        if late or code == -getattr(signal, "SIGPROF", 0):
+    def end_reason(self, code: int) -> str:  # From how it ended
+        if code == -getattr(signal, "SIGPROF", 0):
             return _TOO_LONG
         return (
             f"this chat template is not safe to run: it ended the process that ran it (code {code})"

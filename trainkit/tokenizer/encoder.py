@@ -586,20 +586,19 @@ class Encoder:
         return ids, np.diff(np.concatenate(([0], np.cumsum(sizes)))[words_of])
 
     def _encode_threads(self, texts: Sequence[str], threads: int) -> tuple[np.ndarray, np.ndarray]:
-        "`_encode_numba` of pieces of about a megabyte, several at a time."
-        pieces = [[*safe_pieces(text, self.pattern, 1 << 20)] for text in texts]
+        "`_encode_numba` of pieces of a quarter of a megabyte, several at a time."
+        pieces = [[*safe_pieces(text, self.pattern, 1 << 18)] for text in texts]
         groups: list[list[str]] = [[]]
         size = 0
         for piece in chain.from_iterable(pieces):
-            if size > 1 << 20:
+            if size > 1 << 18:
                 groups.append([])
                 size = 0
             groups[-1].append(piece)
             size += len(piece)
-        first = self._encode_numba(groups[0])  # Before the others, as it makes the tables
+        self._encode_numba([""])  # Before the threads, as it makes the tables
         with ThreadPoolExecutor(threads) as pool:
-            rest = [*pool.map(self._encode_numba, groups[1:])]
-        ids, sizes = zip(first, *rest, strict=True)
+            ids, sizes = zip(*pool.map(self._encode_numba, groups), strict=True)
         begins = np.cumsum([0] + [len(some) for some in pieces])
         totals = np.concatenate(([0], np.cumsum(np.concatenate(sizes))))
         return np.concatenate(ids), np.diff(totals[begins])

@@ -69,7 +69,8 @@ _STYLE = """<style>
   white-space: normal; height: auto; line-height: 1.4; overflow: visible }
 .trainkit-key { font-size: 11px; opacity: .75; margin-left: 4px }
 .trainkit-help { display: none }
-.trainkit-knob:focus-within .trainkit-help { /* Over what follows, so that nothing moves */
+/* Over what follows, so that nothing moves. After an upload the columns are there */
+.trainkit-knob:focus-within:not(:has(button:focus)) .trainkit-help {
   display: block; position: absolute; z-index: 9; top: 100%; left: 0; width: max-content;
   max-width: min(100%, 420px); padding: 3px 8px; font-size: 12px; line-height: 1.4;
   white-space: normal; pointer-events: none; border-radius: 3px; color: #fff; background: #24292f;

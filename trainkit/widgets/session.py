@@ -215,7 +215,7 @@ class RunState:
             before = self.remote_stage
             if before is not None and (stage is None or stage.title != before.title):
                 self.stages.past.append(before)
-            if stage != before:
+            if str(stage) != str(before):
                 self.version += 1
             self.remote_stage = stage
 
@@ -458,6 +458,16 @@ _RESULT_FIELDS = (  # What a `RunResult` takes from the last record of `metrics.
 def _write_checkpoint(trainer: "Trainer"):
     trainer.save(strict=False)
     trainer.flush_checkpoint(strict=False)
+
+
+def _stage_now(
+    report: dict[str, Any],  # That of `read_state`, with a stage
+) -> Stage:
+    "What a process does, with the time since it told of it."
+    stage = Stage(*report["stage"])
+    here = report["host"] == socket.gethostname()
+    passed = max(0.0, time.time() - report["time"]) if here else 0.0
+    return stage._replace(seconds=stage.seconds + passed)
 
 
 class TrainSession:
@@ -804,7 +814,7 @@ class TrainSession:
         ended = code is not None or (self.process is None and gone)
         self._follow()
         stage = report.get("stage")
-        self.run_state.show_stage(Stage(*stage) if stage and not ended else None)
+        self.run_state.show_stage(_stage_now(report) if stage and not ended else None)
         if not ended:
             state = report.get("state")
             active = ("pausing", *ACTIVE)

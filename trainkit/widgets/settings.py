@@ -12,8 +12,8 @@ are unusual, and `run_guide` combines it all for a `Form`. Nothing here needs a 
 # %% auto #0
 __all__ = ['METHODS_IN_WORDS', 'DATA_IN_WORDS', 'LABELS', 'WORDS', 'COLUMNS_IN_WORDS', 'find_models', 'corpora_for', 'find_data',
            'find_templates', 'find_rewards', 'find_environments', 'find_losses', 'save_upload', 'first_row',
-           'unknown_columns', 'visible_sections', 'visible_fields', 'switch_method', 'follow_change', 'missing_file',
-           'advise_run', 'run_guide']
+           'count_data', 'unknown_columns', 'visible_sections', 'visible_fields', 'switch_method', 'follow_change',
+           'missing_file', 'advise_run', 'run_guide']
 
 # %% ../../nbs/12_widgets/17_settings.ipynb #imports-settings
 import os
@@ -295,6 +295,24 @@ def first_row(
         return {}
 
 
+@lru_cache(maxsize=32)
+def _count_data(path: str, changed: float) -> int:
+    return sum(isinstance(row, Mapping) for _, row in read_rows(path))
+
+
+def count_data(
+    path: str,
+) -> int:  # 0 where it is no small table that can be read here
+    "The rows of a small table of yours."
+    file = Path(path)
+    try:
+        if plain_suffix(file) not in _TABLES or file.stat().st_size > 2**21:
+            return 0
+        return _count_data(path, file.stat().st_mtime)
+    except (OSError, ValueError, ImportError):
+        return 0
+
+
 def unknown_columns(
     config: "RunConfig",
 ) -> dict[str, list[str]]:  # What is needed -> the names in the file; empty if all is known
@@ -549,6 +567,23 @@ def _data_advice(config: "RunConfig") -> Iterator[Advice]:
         yield Advice("data.max_length", "Longer texts are cut or refused at so few tokens.")
 
 
+def _passes_advice(config: "RunConfig") -> Iterator[Advice]:
+    "How often a run that counts steps sees each row of a small table."
+    train, most = config.train, 20
+    rows = 0
+    if config.recipe.learns_from in ("answers", "pairs"):
+        rows = count_data(config.data.path)
+    if not rows:
+        return
+    batch = train.per_device_train_batch_size * train.gradient_accumulation_steps
+    passes = train.max_steps * batch / rows
+    if passes > most:
+        few = max(1, round(3 * rows / batch))
+        text = f"About {passes:,.0f} passes over the {rows:,} rows of this file: it will be "
+        text += f"memorized. Three passes are {few:,} steps."
+        yield Advice("train.max_steps", text)
+
+
 def _training_advice(config: "RunConfig") -> Iterator[Advice]:
     rate, train = config.optim.learning_rate, config.train
     usual = load_config(
@@ -568,6 +603,7 @@ def _training_advice(config: "RunConfig") -> Iterator[Advice]:
             f"No effect: the run ends after step {train.max_steps:,} (Steps at most; -1: no limit)."
         )
         yield Advice("train.num_train_epochs", text, "note")
+        yield from _passes_advice(config)
     elif train.num_train_epochs > 20:
         text = f"Each row is seen {train.num_train_epochs:g} times: it will be memorized."
         yield Advice("train.num_train_epochs", text)

@@ -598,7 +598,8 @@ def serve_studio(
             port=port,
             token=token or secrets.token_hex(24),
             open_browser=True,  # `launch_browser` is where the address is known
-            tornado_settings={"ws_ping_interval": 30_000, "ws_ping_timeout": 30_000},
+            # No pings: on a busy machine, a late answer would close the connection
+            tornado_settings={"ws_ping_interval": 0},
             config_file_paths=[],  # A file of the working folder configures nothing
             root_dir=home,  # No file of yours is served
             notebook_path=str(notebook),
@@ -609,5 +610,7 @@ def serve_studio(
         settings.extension_allowlist = _EXTENSIONS
         settings.prelaunch_hook = _allow_shutdown
         settings.allow_template_override = settings.allow_theme_override = "NO"
+        patience = server.config.VoilaExecutor  # By default 4 s, after which the page is empty
+        patience.startup_timeout = patience.iopub_timeout = 600
         server.initialize([])
         server.start()
