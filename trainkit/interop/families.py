@@ -466,8 +466,7 @@ def take_weights(
         "is incomplete: copy or download it again",
     )
     model.load_state_dict({k: v.contiguous() for k, v in weights.items()}, assign=True)
-    if config.tie_embeddings:
-        model.tie_weights()
+    model.tie_weights()
     return model.requires_grad_(True)
 
 # %% ../../nbs/10_interop/02_families.ipynb #68ba061c

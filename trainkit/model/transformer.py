@@ -760,8 +760,7 @@ class Transformer(nn.Module):
             raise ValueError("vocab_size is 0: set it to the tokenizer's vocab_size")
         self.config, self.model = config, Decoder(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.tie_weights()
+        self.tie_weights()
         self.init_weights()
 
     @property
@@ -775,8 +774,9 @@ class Transformer(nn.Module):
         return self.lm_head
 
     def tie_weights(self) -> None:
-        "Let the head use the matrix of the embedding."
-        self.get_output_embeddings().weight = self.get_input_embeddings().weight
+        "Let the head use the matrix of the embedding, if the config says so."
+        if self.config.tie_embeddings:
+            self.get_output_embeddings().weight = self.get_input_embeddings().weight
 
     @torch.no_grad()
     def init_weights(self) -> None:
