@@ -37,7 +37,7 @@ from torch import nn  # noqa: E402
 from trainkit.data.dataset import load_examples  # noqa: E402
 from trainkit.interop.hf import load_pretrained  # noqa: E402
 from trainkit.quant.calibration import (  # noqa: E402
-    METHODS,
+    CALIBRATION_METHODS,
     bits_per_weight,
     calibrate,
     collect_inputs,
@@ -93,10 +93,12 @@ def quality(device: str, choices: list[int]) -> None:
         "| bits a weight | method | perplexity (less is better) | CPU seconds |\n|---|---|---|---|"
     )
     print(f"| 32 | exact | {perplexity():.2f} | |", flush=True)
-    for bits, name in product(choices, [*METHODS, "gptq, inputs of the unrounded model"]):
+    for bits, name in product(
+        choices, [*CALIBRATION_METHODS, "gptq, inputs of the unrounded model"]
+    ):
         model.load_state_dict(start)
         method = name.split(",")[0]
-        if name in METHODS:
+        if name in CALIBRATION_METHODS:
             source = dict(input_ids=read)
         else:
             source = dict(inputs=collect_inputs(model, read[:, None]))

@@ -688,3 +688,55 @@ def test_a_fresh_process_sees_the_environment_of_its_test(tmp_path, monkeypatch)
             monkeypatch.delenv("TRAINKIT_LATE")
         ended = in_child(_environment_of, "TRAINKIT_LATE", folder=tmp_path)
         assert ended.stdout.strip() == (value or "unset"), ended.stderr
+
+
+def _sources():
+    "Every file and cell that imports the package, apart from the package."
+    for folder in ("tests", "benchmarks", "tools"):
+        for path in (ROOT / folder).rglob("*.py"):
+            yield path, path.read_text(encoding="utf-8")
+    for path in (ROOT / "nbs").rglob("*.ipynb"):
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            if cell["cell_type"] == "code":
+                source = "".join(cell["source"])
+                yield path, re.sub(r"(?m)^\s*[%!].*$", "", source)
+
+
+def _stored_names(path):
+    "Everything that a module defines or imports, wherever it stands."
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    return names
+
+
+def _missing_imports(source, stored):
+    "`module: name` for each import from the package that would fail."
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("trainkit."):
+            continue
+        place = ROOT.joinpath(*node.module.split("."))
+        files = [place.with_suffix(".py"), place / "__init__.pyi"]
+        names = next((stored(file) for file in files if file.exists()), set())
+        for alias in node.names:
+            if alias.name not in names and not (place / f"{alias.name}.py").exists():
+                yield f"{node.module}: {alias.name}"
+
+
+def test_everything_that_is_imported_is_there():
+    "Also in benchmarks, slow tests and slow cells, which are rarely run."
+    stored = cache(_stored_names)
+    missing = [
+        (path.relative_to(ROOT).as_posix(), name)
+        for path, source in _sources()
+        if "from trainkit." in source
+        for name in _missing_imports(source, stored)
+    ]
+    assert not missing
+    wrong = "from trainkit.quant.calibration import METHODS"
+    assert [*_missing_imports(wrong, stored)] == ["trainkit.quant.calibration: METHODS"]

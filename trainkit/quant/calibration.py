@@ -318,7 +318,7 @@ CALIBRATION_METHODS: dict[str, Callable[..., Tensor]] = {
 @torch.no_grad()
 def calibrate(
     model: nn.Module,  # Changed in place, once every layer is rounded
-    method: str,  # One of `METHODS`
+    method: str,  # One of `CALIBRATION_METHODS`
     # For awq and gptq instead of `input_ids`: what `collect_inputs` returned for this model
     inputs: dict[str, InputStats] | None = None,
     bits: int = 3,
