@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from trainkit.data.shards import (
     tokenize_to_disk,
     verify_shards,
 )
+from trainkit.parallel import in_order
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
 EOS = "<|endoftext|>"
@@ -250,3 +253,21 @@ def test_a_shard_ends_where_it_is_full(size, monkeypatch):
         assert all(block <= n < block + 4 for n in blocks[: None if number + 1 in sizes else -1])
         assert number + 1 not in sizes or sum(blocks[:-1]) < size <= sum(blocks)
     assert sum(sizes[len(sizes) - 1][:-1]) < size
+
+
+def _half_a_result(part):
+    "Another process that writes half of its result and is killed."
+    if 0 in part:
+        frame = sys._getframe()
+        while "result_queue" not in frame.f_locals:
+            frame = frame.f_back
+        os.write(frame.f_locals["result_queue"]._writer.fileno(), struct.pack("!i", 1000) + b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return part
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
+def test_a_worker_that_was_killed_while_it_wrote_is_noticed():
+    "The others go on, so that the pool's thread would wait for the rest of the result for ever."
+    with pytest.raises(BrokenProcessPool):
+        list(in_order(_half_a_result, range(40), 2, 1))

@@ -23,7 +23,7 @@ import os
 from codecs import getincrementaldecoder
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import groupby
 from operator import itemgetter
@@ -40,7 +40,7 @@ from .schema import as_example
 from .sources import CORPORA
 from ..display import plural
 from ..files import atomic_folder, read_json, reading, write_atomic
-from ..parallel import begin_worker, end_workers
+from ..parallel import begin_worker, end_workers, pool_result
 from ..progress import Progress
 from ..tokenizer.bpe_tokenizer import BPETokenizer
 from ..tokenizer.pretokenize import safe_pieces, to_utf8
@@ -439,7 +439,9 @@ def encode_blocks(
     workers = num_proc or cores
 
     def result(shard, texts, ends, ids):
-        return shard, texts, ends, ids.result() if hasattr(ids, "result") else ids
+        if pool is not None and isinstance(ids, Future):
+            ids = pool_result(pool, ids)
+        return shard, texts, ends, ids
 
     try:
         for shard, texts, ends in jobs:

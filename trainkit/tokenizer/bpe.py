@@ -32,6 +32,7 @@ import numpy as np
 
 from ..numba_utils import compile_kernels, find_key, hash_bytes, heap_pop, heap_push
 from ..numba_utils import pick_backend, same_bytes
+from ..parallel import pool_result
 from ..progress import Progress
 from .pretokenize import PATTERN_KERNELS, PATTERN_KINDS, char_classes
 from .pretokenize import find_pattern, join_pairs, safe_pieces, split_words
@@ -167,12 +168,12 @@ def count_words(
                     counts.update(_count_block(block, pattern, block_backend))
                 else:
                     waiting.append(pool.submit(_count_block, block, pattern, block_backend))
-                while len(waiting) > workers + 1:
-                    counts.update(waiting.popleft().result())
+                while pool is not None and len(waiting) > workers + 1:
+                    counts.update(pool_result(pool, waiting.popleft()))
                 done += size
                 bar.update(done)
-            while waiting:
-                counts.update(waiting.popleft().result())
+            while pool is not None and waiting:
+                counts.update(pool_result(pool, waiting.popleft()))
         finally:
             if pool is not None:
                 pool.shutdown(cancel_futures=True)
