@@ -33,6 +33,10 @@ from support.processes import SERVER, serve
 
 sys.dont_write_bytecode = False
 
+# What a shell starts with `&` ignores Ctrl-C, and tests that send one would wait for minutes
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
