@@ -22,13 +22,14 @@ import math
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from textwrap import fill, wrap
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec, SupportsFloat, cast
 
 import trainkit
 
@@ -38,6 +39,9 @@ from .display import PALETTE, Picture, clean, number, visible
 if TYPE_CHECKING:
     from matplotlib import RcParams
     from matplotlib.axes import Axes
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #axes-code
 INK = "#767676"  # The text and lines of the style sheet
@@ -106,7 +110,7 @@ def new_axes(
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #21f2c9ce
 def finite_float(
-    value: Any,  # A number, or None
+    value: SupportsFloat | None,
 ) -> float:  # NaN where there is nothing to draw
     "A float that can be drawn: beyond 1e200 counts as infinite, and below 1e-200 as zero."
     value = math.nan if value is None else float(value)
@@ -126,7 +130,11 @@ def as_points(
     "The points of one series."
     data = _as_list(data)
     pair = len(data) == 2 and not any(isinstance(d, (int, float)) for d in data)
-    xs, ys = (_as_list(d) for d in data) if pair else (range(len(data)), data)
+    if pair:
+        xs, ys = (_as_list(d) for d in data)
+    else:
+        xs = range(len(data))
+        ys = data
     if len(xs) != len(ys):
         raise ValueError(f"{len(xs)} values of x for {len(ys)} values of y")
     points = [(finite_float(x), finite_float(y)) for x, y in zip(xs, ys, strict=True)]
@@ -184,10 +192,10 @@ def describe(
     return text
 
 
-def _figure(ax: "Axes") -> Any:
+def _figure(ax: "Axes") -> "Figure":
     "The whole figure, also for Axes in a part of one."
-    part: Any = ax.figure
-    return part.figure
+    part = cast("Figure", ax.figure)
+    return cast("Figure", part.figure)
 
 
 def caption(
@@ -197,14 +205,11 @@ def caption(
     if words := str(ax.get_label()):
         return words
     title = " ".join((ax.get_title("left") or ax.get_title()).split())
-    lines = [
-        describe(
-            str(line.get_label()).replace("_child", "line "),
-            as_points((line.get_xdata(), line.get_ydata())),
-            ax.get_xlabel() or "x",
-        )
-        for line in ax.get_lines()
-    ]
+    lines = []
+    for line in ax.get_lines():
+        name = str(line.get_label()).replace("_child", "line ")
+        points = as_points((line.get_xdata(), line.get_ydata()))
+        lines.append(describe(name, points, ax.get_xlabel() or "x"))
     return ": ".join(part for part in (title, "; ".join(lines)) if part) or "an empty chart"
 
 
@@ -225,7 +230,8 @@ def _finish(
 ) -> "Axes":
     "Write the title above a chart, and note its caption."
     if title:
-        lines = fill(_plain(title), max(12, int((_width(ax) - left) / 7.2)))
+        characters = int((_width(ax) - left) / 7.2)
+        lines = fill(_plain(title), max(12, characters))
         ax.set_title(lines, loc="left", pad=pad, y=y, fontweight="bold")
         words = f"{title}: {words}"
     before = str(ax.get_label())
@@ -252,32 +258,49 @@ def thin(
     while len(points) > max(4, limit):
         inner = points[1:-1]
         thinned = [points[0]]
-        for four in (inner[i : i + 4] for i in range(0, len(inner), 4)):
+        for i in range(0, len(inner), 4):
+            four = inner[i : i + 4]
             real = [p for p in four if math.isfinite(p[1])]
             gap = [p for p in four if not math.isfinite(p[1])][:1]
-            ends = [max(real, key=lambda p: p[1])] if real else []
-            if not gap and real:
+            ends = []
+            if real:
+                ends.append(max(real, key=lambda p: p[1]))
+            if real and not gap:
                 ends.append(min(real, key=lambda p: p[1]))
             thinned += sorted({*ends, *gap}, key=four.index)
         points = [*thinned, points[-1]]
     return points
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #6c07df47
-def _line(ax: "Axes", points: list[tuple[float, float]], name: str, **how: Any) -> Any:
+def _line(
+    ax: "Axes",
+    points: list[tuple[float, float]],
+    name: str,
+    colour: str,
+) -> "Line2D":
     "A line broken at its gaps, with dots if it is short; a point between two gaps is a dot."
     xs, ys = zip(*points, strict=True)
     real = [False, *map(math.isfinite, ys), False]
-    lonely = [i for i in range(len(ys)) if real[i + 1] and not real[i] and not real[i + 2]]
+    lonely = []
+    for i in range(len(ys)):
+        before, here, after = real[i : i + 3]
+        if here and not before and not after:
+            lonely.append(i)
     dots = None if len(points) <= 32 else lonely  # None marks every point
     marker = "" if dots == [] else "o"
-    return ax.plot(xs, ys, marker=marker, markevery=dots, label=name, **how)[0]
+    return ax.plot(xs, ys, marker=marker, markevery=dots, label=name, color=colour)[0]
 
 
 def _last_value(points: list[tuple[float, float]]) -> str:
     return next((number(y) for _, y in reversed(points) if math.isfinite(y)), "–")
 
 
-def _mark_numbers(ax: "Axes", log_y: bool, whole: bool, zero: bool) -> None:
+def _mark_numbers(
+    ax: "Axes",
+    log_y: bool,
+    whole: bool,
+    zero: bool,
+) -> None:
     "Few marks with short numbers; a vertical axis that doesn't magnify rounding."
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
@@ -356,10 +379,8 @@ def curves(
         raise ValueError(f"smooth={smooth}: it is at least 0 and less than 1")
     lines = {str(name): as_points(data) for name, data in series.items()}
     if log_y:
-        lines = {
-            name: [(x, y if y > 0 else math.nan) for x, y in points]
-            for name, points in lines.items()
-        }
+        for name, points in lines.items():
+            lines[name] = [(x, y if y > 0 else math.nan) for x, y in points]
     real = [p for points in lines.values() for p in points if math.isfinite(p[1])]
     alone = ax is None
     ax = new_axes() if ax is None else ax
@@ -371,18 +392,30 @@ def curves(
         limit = 512
         colour = PALETTE[i % len(PALETTE)]
         if smooth and len(points) > 32:
-            ax.plot(*zip(*thin(points, 256), strict=True), color=colour, linewidth=0.8, alpha=0.3)
+            xs, ys = zip(*thin(points, 256), strict=True)
+            ax.plot(xs, ys, color=colour, linewidth=0.8, alpha=0.3)
             visible_points = running_mean(points, smooth * len(points))
             limit = 256
         label = _plain(f"{name} {_last_value(points)}")
-        names[_line(ax, thin(visible_points, limit), label, color=colour)] = label
-    _mark_numbers(ax, log_y, all(x == int(x) for x, _ in real), zero)
+        line = _line(ax, thin(visible_points, limit), label, colour)
+        names[line] = label
+    whole = all(x == int(x) for x, _ in real)
+    _mark_numbers(ax, log_y, whole, zero)
     ax.set(xlabel=_plain(x_label), ylabel=_plain(y_label))
-    columns = max(1, int((_width(ax) - 50) / (45 + 6.2 * max(map(len, names.values())))))
+    longest = max(map(len, names.values()))
+    columns = max(1, int((_width(ax) - 50) / (45 + 6.2 * longest)))
     # Matplotlib leaves out names that begin with a line
     words = [f" {label}" if label.startswith("_") else label for label in names.values()]
-    key: Any = dict(ncols=columns, handlelength=1.2, columnspacing=1.2, borderaxespad=0.1)
-    ax.legend([*names], words, loc="lower left", bbox_to_anchor=(-0.01, 1), **key)
+    ax.legend(
+        [*names],
+        words,
+        loc="lower left",
+        bbox_to_anchor=(-0.01, 1),
+        ncols=columns,
+        handlelength=1.2,
+        columnspacing=1.2,
+        borderaxespad=0.1,
+    )
     above = 10 + 13.5 * -(-len(names) // columns)
     words = "; ".join(describe(name, points, x_label) for name, points in lines.items())
     _finish(ax, title, words, 50, pad=above, y=1.0)
@@ -440,7 +473,7 @@ FAINTEST = 0.15  # Opacity of the least number that is not zero: to be seen on a
 
 
 @cache
-def _colours(negative: bool) -> Any:
+def _colours(negative: bool) -> "ListedColormap":
     "From orange to blue, faint near zero; zero itself is not drawn."
     from matplotlib.colors import ListedColormap, to_rgba
 
@@ -462,14 +495,19 @@ def heatmap(
     ax: "Axes | None" = None,  # Drawn into; new ones when None
 ) -> "Axes":
     "A matrix as a grid of colours: blue above zero, orange below, stronger for larger."
+    from matplotlib.ticker import FuncFormatter
+
     values = as_rows(matrix)
     h = len(values)
     w = len(values[0]) if values else 0
     for name, labels, n in (("rows", rows, h), ("columns", columns, w)):
         if len(labels) not in (0, n):
             raise ValueError(f"{len(labels)} labels for {n} {name}")
-    cells = [(v, i, j) for i, row in enumerate(values) for j, v in enumerate(row) if v == v]
-    rows, columns = [[_short(visible(n), 14) for n in names] for names in (rows, columns)]
+    cells = []
+    for i, row in enumerate(values):
+        cells += [(v, i, j) for j, v in enumerate(row) if not math.isnan(v)]
+    rows = [_short(visible(name), 14) for name in rows]
+    columns = [_short(visible(name), 14) for name in columns]
     if ax is None:
         size = min(28.0, 360 / w) if w else 1.0  # Of a cell
         above = 36 * bool(title) + 5.5 * max(map(len, columns), default=0)
@@ -486,15 +524,28 @@ def heatmap(
     every = max(1, math.ceil(14 * w / 360))  # Labels that don't touch
     ax.set_yticks(range(0, h if rows else 0, every), [_plain(name) for name in rows[::every]])
     ax.xaxis.tick_top()
-    turned: Any = dict(rotation=45, ha="left", rotation_mode="anchor")
-    ax.set_xticks(range(0, w if columns else 0, every), map(_plain, columns[::every]), **turned)
+    ax.set_xticks(
+        range(0, w if columns else 0, every),
+        [_plain(name) for name in columns[::every]],
+        rotation=45,
+        ha="left",
+        rotation_mode="anchor",
+    )
     ax.tick_params(length=0)
     ax.grid(False)
     ax.spines[:].set(visible=True, alpha=0.5)
     if key:
         ticks = [-limit, 0, limit] if low < 0 else [0, limit]
-        how = dict(location="bottom", shrink=0.5, aspect=18, pad=0.03, ticks=ticks)
-        bar = _figure(ax).colorbar(image, ax=ax, format=lambda v, _: number(float(v)), **how)
+        bar = _figure(ax).colorbar(
+            image,
+            ax=ax,
+            format=FuncFormatter(lambda v, _: number(float(v))),
+            location="bottom",
+            shrink=0.5,
+            aspect=18,
+            pad=0.03,
+            ticks=ticks,
+        )
         bar.ax.tick_params(length=0)
         bar.outline.set_alpha(0.5)
     peak, i, j = strongest
@@ -519,17 +570,69 @@ def _arrow_path(
     target = u + width / 2
     if y == v and near and u > x:  # To the next box
         level = y + height / 2
-        return [(x + width, level), (u, level)], ((x + width + u) / 2, level - 8)
+        line = [(x + width, level), (u, level)]
+        return line, ((x + width + u) / 2, level - 8)
     if y == v:  # An arc above the boxes, or below them where it leads back
-        edge, bow = (y, -34) if u > x else (y + height, 34)
+        if u > x:
+            edge, bow = y, -34
+        else:
+            edge, bow = y + height, 34
         curve = [(middle, edge), (middle, edge + bow), (target, edge + bow), (target, edge)]
-        return curve, ((middle + target) / 2, edge + bow * 0.75 + (11 if bow > 0 else -9))
+        beyond = 11 if bow > 0 else -9
+        return curve, ((middle + target) / 2, edge + bow * 0.75 + beyond)
     edge, reach = (y + height, v) if v > y else (y, v + height)  # To another row
     half = (edge + reach) / 2
     curve = [(middle, edge), (middle, half), (target, half), (target, reach)]
     return curve, ((middle + target) / 2 + 8 * (middle == target), half)
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #06fe86f8
+def _places(rows: Sequence[Sequence[str | None]]) -> dict[str, tuple[int, int]]:
+    "The column and the row of each box."
+    places = {}
+    for row, names in enumerate(rows):
+        for column, name in enumerate(names):
+            if name is not None:
+                places[name] = (column, row)
+    return places
+
+
+def _check_arrows(
+    place: Mapping[str, tuple[int, int]],
+    arrows: Sequence[tuple[str, ...]],
+    colours: Iterable[str],  # The boxes that have one
+) -> None:
+    "Raise `ValueError` for a box that is not there, and for an arrow through other boxes."
+    ends = [name for arrow in arrows for name in arrow[:2]]
+    for name in [*ends, *colours]:
+        if name not in place:
+            raise ValueError(f"no box is called {name!r}{nearest(name, [*place])}")
+    for start, end, *_ in arrows:
+        if start == end or abs(place[start][1] - place[end][1]) > 1:
+            raise ValueError(
+                f"an arrow from {start!r} to {end!r} would cross other boxes: "
+                "put them in the same row or in neighbouring ones"
+            )
+
+
+def _between_neighbours(rows: Sequence[Sequence[str | None]]) -> list[tuple[str, str]]:
+    "An arrow from each box to the next one of its row."
+    arrows = []
+    for names in rows:
+        for start, end in pairwise(names):
+            if start is not None and end is not None:
+                arrows.append((start, end))
+    return arrows
+
+
+def _sentences(arrows: Iterable[tuple[str, ...]]) -> str:
+    "What arrows say, for those who do not see them."
+    sentences = []
+    for start, end, *label in arrows:
+        note = f" ({label[0]})" if label else ""
+        sentences.append(f"{start} leads to {end}{note}")
+    return "; ".join(sentences)
+
+
 @chart_style()
 def flow(
     # Boxes from left to right, a row at a time; None leaves a place empty
@@ -542,53 +645,34 @@ def flow(
     ax: "Axes | None" = None,  # Drawn into; new ones when None
 ) -> "Axes":
     "Boxes and arrows: the life cycle of something, drawn and described."
-    place = {
-        name: (column, row)
-        for row, names in enumerate(rows)
-        for column, name in enumerate(names)
-        if name is not None
-    }
-    names = [n for r in rows for n in r if n is not None]
+    names = [name for boxes in rows for name in boxes if name is not None]
+    place = _places(rows)
     colours = colours or {}
     if not names:
         raise ValueError(f"a diagram needs at least one box, got rows={rows!r}")
     if repeated := {n for n in names if names.count(n) > 1}:
         raise ValueError(f"two boxes are called {sorted(repeated)[0]!r}: give each its own name")
     if arrows is None:
-        arrows = [
-            (a, b)
-            for row in rows
-            for a, b in zip(row, row[1:], strict=False)
-            if a is not None and b is not None
-        ]
-    for name in [n for a in arrows for n in a[:2]] + list(colours):
-        if name not in place:
-            raise ValueError(f"no box is called {name!r}{nearest(name, names)}")
-    for start, end, *_ in arrows:
-        if start == end or abs(place[start][1] - place[end][1]) > 1:
-            raise ValueError(
-                f"an arrow from {start!r} to {end!r} would cross other boxes: "
-                "put them in the same row or in neighbouring ones"
-            )
+        arrows = _between_neighbours(rows)
+    _check_arrows(place, arrows, colours)
     lines = {name: wrap(_plain(name), 16) or [""] for name in names}
     longest = max(len(part) for parts in lines.values() for part in parts)
-    width, height = size = (7.5 * longest + 22.0, 16.0 * max(map(len, lines.values())) + 18)
+    width = 7.5 * longest + 22.0
+    height = 16.0 * max(map(len, lines.values())) + 18
+    size = width, height
     longest_label = max((len(a[2]) for a in arrows if len(a) > 2), default=0)
     gap = max(34.0, min(6 * longest_label + 16, 90))
     lift = 44.0
     margin = 40.0
-    corner = {
-        name: (2 + column * (width + gap), margin + row * (height + lift))
-        for name, (column, row) in place.items()
-    }
-    whole = 4 + max(column for column, _ in place.values()) * (width + gap) + width
+    corner = {}
+    for name, (column, row) in place.items():
+        corner[name] = 2 + column * (width + gap), margin + row * (height + lift)
+    last = max(column for column, _ in place.values())
+    whole = 4 + last * (width + gap) + width
     depth = 2 * margin + len(rows) * (height + lift) - lift
-    ends = [
-        corner[start][0] + width / 2 + 8 + 7 * len(label[0])
-        for start, end, *label in arrows
-        if label and place[start][0] == place[end][0]
-    ]
-    whole = max(whole, *ends) if ends else whole  # What stands next to a line that leads down
+    for start, end, *label in arrows:
+        if label and place[start][0] == place[end][0]:  # Stands next to a line that leads down
+            whole = max(whole, corner[start][0] + width / 2 + 8 + 7 * len(label[0]))
     if ax is None:
         ax = new_axes(whole, depth)
         _figure(ax).set_layout_engine("none")
@@ -602,15 +686,17 @@ def flow(
         near = place[end][0] - place[start][0] == 1
         points, at = _arrow_path(corner[start], corner[end], size, near)
         _arrow(ax, points, at, *label)
-    words = "; ".join(
-        f"{a[0]} leads to {a[1]}" + (f" ({a[2]})" if len(a) > 2 else "") for a in arrows
-    )
+    words = _sentences(arrows)
     ax.set_label(f"{title}: {words}" if title else words)
     return ax
 
 
 def _box(
-    ax: "Axes", corner: tuple[float, float], size: tuple[float, float], words: str, colour: str
+    ax: "Axes",
+    corner: tuple[float, float],
+    size: tuple[float, float],
+    words: str,
+    colour: str,
 ) -> None:
     from matplotlib.patches import FancyBboxPatch
 
@@ -621,14 +707,18 @@ def _box(
 
 
 def _arrow(
-    ax: "Axes", points: list[tuple[float, float]], at: tuple[float, float], label: str = ""
+    ax: "Axes",
+    points: list[tuple[float, float]],
+    at: tuple[float, float],
+    label: str = "",
 ) -> None:
     from matplotlib.patches import FancyArrowPatch
     from matplotlib.path import Path as Line
 
-    codes = [Line.MOVETO, *[Line.LINETO if len(points) == 2 else Line.CURVE4] * (len(points) - 1)]
-    how: Any = dict(arrowstyle="-|>", mutation_scale=9, color=INK)
-    line = FancyArrowPatch(path=Line(points, codes), **how)
+    step = Line.LINETO if len(points) == 2 else Line.CURVE4
+    codes = [Line.MOVETO] + [step] * (len(points) - 1)
+    path = Line(points, codes)
+    line = FancyArrowPatch(path=path, arrowstyle="-|>", mutation_scale=9, color=INK)
     ax.add_patch(line)
     side = "left" if points[0][0] == points[-1][0] else "center"  # Of a line that leads down
     ax.text(*at, _plain(label), ha=side, va="center", fontsize="small", fontstyle="italic")

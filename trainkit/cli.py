@@ -61,9 +61,11 @@ def find_run(
         if (path / "metrics.jsonl").exists():
             return read_run(path)
     names = [run.name for run in list_runs(root)]
-    known = (
-        f" Runs in {root}: {', '.join(names[:8])}{', …'[: 3 * (len(names) > 8)]}" if names else ""
-    )
+    if names:
+        more = ", …" if len(names) > 8 else ""
+        known = f" Runs in {root}: {', '.join(names[:8])}{more}"
+    else:
+        known = ""
     raise FileNotFoundError(
         f"{name} is not a run: neither it nor {root / name} has a metrics.jsonl."
         f"{nearest(name, names)}{known}"
@@ -553,7 +555,9 @@ class FlagCommand(TyperCommand):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         flags = self._flags(ctx)
-        words, foreign, rest = [], [], list(args)
+        words = []
+        foreign = []
+        rest = list(args)
         while rest:
             word = rest.pop(0)
             name, equals, text = word.partition("=")
@@ -586,7 +590,13 @@ class FlagCommand(TyperCommand):
         changes = _changes(ctx, foreign, [*flags]) if foreign else []
         return super().parse_args(ctx, [*words, *changes])
 
-    def _refuse(self, ctx: typer.Context, name: str, plain: str, flags: dict[str, bool]) -> None:
+    def _refuse(
+        self,
+        ctx: typer.Context,
+        name: str,
+        plain: str,
+        flags: dict[str, bool],
+    ) -> None:
         "Fail for a flag that cannot be a change to a config."
         if not any(option.name == "overrides" for option in self.get_params(ctx)):
             ctx.fail(f"No such option: {name}. {self._instead(plain, [*flags])}")
@@ -811,7 +821,10 @@ def ignore_print_errors() -> Iterator[None]:
 
 
 def _run(
-    config: "RunConfig", resume: bool = False, force: bool = False, as_json: bool = False
+    config: "RunConfig",
+    resume: bool = False,
+    force: bool = False,
+    as_json: bool = False,
 ) -> None:
     from trainkit.recipes.runner import run
 
@@ -1242,7 +1255,8 @@ def lr_find_command(
         return
     say(str(curve))
     if curve.suggestions:
-        values = [f"optim.{k}={v:g}" for k, v in rate_changes(whole.optim, curve.rate).items()]
+        rates = rate_changes(whole.optim, curve.rate)
+        values = [f"optim.{name}={rate:g}" for name, rate in rates.items()]
         words = [*([str(file)] if file else []), *changes]
         line = shlex.join(["trainkit", "train", *words, *values])
         say(f"\nTrain with the rate of the valley: {line}")

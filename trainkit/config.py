@@ -175,7 +175,8 @@ class ConfigError(ValueError):
         problems: Sequence[Problem],
         source: str = "",  # The class or file that they are in
     ):
-        self.problems, self.source = list(problems), source
+        self.problems = list(problems)
+        self.source = source
         lines = [str(problem) for problem in self.problems]
         if len(lines) > 1:
             lines.insert(0, f"{len(lines)} problems")
@@ -294,7 +295,10 @@ def split_list(
     text: str,  # Such as `right_answer, right_length(20, 5)`
 ) -> list[str]:  # The parts, each without the spaces around it
     "Split at the commas that stand in no brackets and in no quotes."
-    parts, start, depth, quote = [], 0, 0, ""
+    parts = []
+    start = 0
+    depth = 0
+    quote = ""
     for i, char in enumerate(text):
         if quote:
             if char == quote:
@@ -355,7 +359,7 @@ class _PlainScanner:
         return True
 
 
-def _scan_plain(loader: Any) -> yaml.Token:
+def _scan_plain(loader: yaml.SafeLoader) -> yaml.Token:
     "As YAML scans a word, except that the commas in parentheses belong to it."
     scanner = _PlainScanner(loader.peek)
     if not loader.flow_level or not scanner.scan():
@@ -626,8 +630,17 @@ class _Reader:
         translated = bool(places) and places[0].knob.aliases.get(places[0].name) is not None
         return min((len(place.path) for place in places), default=9), translated, word[0]
 
-    def _add(self, n: int, key: str, value: object, remedy: str) -> None:
-        line = None if n and n == len(self.layers) - 1 else self.lines.get(key)
+    def _add(
+        self,
+        n: int,
+        key: str,
+        value: object,
+        remedy: str,
+    ) -> None:
+        if n and n == len(self.layers) - 1:
+            line = None
+        else:
+            line = self.lines.get(key)
         problem = Problem(key, value, remedy, line)
         if problem not in self.problems:
             self.problems.append(problem)
@@ -693,7 +706,14 @@ class _Reader:
                 return value
         return None
 
-    def _set(self, n: int, key: str, path: str, value: object, translated: bool) -> None:
+    def _set(
+        self,
+        n: int,
+        key: str,
+        path: str,
+        value: object,
+        translated: bool,
+    ) -> None:
         *groups, name = path.split(".")
         inner = self.values[n]
         for group in groups:
@@ -765,7 +785,9 @@ def canonical_config(
 # %% ../nbs/90_toolbox/03_config.ipynb #alias-build
 def _build(cls: type, data: Mapping, reader: _Reader, path: str = "") -> tuple[Any, list[Problem]]:
     "An instance of `cls` from the values of its knobs, or None; and all problems."
-    values, problems, missing = {}, [], False
+    values = {}
+    problems = []
+    missing = False
     for k in declared(cls):
         if k.name in data:
             values[k.name] = data[k.name]
@@ -829,7 +851,8 @@ def load_config(
         data = json.loads(json.dumps(source, default=str))
         name = cls.__name__
     else:
-        path, name = Path(source), str(source)
+        path = Path(source)
+        name = str(source)
         if not path.is_file():
             raise FileNotFoundError(
                 f"No config file at '{path}'. Give the path of a YAML or JSON file."
@@ -843,7 +866,11 @@ def load_config(
 
 
 def _fill(
-    cls: type, layers: list[dict], lines: Mapping[str, int], profile: str | None, source: str
+    cls: type,
+    layers: list[dict],
+    lines: Mapping[str, int],
+    profile: str | None,
+    source: str,
 ) -> Any:
     "A checked config from layers of words and the values of a profile below them."
     reader = _Reader(cls, layers, lines)
@@ -967,7 +994,8 @@ def profile_values(
         raise ConfigError([Problem("profile", profile, remedy)], str(paths[-1]))
 
     def section(cls: type) -> _Values:
-        name, values = f"{profile}.{cls.__name__}", {}
+        name = f"{profile}.{cls.__name__}"
+        values = {}
         if ini.has_section(name):
             values = {key: yaml.load(text, Loader=_Loader) for key, text in ini.items(name)}
         try:

@@ -140,7 +140,10 @@ def solved(
         lines.insert(free, exercise.solution.rstrip())
     for s in reversed(place):
         first = min([s.lineno, *(d.lineno for d in getattr(s, "decorator_list", []))])
-        lines[first - 1 : s.end_lineno] = exercise.solution.splitlines() if s is place[0] else []
+        if s is place[0]:
+            lines[first - 1 : s.end_lineno] = exercise.solution.splitlines()
+        else:
+            lines[first - 1 : s.end_lineno] = []
     return "\n".join(lines)
 
 
@@ -234,7 +237,8 @@ def lab(
         folder, options = Path("trainkit-lessons"), [str(folder), *options]
     counts = Counter(copy_lessons(folder).values())
     order = ("new", "updated", "kept", "same")
-    say(f"{folder}: " + ", ".join(f"{counts[state]} {state}" for state in order if counts[state]))
+    parts = [f"{counts[state]} {state}" for state in order if counts[state]]
+    say(f"{folder}: {', '.join(parts)}")
     if copy_only:
         return
     if find_spec("jupyterlab") is None:
@@ -298,7 +302,8 @@ def course_checkpoints(
     source: Path | None = None,  # `find_lessons()` when None
 ) -> dict[str, tuple[str, str]]:  # Lesson, such as 05_lora/06_adapters -> what it is, and the task
     "The exercise at the end of each chapter that needs all parts of the chapter."
-    source, checkpoints = source or find_lessons(), {}
+    source = source or find_lessons()
+    checkpoints = {}
     for path in sorted(source.rglob("*.ipynb")):
         text = path.read_text(encoding="utf-8")
         if "### Checkpoint: " not in text or ".ipynb_checkpoints" in path.parts:

@@ -196,7 +196,10 @@ def token_boxes(
     spans = []
     for i, piece in enumerate(pieces):
         colour = PALETTE[0 if shade is not None else i % len(PALETTE)]
-        strength = 0.22 if shade is None else 0.7 * min(1, max(0, float(shade[i])))
+        if shade is None:
+            strength = 0.22
+        else:
+            strength = 0.7 * min(1, max(0, float(shade[i])))
         r, g, b = (int(colour[k : k + 2], 16) for k in (1, 3, 5))
         size = len(piece if isinstance(piece, bytes) else piece.encode("utf-8", "replace"))
         facts = [f"id {int(ids[i])}"] if ids is not None else []
@@ -205,10 +208,14 @@ def token_boxes(
         ends_line = piece == b"\n" or (isinstance(piece, str) and piece.endswith("\n"))
         background = f"rgba({r},{g},{b},{strength:.3g})"
         box = _TOKEN.format(
-            hover=hover, background=background, colour=colour, text=clean(visible(piece))
+            hover=hover,
+            background=background,
+            colour=colour,
+            text=clean(visible(piece)),
         )
         spans.append(box + "<br/>" if ends_line else box)
-    words = f"{plural(len(pieces), 'token')}: " + " | ".join(visible(p) for p in pieces[:200])
+    shown = " | ".join(visible(piece) for piece in pieces[:200])
+    words = f"{plural(len(pieces), 'token')}: {shown}"
     if len(pieces) > 200:
         words += " and more"
     label = clean(f"{title}: {words}" if title else words)
@@ -255,7 +262,11 @@ def table(
         for c in columns
         if rows and all(_is_number(row.get(c, 0)) or row.get(c) is None for row in rows)
     }
-    long = {c for c in columns if any(len(_cell_text(row.get(c))) > 16 for row in rows)}
+    long = set()
+    for column in columns:
+        longest = max((len(_cell_text(row.get(column))) for row in rows), default=0)
+        if longest > 16:
+            long.add(column)
     sides = {c: "right" if c in numeric else "left" for c in columns}
     wraps = dict.fromkeys(columns, "white-space:nowrap;")  # Numbers stay whole
     wraps |= dict.fromkeys(long, "overflow-wrap:anywhere;")

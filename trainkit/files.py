@@ -122,7 +122,8 @@ def atomic_folder(
     path: str | Path,  # Where the folder will be; an older one there is replaced
 ) -> Iterator[Path]:  # A temporary folder next to it to write into
     "Fill a folder whole or not at all: it gets its name only when the block ends well."
-    path, temporary = Path(path), None
+    path = Path(path)
+    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = _temporary_name(path)
@@ -280,7 +281,8 @@ def making_model() -> Iterator[None]:
             yield
 
     with transformers_lock:
-        previous, theirs.local_torch_dtype = theirs.local_torch_dtype, local
+        previous = theirs.local_torch_dtype
+        theirs.local_torch_dtype = local
         try:
             yield
         finally:

@@ -70,9 +70,11 @@ def compile_kernels(
     Without `extra`, a function that makes no array must not return one either."""
     import numba
 
-    compiled, version = {}, crc32(label.encode())
+    compiled = {}
+    version = crc32(label.encode())
     for f in functions:
-        names, code = {**f.__globals__, **(extra or {}), **compiled}, f.__code__
+        names = {**f.__globals__, **(extra or {}), **compiled}
+        code = f.__code__
         numbers = (int, np.integer)
         constants = [names[n] for n in code.co_names if isinstance(names.get(n), numbers)]
         # Counting the references to its arguments costs a short function most of its time, and
@@ -108,7 +110,8 @@ def heap_push(first, second, n, a, b):
         p = (i - 1) >> 1
         if first[p] < a or first[p] == a and second[p] <= b:
             break
-        first[i], second[i] = first[p], second[p]
+        first[i] = first[p]
+        second[i] = second[p]
         i = p
     first[i], second[i] = a, b
 
@@ -116,7 +119,8 @@ def heap_push(first, second, n, a, b):
 def heap_pop(first, second, n):
     "Remove the smallest pair, which is at 0, from a heap of `n` pairs."
     n -= 1
-    a, b = first[n], second[n]
+    a = first[n]
+    b = second[n]
     i = 0
     while True:
         c = 2 * i + 1
@@ -128,6 +132,7 @@ def heap_pop(first, second, n):
             c += 1
         if a < first[c] or a == first[c] and b <= second[c]:
             break
-        first[i], second[i] = first[c], second[c]
+        first[i] = first[c]
+        second[i] = second[c]
         i = c
     first[i], second[i] = a, b

@@ -44,7 +44,9 @@ def duration(
     s = s % 60
     if days:
         return f"{days}d {h:02}:{m:02}:{s:02}"
-    return f"{h}:{m:02}:{s:02}" if h else f"{m}:{s:02}"
+    if h:
+        return f"{h}:{m:02}:{s:02}"
+    return f"{m}:{s:02}"
 
 # %% ../nbs/90_toolbox/08_progress.ipynb #2e9f2f57
 class Clock:
@@ -385,7 +387,8 @@ class Progress:
         self.total = total
         self.title = title
         self.unit = unit
-        self.clock, self.facts = Clock(now=now), {}
+        self.clock = Clock(now=now)
+        self.facts = {}
         self.last_line: tuple[int, dict] | None = (
             None  # The state that the last line of a log shows
         )
@@ -492,7 +495,10 @@ class Progress:
         "Position and total: `120/2,000 step`."
         if self.total is None and not self.unit:
             return ""  # Nothing is counted
-        positions = [self.clock.done] if self.total is None else [self.clock.done, self.total]
+        if self.total is None:
+            positions = [self.clock.done]
+        else:
+            positions = [self.clock.done, self.total]
         texts = [f"{n:,}" if n < 1_000_000 else number(n) for n in positions]
         return f"{'/'.join(texts)} {self.unit}"
 
@@ -501,7 +507,9 @@ class Progress:
         rate = self.clock.rate()
         if not rate or not self.unit:
             return ""
-        return f"{number(rate)} {self.unit}/s" if rate >= 1 else f"{number(1 / rate)} s/{self.unit}"
+        if rate >= 1:
+            return f"{number(rate)} {self.unit}/s"
+        return f"{number(1 / rate)} s/{self.unit}"
 
     def times(self) -> str:
         "Time taken and time left: `0:12, 1:34 left`."
@@ -534,7 +542,9 @@ class Progress:
         "The line of a terminal: title, bar and facts; the last facts go first if it is too long."
         if self.stage is not self:
             return self.stage.parts(width, marks)
-        texts = [(self.count(), ""), *((f, "cyan") for f in self.shown()), (self.speed(), "dim")]
+        texts = [(self.count(), "")]
+        texts += [(fact, "cyan") for fact in self.shown()]
+        texts.append((self.speed(), "dim"))
         texts = [part for part in texts if part[0]] + [(self.times(), "magenta")]
         used = len(self.title) + sum(len(text) + 2 for text, _ in texts)
         while len(texts) > 2 and used + 12 > width:

@@ -116,9 +116,10 @@ def usable_cores(
     cgroup: str = "/sys/fs/cgroup",  # Where the kernel keeps the limits of a container
 ) -> int:  # At least 1
     "The cores that this process may keep busy: its affinity, and the container's quota."
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     quota = read_number(f"{cgroup}/cpu.max", f"{cgroup}/cpu/cpu.cfs_quota_us")
     if quota is None or quota <= 0:
         return cores  # No limit; the older layout says -1
@@ -259,7 +260,8 @@ class _Facts(TypedDict):
 
 def collect_facts() -> _Facts:
     "Every fact that the doctor reads; one that cannot be read is missing, and nothing raises."
-    versions, facts = installed(), cast(_Facts, {})
+    versions = installed()
+    facts = cast(_Facts, {})
     here = {canonical(library): library for library in LIBRARIES}
     sources: dict[str, Callable[[], object]] = dict(
         versions=lambda: versions,
@@ -317,7 +319,8 @@ def git_state(
 
 def environment() -> dict[str, object]:  # Plain JSON
     "The record of the machine in a run folder; no user name, host name, path or secret."
-    facts, root = collect_facts(), package_root()
+    facts = collect_facts()
+    root = package_root()
     versions = facts.get("versions", {})
     device = facts.get("device", {})
     names = {
@@ -448,11 +451,16 @@ def _play() -> None:  # noqa: C901
     libc = ctypes.PyDLL(None)  # Keeps the lock of Python, which is faster
     for option, value in request["options"]:
         libc.mallopt(option, value)
-    size_t, pointer = ctypes.c_size_t, ctypes.c_void_p
+    size_t = ctypes.c_size_t
+    pointer = ctypes.c_void_p
     libc.malloc.restype = libc.memalign.restype = libc.sbrk.restype = pointer
-    libc.malloc.argtypes, libc.free.argtypes = [size_t], [pointer]
-    libc.sbrk.argtypes, libc.memalign.argtypes = [ctypes.c_ssize_t], [size_t, size_t]
-    malloc, memalign, free = libc.malloc, libc.memalign, libc.free
+    libc.malloc.argtypes = [size_t]
+    libc.free.argtypes = [pointer]
+    libc.sbrk.argtypes = [ctypes.c_ssize_t]
+    libc.memalign.argtypes = [size_t, size_t]
+    malloc = libc.malloc
+    memalign = libc.memalign
+    free = libc.free
     # The heap is never cut then, and only huge blocks are mappings of their own
     heap_stays = bool(request["options"]) and not request["thread"]
 
@@ -461,13 +469,16 @@ def _play() -> None:  # noqa: C901
 
     def play() -> None:
         # pages: 64 MiB of addresses -> which of its pages were used
-        blocks, pages, counted = {}, {}, set()
+        blocks = {}
+        pages = {}
+        counted = set()
         touched = mapped = most = 0
         first = top = (libc.sbrk(0) or 0) >> 12
         # Pages count from here, so that the table of them is the same wherever the heap begins
         base = 0 if request["thread"] else first
         half = len(request["beside"]) // 2
-        earlier, later = request["beside"][:half], request["beside"][half:]
+        earlier = request["beside"][:half]
+        later = request["beside"][half:]
         for number, size in zip(events[::2], events[1::2], strict=True):
             if size:
                 small = [malloc(n) for n in earlier]
@@ -499,11 +510,13 @@ def _play() -> None:  # noqa: C901
                     mapped -= size + 4096
                 if heap_stays:
                     continue
-                before, top = top, libc.sbrk(0) >> 12
+                before = top
+                top = libc.sbrk(0) >> 12
                 for at in range(top - base, before - base):  # The heap was cut
                     part = pages.get(at >> 14)
                     if at >= first - base and part and part[at & 16383]:
-                        part[at & 16383], touched = 0, touched - 1
+                        part[at & 16383] = 0
+                        touched = touched - 1
                 top = max(top, first)
         print(most)
 
@@ -602,7 +615,8 @@ def check_libraries(facts: "_Facts") -> Iterator[Check]:
 def check_clashes(facts: "_Facts") -> Iterator[Check]:
     "Pairs that break each other, and libraries replaced on disk after they were imported."
     versions = facts["versions"]
-    torchao, peft = versions.get("torchao"), versions.get("peft")
+    torchao = versions.get("torchao")
+    peft = versions.get("peft")
     if older(torchao, "0.16.0") and peft and not older(peft, "0.19.0"):
         yield Check(
             "torchao",
@@ -714,7 +728,8 @@ def check_room(facts: "_Facts") -> Iterator[Check]:
 def check_notebook(facts: "_Facts") -> Iterator[Check]:
     "ipywidgets 7.7 or newer, and an ipykernel that updates widgets from a thread."
     versions = facts["versions"]
-    widgets, kernel = versions.get("ipywidgets"), versions.get("ipykernel")
+    widgets = versions.get("ipywidgets")
+    kernel = versions.get("ipykernel")
     fix = 'pip install "ipywidgets>=7.7"'
     if widgets is None:
         yield Check(
@@ -740,11 +755,10 @@ def check_network(facts: "_Facts") -> Iterator[Check]:
     "Whether the model hub is used, and whether a library would report that it was."
     flags = facts["flags"]
     on = [name for name in FLAGS[:5] if flags.get(name, "").upper() in ("1", "ON", "YES", "TRUE")]
-    hub = (
-        "hub offline"
-        if {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"} & set(on)
-        else "hub reachable if asked for"
-    )
+    if {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"} & set(on):
+        hub = "hub offline"
+    else:
+        hub = "hub reachable if asked for"
     if "trl" in facts["versions"] and not on:  # Any of the five silences it
         yield Check(
             "network",
@@ -838,7 +852,8 @@ class Report:
 
     def require(self) -> "Report":  # Itself
         "Stop here, with the remedies, if anything fails."
-        broken = [f"{c.name}: {c.seen}\n    {c.fix}" for c in self.checks if c.status == "fail"]
+        failed = [check for check in self.checks if check.status == "fail"]
+        broken = [f"{check.name}: {check.seen}\n    {check.fix}" for check in failed]
         if broken:
             raise RuntimeError("This machine is not ready:\n  " + "\n  ".join(broken))
         return self
@@ -861,7 +876,8 @@ class Report:
 
     def _repr_html_(self) -> str:
         colors = dict(ok="#2a7", note="#58a", warn="#c80", fail="#d33")
-        rows, cell = [], '<td style="text-align:left">'
+        rows = []
+        cell = '<td style="text-align:left">'
         for c in self.checks:
             fix = f"<br><code>{escape(c.fix)}</code>" if c.fix else ""
             rows.append(

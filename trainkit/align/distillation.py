@@ -214,7 +214,10 @@ def distill_objective(
                 )
             else:
                 parts.append(teacher.compare(*args))
-        total = torch.stack([part.sum() for part in parts]).sum() if parts else logits.sum() * 0
+        if parts:
+            total = torch.stack([part.sum() for part in parts]).sum()
+        else:
+            total = logits.sum() * 0
         best = scores.log_probs if scores.ids is None else scores.log_probs[:, :-1]
         best = best.argmax(-1)
         if scores.ids is not None:
@@ -374,7 +377,10 @@ class TeacherCache:
                 group = []
             if row is not None:
                 group.append(row)
-        sizes = [int((np.asarray(rows[key]["labels"])[1:] != -100).sum()) for key in keys]
+        sizes = []
+        for key in keys:
+            labels = np.asarray(rows[key]["labels"])
+            sizes.append(int((labels[1:] != -100).sum()))
         columns = dict(
             keys=torch.from_numpy(np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16).copy()),
             starts=torch.tensor(np.cumsum([0, *sizes])),
@@ -398,7 +404,8 @@ class TeacherCache:
     ) -> TeacherScores:
         "The numbers of a batch from the files; the teacher is asked where one row is missing."
         if isinstance(batch["input_ids"], FakeTensor):  # Memory is predicted, without data
-            n = len(batch["labels"][:, 1:][batch["labels"][:, 1:] != -100])
+            labels = batch["labels"][:, 1:]
+            n = len(labels[labels != -100])
             k = self.teacher.config.top_k
             device = batch["input_ids"].device
             ids = torch.zeros(n, k, dtype=torch.long, device=device)
@@ -554,7 +561,8 @@ class DistillBatches(Rollouts):
             ids = prompt + [0] * most
             labels = [-100] * len(prompt) + [0] * most
             if given is not None and len(given["input_ids"]) > len(ids):
-                ids, labels = given["input_ids"], given["labels"]
+                ids = given["input_ids"]
+                labels = given["labels"]
             made.append(dict(input_ids=ids, labels=labels))
         made.sort(key=lambda row: len(row["input_ids"]))
         batch = collate(made[-count:])
@@ -575,7 +583,8 @@ def write_answers(
     batch_size: int = 16,  # Prompts that are answered side by side
 ) -> list[str | None]:  # None where an answer was cut off at the limit
     "The teacher's answers to prompts, as text (Kim and Rush 2016)."
-    config, ends = config or DistillConfig(), answer_ends(tokenizer)
+    config = config or DistillConfig()
+    ends = answer_ends(tokenizer)
     ids = [prompt_to_ids(prompt, tokenizer) for prompt in prompts]
     room = context_length(model) - config.max_completion_length
     for i, prompt in enumerate(ids):

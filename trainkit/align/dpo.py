@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 # %% ../../nbs/08_align/04_preference_losses.ipynb #6d060852
 def _alpha(t: Tensor, c: DPOConfig) -> Tensor:
     a = c.f_alpha_divergence_coef - 1
-    return t if abs(a) < 1e-6 else torch.expm1((a * t).clamp(max=80.0)) / a
+    if abs(a) < 1e-6:
+        return t
+    return torch.expm1((a * t).clamp(max=80.0)) / a
 
 
 # log ratio -> score (Wang et al. 2023, table 1)
@@ -89,7 +91,8 @@ class Pair:
 
 def _smooth(h: Tensor, c: DPOConfig) -> Tensor:
     "Cross-entropy with the share of wrong labels that is believed."
-    return -(1 - c.label_smoothing) * F.logsigmoid(h) - c.label_smoothing * F.logsigmoid(-h)
+    e = c.label_smoothing
+    return -(1 - e) * F.logsigmoid(h) - e * F.logsigmoid(-h)
 
 # %% ../../nbs/08_align/04_preference_losses.ipynb #77f3a548
 def _exo(p: Pair, c: DPOConfig) -> Tensor:
@@ -129,7 +132,9 @@ def _kto(p: Pair, c: DPOConfig) -> Tensor:
 def _robust(p: Pair, c: DPOConfig) -> Tensor:
     e = c.label_smoothing
     h = p.margin
-    return (-(1 - e) * F.logsigmoid(h) + e * F.logsigmoid(-h)) / (1 - 2 * e)
+    right = -(1 - e) * F.logsigmoid(h)
+    wrong = e * F.logsigmoid(-h)
+    return (right + wrong) / (1 - 2 * e)
 
 
 def _nca(p: Pair, c: DPOConfig) -> Tensor:
@@ -139,7 +144,9 @@ def _nca(p: Pair, c: DPOConfig) -> Tensor:
 
 
 def _bco(p: Pair, c: DPOConfig) -> Tensor:
-    return -F.logsigmoid(c.beta * p.chosen_ratio) - F.logsigmoid(-c.beta * p.rejected_ratio)
+    chosen = c.beta * p.chosen_ratio
+    rejected = c.beta * p.rejected_ratio
+    return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
 
 
 def _sppo(p: Pair, c: DPOConfig) -> Tensor:
@@ -149,15 +156,20 @@ def _sppo(p: Pair, c: DPOConfig) -> Tensor:
 
 def _aot(p: Pair, c: DPOConfig) -> Tensor:
     ratios = (p.chosen - p.rejected).sort(dim=0)[0]
-    return _smooth(c.beta * (ratios - (p.ref_chosen - p.ref_rejected).sort(dim=0)[0]), c)
+    ref_ratios = (p.ref_chosen - p.ref_rejected).sort(dim=0)[0]
+    return _smooth(c.beta * (ratios - ref_ratios), c)
 
 
 def _aot_unpaired(p: Pair, c: DPOConfig) -> Tensor:
-    return _smooth(c.beta * (p.chosen_ratio.sort(dim=0)[0] - p.rejected_ratio.sort(dim=0)[0]), c)
+    chosen = p.chosen_ratio.sort(dim=0)[0]
+    rejected = p.rejected_ratio.sort(dim=0)[0]
+    return _smooth(c.beta * (chosen - rejected), c)
 
 
 def _apo_zero(p: Pair, c: DPOConfig) -> Tensor:
-    return 1 - torch.sigmoid(c.beta * p.chosen_ratio) + torch.sigmoid(c.beta * p.rejected_ratio)
+    chosen = torch.sigmoid(c.beta * p.chosen_ratio)
+    rejected = torch.sigmoid(c.beta * p.rejected_ratio)
+    return 1 - chosen + rejected
 
 
 def _apo_down(p: Pair, c: DPOConfig) -> Tensor:
@@ -306,7 +318,10 @@ def _check_reference(reference: Reference | None, c: DPOConfig) -> Reference | N
 
 @torch.no_grad()
 def _estimate_kl(
-    model: nn.Module, reference: Reference | None, batch: dict, share: bool
+    model: nn.Module,
+    reference: Reference | None,
+    batch: dict,
+    share: bool,
 ) -> Tensor:  # One number, at least 0
     "KTO's estimate of the KL: the mean log ratio of answers to other prompts."
     other = _other_answers(batch)
@@ -325,7 +340,8 @@ def _dpo_metrics(
     ref_log_probs: PairLogProbs | None,  # Of the reference
 ) -> dict[str, tuple[Tensor, Tensor | int]]:  # name -> (sum, count)
     "Rewards, log-probabilities and the distance to the reference."
-    c, B = pair.config, len(pair.chosen)
+    c = pair.config
+    B = len(pair.chosen)
     chosen = c.beta * pair.chosen_ratio
     rejected = c.beta * pair.rejected_ratio
     if c.weights.keys() <= {"simpo", "orpo", "sft"} and "sft" not in c.loss_type:
@@ -433,10 +449,9 @@ class Converged:
         if len(values) <= self.patience:
             return False
         sign = -1 if self.metric.endswith("loss") else 1
-        before, late = (
-            max(sign * v for v in part)
-            for part in (values[: -self.patience], values[-self.patience :])
-        )
+        signed = [sign * value for value in values]
+        before = max(signed[: -self.patience])
+        late = max(signed[-self.patience :])
         return late - before <= self.threshold * abs(before)
 
     def on_eval(self, trainer: "Trainer", record: dict) -> None:

@@ -93,7 +93,10 @@ class GuessNumber(Environment):
     def reset(self, row: Mapping[str, Any], seed: int) -> str | list[dict]:
         "Think of `row['number']`, or of any number."
         number = row.get("number")
-        self.number = random.Random(seed).randint(self.low, self.high) if number is None else number
+        if number is None:
+            self.number = random.Random(seed).randint(self.low, self.high)
+        else:
+            self.number = number
         self.left = self.guesses
         self.first, self.last = self.low, self.high  # Where it can still be
         text = f"Guess my number, {self.low} to {self.high}, in {self.guesses} guesses.\n"
@@ -168,7 +171,11 @@ def call_tool(
     try:
         result = TypeAdapter(cast(Any, by_name[name])).validate_python(arguments)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        problems = []
+        for problem in error.errors():
+            place = ".".join(map(str, problem["loc"]))
+            problems.append(f"{place}: {problem['msg']}")
+        wrong = "; ".join(problems)
         return f"error: {name}: {wrong}"
     except Exception as error:  # A tool may raise anything
         return f"error: {name}: {type(error).__name__}: {error}"
@@ -199,7 +206,10 @@ class ToolEnvironment(Environment):
         ]
         messages = [
             dict(
-                role="tool", name=call["name"], content=result, tool_call_id=call.get("id", CALL_ID)
+                role="tool",
+                name=call["name"],
+                content=result,
+                tool_call_id=call.get("id", CALL_ID),
             )
             for call, result in zip(calls, results, strict=True)
         ]

@@ -254,10 +254,15 @@ class Episode:
 
     def read(self, ids: Sequence[int]) -> None:
         "Append an observation."
-        self._append(ids, [False] * len(ids), [0.0] * len(ids), [None] * len(ids))
+        n = len(ids)
+        self._append(ids, [False] * n, [0.0] * n, [None] * n)
 
     def _append(
-        self, ids: Sequence[int], written: list[bool], log_probs: list[float], kept: Sequence
+        self,
+        ids: Sequence[int],
+        written: list[bool],
+        log_probs: list[float],
+        kept: Sequence,
     ) -> None:
         self.ids += ids
         self.written += written
@@ -354,14 +359,19 @@ def pack_episodes(
     rewards = torch.zeros(ids.shape)
     sizes = {len(bits) for e in episodes for bits in e.kept if bits is not None}
     # All tokens may come where nothing was cut
-    kept = torch.full((*ids.shape, max(sizes)), 255, dtype=torch.uint8) if sizes else None
+    if sizes:
+        kept = torch.full((*ids.shape, max(sizes)), 255, dtype=torch.uint8)
+    else:
+        kept = None
     for i, episode in enumerate(episodes):
         start = len(episode.prompt)
         end = len(episode.prompt) + len(episode.ids)
-        ids[i, :end], mask[i, :end] = torch.tensor(episode.prompt + episode.ids), 1
+        ids[i, :end] = torch.tensor(episode.prompt + episode.ids)
+        mask[i, :end] = 1
         written = torch.tensor(episode.written)
         if learn_truncated or not episode.truncated:
-            labels[i, start:end] = torch.tensor(episode.ids).where(written, torch.tensor(-100))
+            own = torch.tensor(episode.ids)
+            labels[i, start:end] = own.where(written, torch.tensor(-100))
         log_probs[i, start:end] = torch.tensor(episode.log_probs)
         rewards[i, start:end] = torch.tensor(episode.rewards)
         for place, bits in enumerate(episode.kept, start):

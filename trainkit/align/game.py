@@ -108,7 +108,11 @@ class TokenGame:
         for _ in range(100):
             beta = math.exp((low + high) / 2)
             spent = self.place(self.leashed(reference, beta)[1], reference)[0]
-            low, high = ((low + high) / 2, high) if spent > divergence else (low, (low + high) / 2)
+            if spent > divergence:
+                low = (low + high) / 2
+                high = high
+            else:
+                low, high = low, (low + high) / 2
         return self.leashed(reference, beta)[0] + beta * divergence
 
     def best_of(

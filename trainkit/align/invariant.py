@@ -15,7 +15,7 @@ __all__ = ['ROWS', 'QUERIES', 'KEYS', 'ELEMENTS', 'batch_invariant', 'is_batch_i
 
 # %% ../../nbs/08_align/17_batch_invariance.ipynb #imports-invariance
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,7 +44,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:  # (N, K), (K, M) -> (N, M)
     return out[: len(x)]
 
 
-def _elementwise(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _elementwise(function: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     "A function of each number, `ELEMENTS` of them at a time."
     flat = x.flatten()
     flat = F.pad(flat, (0, -len(flat) % ELEMENTS))

@@ -118,15 +118,21 @@ def collate_unpaired(
     pad_id: int = 0,  # The token in the padding; nothing depends on it
 ) -> dict[str, Tensor]:  # input_ids, labels, attention_mask (2B, T) and liked (B,)
     "The rows, and below them each prompt with the answer of the row before, as one batch."
-    both = [*zip(rows, rows, strict=True), *zip(rows, [*rows[-1:], *rows[:-1]], strict=True)]
-    both = [(row["prompt"], answer) for row, answer in both]
+    others = [*rows[-1:], *rows[:-1]]
+    both = [(row["prompt"], row) for row in rows]
+    both += [(row["prompt"], other) for row, other in zip(rows, others, strict=True)]
     width = max(len(p) + len(a["completion"]) for p, a in both)
-    ids, labels, mask = (np.full((len(both), width), fill, np.int64) for fill in (pad_id, -100, 0))
+    shape = len(both), width
+    ids = np.full(shape, pad_id, np.int64)
+    labels = np.full(shape, -100, np.int64)
+    mask = np.zeros(shape, np.int64)
     for i, (prompt, answer) in enumerate(both):
         first = len(prompt)
         end = len(prompt) + len(answer["completion"])
-        ids[i, :first], ids[i, first:end] = prompt, answer["completion"]
-        labels[i, first:end], mask[i, :end] = answer["labels"], 1
+        ids[i, :first] = prompt
+        ids[i, first:end] = answer["completion"]
+        labels[i, first:end] = answer["labels"]
+        mask[i, :end] = 1
     return dict(
         input_ids=torch.from_numpy(ids),
         labels=torch.from_numpy(labels),

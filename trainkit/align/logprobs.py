@@ -76,7 +76,10 @@ def layout_pairs(
 ) -> Layout:
     "Put prompts and answers together."
     p, c, r = (batch[f"{side}_input_ids"] for side in SIDES)
-    (B, P), C, R, device = p.shape, c.shape[1], r.shape[1], p.device
+    B, P = p.shape
+    C = c.shape[1]
+    R = r.shape[1]
+    device = p.device
     ids = torch.cat((p, c, r), 1)  # (B, T): each pair as a row
     real = torch.cat([batch[f"{side}_attention_mask"] for side in SIDES], 1).bool()
     labels = torch.cat(
@@ -91,12 +94,15 @@ def layout_pairs(
     rows, places = learned.nonzero(as_tuple=True)
     answer = rows + B * (part[places] == 2)
     source = before[places]
-    counts = learned[:, : P + C].cumsum(1), learned[:, P + C :].cumsum(1)
-    common = dict(ids=ids[rows, places], answer=answer, rank=torch.cat(counts, 1)[rows, places])
+    of_chosen = learned[:, : P + C].cumsum(1)
+    of_rejected = learned[:, P + C :].cumsum(1)
+    rank = torch.cat((of_chosen, of_rejected), 1)[rows, places]
+    common = dict(ids=ids[rows, places], answer=answer, rank=rank)
     size = real[:, :P].sum(1, keepdim=True)  # (B, 1), of the prompts
-    offsets = torch.cat(
-        (place[:P] - P + size, place[P : P + C] - P + size, place[P + C :] - P - C + size), 1
-    ).clamp(min=0)
+    of_prompt = place[:P] - P + size
+    of_chosen = place[P : P + C] - P + size
+    of_rejected = place[P + C :] - P - C + size
+    offsets = torch.cat((of_prompt, of_chosen, of_rejected), 1).clamp(min=0)
     if not share:  # Two rows for a pair, padded on the right as any model takes it
         ids, real = (_two_rows(x, P, C) for x in (ids, real))
         order = (~real).int().argsort(dim=1, stable=True)[:, : int(real.sum(1).max())]
@@ -176,7 +182,8 @@ def pair_log_probs(
     keep_logits: bool = False,  # Return the logits, too
 ) -> PairLogProbs:
     "How likely a model finds the answers of each pair."
-    layout, B = layout_pairs(to_model_device(model, batch), share), len(batch["prompt_input_ids"])
+    layout = layout_pairs(to_model_device(model, batch), share)
+    B = len(batch["prompt_input_ids"])
     inner = _without_peft(model)
     inputs: dict[str, Tensor | bool] = {**layout.inputs}
     narrow = names_argument(inner, "logits_to_keep")

@@ -75,7 +75,12 @@ class _LogProbFromHidden(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, learn: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        temperature: float,
+        learn: bool,
     ) -> tuple[Tensor, Tensor]:
         n = len(hidden)
         size = len(weight)
@@ -151,7 +156,9 @@ def token_scores(
 ) -> TokenScores:
     "Log-probability and entropy of each token of the answers."
     batch = to_model_device(model, batch)
-    labels, inner, states = batch["labels"], _unwrap_parallel(model), []
+    labels = batch["labels"]
+    inner = _unwrap_parallel(model)
+    states = []
     if (labels[:, 0] != -100).any():
         raise ValueError("a label stands at the first token, which nothing predicts")
     mask = labels != -100

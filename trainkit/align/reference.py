@@ -271,7 +271,10 @@ def precompute_reference(
 
 
 def _reference_log_probs(
-    reference: Reference, model: nn.Module, pairs: Sequence[dict], tokens: int
+    reference: Reference,
+    model: nn.Module,
+    pairs: Sequence[dict],
+    tokens: int,
 ) -> np.ndarray:  # (4, N), a row for each of `FIELDS`
     "Run the reference on groups of pairs of similar length."
     groups = [[]]

@@ -42,7 +42,8 @@ def same_answer(
     expected: object,  # Text or a number
 ) -> bool:
     "Whether two answers are the same number, or else the same words."
-    a, b = answer_value(answer), answer_value(expected)
+    a = answer_value(answer)
+    b = answer_value(expected)
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
     return _words(answer) == _words(expected)

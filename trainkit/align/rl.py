@@ -209,7 +209,12 @@ def _reward_metrics(batch: dict) -> _Metrics:
 
 
 @torch.no_grad()
-def _metrics(batch: dict, scores: TokenScores, log_ratio: Tensor, config: RLConfig) -> _Metrics:
+def _metrics(
+    batch: dict,
+    scores: TokenScores,
+    log_ratio: Tensor,
+    config: RLConfig,
+) -> _Metrics:
     "Metrics to watch, as sums and counts over tokens or answers."
     mask = _mask(batch)
     n = len(batch["labels"])
@@ -292,7 +297,8 @@ def grpo_objective(
     def grpo(model: nn.Module, batch: dict) -> Loss:
         batch = to_model_device(model, batch)
         scores = _scores(model, batch, config)
-        mask, n = _mask(batch), count(batch)
+        mask = _mask(batch)
+        n = count(batch)
         log_ratio = scores.log_probs - batch.get("old_log_probs", scores.log_probs.detach())
         weight = log_ratio
         if config.importance_sampling_level == "sequence":
@@ -369,7 +375,8 @@ def ppo_objective(
     def ppo(model: nn.Module, batch: dict) -> Loss:
         batch = to_model_device(model, batch)
         scores = _scores(model, batch, config)
-        mask, n = _mask(batch), _count_tokens(batch)
+        mask = _mask(batch)
+        n = _count_tokens(batch)
         if scores.values is None:
             raise ValueError(
                 f"ppo needs a value function, and {type(model).__name__} has none: "

@@ -76,7 +76,12 @@ def encode_prompts(
     return ids, rows
 
 
-def _check_room(i: int, ids: Sequence[int], room: float, setting: str) -> None:
+def _check_room(
+    i: int,
+    ids: Sequence[int],
+    room: float,
+    setting: str,
+) -> None:
     if len(ids) > room:
         raise ValueError(
             f"prompt {i} has {len(ids)} tokens, and with {setting} taken off "
@@ -146,6 +151,14 @@ class _Round(NamedTuple):
 def environment_reward(episode_rewards: Sequence[float], **columns: Sequence) -> Sequence[float]:
     "The rewards of an environment, as a reward function."
     return episode_rewards
+
+
+def _flat(fingerprint: Mapping) -> dict[str, object]:
+    "A fingerprint with the knobs of its config among its own names."
+    out = {name: value for name, value in fingerprint.items() if name != "config"}
+    for name, value in fingerprint["config"].items():
+        out[f"config.{name}"] = value
+    return out
 
 
 class Rollouts:
@@ -272,7 +285,8 @@ class Rollouts:
         exact = batch_invariant(self.config.batch_invariant)
         with torch.no_grad(), eval_mode(self.model), context, exact:
             for at in range(0, len(batch["labels"]), self.batch_size):
-                part = take_rows(batch, range(at, min(at + self.batch_size, len(batch["labels"]))))
+                end = min(at + self.batch_size, len(batch["labels"]))
+                part = take_rows(batch, range(at, end))
                 parts.append(scorer(to_device(part, device)))
         return parts
 
@@ -361,7 +375,8 @@ class Rollouts:
         width = batch["input_ids"].shape[1]
         policy: nn.Module = getattr(model, "policy", model)
         count = min(c.num_prompts, len(self.rows)) * c.num_generations
-        answer = min(c.max_completion_length, int((batch["labels"] != -100).sum(1).max()))
+        longest = int((batch["labels"] != -100).sum(1).max())
+        answer = min(c.max_completion_length, longest)
         cpu = next(policy.parameters()).device.type == "cpu"
         with merged_lora(policy) if cpu else nullcontext(), eval_mode(policy):
             copies = []
@@ -400,7 +415,8 @@ class Rollouts:
         seed: int,
     ) -> dict[str, Tensor]:  # All answers of a round, with the numbers that the objective reads
         "Answer, score, compare."
-        c, size = self.config, self.config.num_generations
+        c = self.config
+        size = self.config.num_generations
         answers = self._ask(which, seed)
         self._check_judged(answers.rewards, answers.columns)
         asked = {*which}
@@ -412,7 +428,8 @@ class Rollouts:
                 break
             asked |= {*others}
             more = self._ask(others, derive_seed(seed, attempt))
-            good = (~zero_std_groups(more.rewards, size).view(-1, size)[:, 0]).nonzero().flatten()
+            equal = zero_std_groups(more.rewards, size).view(-1, size)[:, 0]
+            good = (~equal).nonzero().flatten()
             replaced = dull.nonzero().flatten()[: len(good)]
             places = torch.arange(len(answers.rewards)).view(-1, size)
             places[replaced] = len(answers.rewards) + (
@@ -495,7 +512,8 @@ class Rollouts:
 
     def _play(self, rows: list[int], seed: int) -> list[Episode]:
         "An answer to each prompt, or an episode."
-        c, ends = self.config, self._ends()
+        c = self.config
+        ends = self._ends()
         sampling = SamplingConfig(
             max_new_tokens=c.max_completion_length,
             temperature=c.temperature,
@@ -685,18 +703,13 @@ class Rollouts:
         state: dict[str, Any],
     ) -> None:
         "Resume at a position, also one before the last rounds, with the baseline of then."
-        here, then = (
-            {
-                **{k: v for k, v in x.items() if k != "config"},
-                **{f"config.{k}": v for k, v in x["config"].items()},
-            }
-            for x in (self._fingerprint(), state["about"])
-        )
-        if wrong := [
-            f"{k}: {then.get(k)} then, {here.get(k)} now"
-            for k in {**here, **then}
-            if then.get(k) != here.get(k)
-        ]:
+        here = _flat(self._fingerprint())
+        then = _flat(state["about"])
+        wrong = []
+        for name in {**here, **then}:
+            if then.get(name) != here.get(name):
+                wrong.append(f"{name}: {then.get(name)} then, {here.get(name)} now")
+        if wrong:
             raise ValueError(
                 f"These are not the rollouts that the saved place belongs to ({'; '.join(wrong)})."
             )

@@ -43,6 +43,7 @@ from ..tokenizer.chat import after_thought
 from ..tokenizer.chat_template import thought_end
 
 if TYPE_CHECKING:
+    from trainkit.tokenizer.chat import AnyTokenizer
     from matplotlib.axes import Axes
 
 # %% ../../nbs/08_align/20_search.ipynb #sample-code
@@ -193,7 +194,7 @@ class SearchResult:
 
     candidates: list[Candidate]
     scores: list[float]  # (n,) of each candidate; in a vote, the sum for the answer that it gives
-    values: list[Any]  # (n,) what each candidate answers; None: nothing that can be read
+    values: Sequence[object]  # (n,) what each candidate answers; None: nothing that can be read
     winners: list[int]  # Candidates with the highest score; in a vote, one for each answer
 
     @property
@@ -202,7 +203,7 @@ class SearchResult:
         return self.candidates[self.winners[0]]
 
     @property
-    def value(self) -> Any:
+    def value(self) -> object:
         "What the chosen candidate answers."
         return self.values[self.winners[0]]
 
@@ -216,7 +217,8 @@ class SearchResult:
         right: Callable[[Any], bool],  # Whether a value is right
     ) -> float:  # Between 0 and 1
         "The share of right ones among the winners: the accuracy if ties are broken at random."
-        judged = [self.values[i] is not None and bool(right(self.values[i])) for i in self.winners]
+        chosen = [self.values[i] for i in self.winners]
+        judged = [value is not None and bool(right(value)) for value in chosen]
         return sum(judged) / len(judged)
 
 
@@ -494,7 +496,7 @@ def accuracy_chart(
 # %% ../../nbs/08_align/20_search.ipynb #report-code
 def sample_measures(
     model: nn.Module,  # `Transformer` or any causal model of transformers
-    tokenizer: Any,  # Its own
+    tokenizer: "AnyTokenizer",  # Its own
     questions: Sequence[Sequence[int]],  # Ids of each
     expected: Sequence[object],  # The right answer to each, text or a number
     n: int = 8,  # Answers to each question
@@ -537,7 +539,7 @@ def sample_measures(
 def add_samples(
     report: EvalReport,  # From `evaluate`; changed in place
     models: Sequence[nn.Module],  # Those of the report
-    tokenizer: Any,
+    tokenizer: "AnyTokenizer",
     rows: Iterable[str | Mapping],  # Only those with a question and an answer are asked
     n: int = 8,
     vote: bool = False,
@@ -549,7 +551,7 @@ def add_samples(
 ) -> EvalReport:  # Raises `ValueError` where no row asks anything
     "Add the measures of several answers to each question to a report, with intervals."
     room = min(context_length(model) for model in models)
-    asked: list[Any] = []
+    asked = []
     for row in rows:
         if questions is not None and len(asked) >= questions:
             break
@@ -558,7 +560,8 @@ def add_samples(
             asked += [question] * (len(question.head) < room)
     if not asked:
         raise ValueError("no row has a question and an answer, so there is nothing to sample")
-    heads, expected = [q.head for q in asked], [q.answer for q in asked]
+    heads = [q.head for q in asked]
+    expected = [q.answer for q in asked]
     columns = [
         sample_measures(model, tokenizer, heads, expected, n, vote, sampling, pattern)
         for model in models

@@ -154,11 +154,9 @@ class MeanOfProcesses(PlainLoop):
     "Each process divides by its own tokens, and the gradients are averaged."
 
     def over_processes(self, count):
-        return (
-            count * torch.distributed.get_world_size()
-            if torch.distributed.is_initialized()
-            else count
-        )
+        if torch.distributed.is_initialized():
+            return count * torch.distributed.get_world_size()
+        return count
 
 
 @finds("router_balance_has_a_gradient")
@@ -202,7 +200,8 @@ class AddsDecayToTheGradient(PlainLoop):
     "Adam with L2 instead of AdamW: the decay is normalized away."
 
     def optimizer(self, model, fit):
-        rate, decay = fit.learning_rate, fit.weight_decay
+        rate = fit.learning_rate
+        decay = fit.weight_decay
         return torch.optim.Adam(model.parameters(), lr=rate, weight_decay=decay)
 
 

@@ -233,9 +233,12 @@ def random_rows(
     draw = random.Random(seed)
     rows = []
     for _ in range(count):
-        ids = [draw.randrange(3, vocab_size) for _ in range(draw.randint(*lengths))]
-        hidden = min(len(ids) - 1, max(1, round(len(ids) * (1 - learned * 2 * draw.random()))))
-        rows.append(dict(input_ids=ids, labels=[-100] * hidden + ids[hidden:]))
+        length = draw.randint(*lengths)
+        ids = [draw.randrange(3, vocab_size) for _ in range(length)]
+        share = 1 - learned * 2 * draw.random()
+        hidden = min(length - 1, max(1, round(length * share)))
+        labels = [-100] * hidden + ids[hidden:]
+        rows.append(dict(input_ids=ids, labels=labels))
     return rows
 
 
@@ -252,10 +255,12 @@ def expected_loss(
     "Mean cross-entropy over the learned tokens, computed here, row by row, from the logits."
     total, count = 0.0, 0
     for row in rows:
-        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])
+        ids = torch.tensor([row["input_ids"]])
+        labels = torch.tensor(row["labels"])
         logits = subject.logits(model, ids)[0, :-1].double()
         loss = F.cross_entropy(logits, labels[1:], reduction="sum", ignore_index=-100)
-        total, count = total + float(loss), count + learned_tokens(row)
+        total = total + float(loss)
+        count = count + learned_tokens(row)
     return total / max(1, count)
 
 
@@ -306,12 +311,16 @@ def observe(
             reading.extend(ids.tolist())
 
     def before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+        own = []
+        for group in optimizer.param_groups:
+            own += [p for p in group["params"] if id(p) in names]
         if not own:
             return
-        seen.gradients.append(
-            {names[id(p)]: p.grad.detach().clone() for p in own if p.grad is not None}
-        )
+        gradients = {}
+        for p in own:
+            if p.grad is not None:
+                gradients[names[id(p)]] = p.grad.detach().clone()
+        seen.gradients.append(gradients)
         seen.inputs.append([*reading])
         reading.clear()
         if folder is not None and len(seen.gradients) == kill_before:
@@ -329,6 +338,26 @@ def observe(
             hook.remove()
     seen.weights = weights_of(model)
     return seen
+
+
+def _gradient(
+    subject: Subject,
+    model: nn.Module,
+    rows: Sequence[LabelledRow],
+    fit: Fit,
+) -> dict[str, Tensor]:
+    "The gradient of the first step."
+    return observe(subject, model, rows, fit).gradients[0]
+
+
+def _some_ids(seed: int = 0) -> Tensor:  # (1, 12)
+    row = random_rows(1, (12, 12), seed)[0]
+    return torch.tensor([row["input_ids"]])
+
+
+def _gap(a: Tensor, b: Tensor) -> Tensor:
+    "The largest difference."
+    return (a - b).abs().max()
 
 
 def in_processes(
@@ -376,13 +405,17 @@ def distance(
     a: Mapping[str, Tensor], b: Mapping[str, Tensor]
 ) -> float:  # 0: equal; infinite where one of them lacks a tensor that is not 0
     "Largest difference of two sets of tensors, relative to the largest number of the second."
-    worst, size = 0.0, max((float(x.abs().max()) for x in b.values() if x.numel()), default=0.0)
+    worst = 0.0
+    sizes = [float(x.abs().max()) for x in b.values() if x.numel()]
+    size = max(sizes, default=0.0)
     for name in {*a, *b}:
-        x, y = a.get(name), b.get(name)
+        x = a.get(name)
+        y = b.get(name)
         known = y if x is None else x
         assert known is not None
-        x, y = (torch.zeros_like(known) if z is None else z for z in (x, y))
-        gap = float((x.double() - y.double()).abs().max())
+        x = torch.zeros_like(known) if x is None else x
+        y = torch.zeros_like(known) if y is None else y
+        gap = float(_gap(x.double(), y.double()))
         worst = math.inf if math.isnan(gap) else max(worst, gap)
     return worst / size if size else worst
 
@@ -436,7 +469,8 @@ RATE = 1e-2  # A learning rate that moves the weights visibly
 # %% ../../nbs/15_audit/01_invariants.ipynb #inv-loss
 @invariant("Loss", "The logged loss is the mean cross-entropy of the next token, in nats.")
 def loss_is_cross_entropy(subject: Subject, folder: Path) -> Proof:
-    model, rows = subject.model(), random_rows(4)
+    model = subject.model()
+    rows = random_rows(4)
     expected = expected_loss(subject, model, rows)
     logged = observe(subject, model, rows, Fit()).losses[0]
     text = f"logged {logged:.5f}, expected {expected:.5f}"
@@ -445,12 +479,14 @@ def loss_is_cross_entropy(subject: Subject, folder: Path) -> Proof:
 
 @invariant("Loss", "A batch of eight rows gives the gradient of the eight rows alone.")
 def batch_is_its_rows(subject: Subject, folder: Path) -> Proof:
-    model, rows = subject.model(), random_rows(8, (14, 14))
-    together = observe(subject, model, rows, Fit(batch_size=8)).gradients[0]
+    model = subject.model()
+    rows = random_rows(8, (14, 14))
+    together = _gradient(subject, model, rows, Fit(batch_size=8))
     counts = [learned_tokens(row) for row in rows]
     alone: dict[str, Tensor] = {}
     for row, count in zip(rows, counts, strict=True):
-        for name, g in observe(subject, model, [row], Fit(batch_size=1)).gradients[0].items():
+        own = _gradient(subject, model, [row], Fit(batch_size=1))
+        for name, g in own.items():
             alone[name] = alone.get(name, 0) + g * count / sum(counts)
     return Proof(distance(together, alone), TOLERANCE, "difference of the gradients")
 
@@ -459,7 +495,9 @@ def batch_is_its_rows(subject: Subject, folder: Path) -> Proof:
     "Loss", "Padding changes nothing: a short row in a batch with a long one is as it is alone."
 )
 def padding_changes_nothing(subject: Subject, folder: Path) -> Proof:
-    model, (short, long) = subject.model(), random_rows(2, (6, 6))[:1] + random_rows(1, (24, 24), 5)
+    model = subject.model()
+    short = random_rows(2, (6, 6))[0]
+    long = random_rows(1, (24, 24), 5)[0]
     long = dict(long, labels=[-100] * 24)  # Only the short one is learned
     alone = observe(subject, model, [short], Fit(batch_size=1))
     beside = observe(subject, model, [short, long], Fit(batch_size=2))
@@ -469,15 +507,17 @@ def padding_changes_nothing(subject: Subject, folder: Path) -> Proof:
 
 @invariant("Loss", "Accumulation changes no gradient, also of rows with different lengths.")
 def accumulation_changes_no_gradient(subject: Subject, folder: Path) -> Proof:
-    model, rows = subject.model(), random_rows(8)
-    whole = observe(subject, model, rows, Fit(batch_size=8)).gradients[0]
-    parts = observe(subject, model, rows, Fit(batch_size=2, accumulation=4)).gradients[0]
+    model = subject.model()
+    rows = random_rows(8)
+    whole = _gradient(subject, model, rows, Fit(batch_size=8))
+    parts = _gradient(subject, model, rows, Fit(batch_size=2, accumulation=4))
     return Proof(distance(parts, whole), TOLERANCE, "difference of the gradients")
 
 
 @invariant("Loss", "The loss of an accumulated step is the mean over all of its tokens.")
 def accumulated_loss_is_the_mean(subject: Subject, folder: Path) -> Proof:
-    model, rows = subject.model(), random_rows(8)
+    model = subject.model()
+    rows = random_rows(8)
     expected = expected_loss(subject, model, rows)
     logged = observe(subject, model, rows, Fit(batch_size=2, accumulation=4)).losses[0]
     text = f"logged {logged:.5f}, expected {expected:.5f}"
@@ -486,14 +526,17 @@ def accumulated_loss_is_the_mean(subject: Subject, folder: Path) -> Proof:
 
 @invariant("Loss", "A single learned token has exactly the gradient of its log-probability.")
 def one_token_has_its_gradient(subject: Subject, folder: Path) -> Proof:
-    model, row = subject.model(), random_rows(1, (10, 10))[0]
+    model = subject.model()
+    row = random_rows(1, (10, 10))[0]
     labels = [-100] * 10
     labels[6] = row["input_ids"][6]
-    got = observe(subject, model, [dict(row, labels=labels)], Fit(batch_size=1)).gradients[0]
+    only_one = dict(row, labels=labels)
+    got = _gradient(subject, model, [only_one], Fit(batch_size=1))
     model.zero_grad()
     out = model(torch.tensor([row["input_ids"]]))
     logits = getattr(out, "logits", out)
-    (-logits[0, 5].log_softmax(-1)[labels[6]]).backward()
+    logps = logits[0, 5].log_softmax(-1)
+    (-logps[labels[6]]).backward()
     want = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     gap = distance(got, want)
     model.zero_grad()
@@ -502,9 +545,10 @@ def one_token_has_its_gradient(subject: Subject, folder: Path) -> Proof:
 
 @invariant("Loss", "A batch in which nothing is learned adds nothing to its step.")
 def nothing_learned_is_zero(subject: Subject, folder: Path) -> Proof:
-    model, (row, other) = subject.model(), random_rows(2, (12, 12))
+    model = subject.model()
+    row, other = random_rows(2, (12, 12))
     empty = dict(other, labels=[-100] * 12)
-    alone = observe(subject, model, [row], Fit(batch_size=1)).gradients[0]
+    alone = _gradient(subject, model, [row], Fit(batch_size=1))
     both = observe(subject, model, [row, empty], Fit(batch_size=1, accumulation=2))
     gap = distance(both.gradients[0], alone)
     if math.isnan(both.losses[0]):
@@ -514,23 +558,27 @@ def nothing_learned_is_zero(subject: Subject, folder: Path) -> Proof:
 
 @invariant("Loss", "A row in which nothing is learned does not change the step of the others.")
 def unlearned_row_changes_nothing(subject: Subject, folder: Path) -> Proof:
-    model, rows = subject.model(), random_rows(3, (12, 12))
+    model = subject.model()
+    rows = random_rows(3, (12, 12))
     empty = dict(rows[2], labels=[-100] * 12)
-    without = observe(subject, model, rows[:2], Fit(batch_size=2)).gradients[0]
-    beside = observe(subject, model, [*rows[:2], empty], Fit(batch_size=3)).gradients[0]
+    without = _gradient(subject, model, rows[:2], Fit(batch_size=2))
+    beside = _gradient(subject, model, [*rows[:2], empty], Fit(batch_size=3))
     return Proof(distance(beside, without), TOLERANCE, "difference of the gradients")
 
 
 @invariant("Loss", "The order of the rows in a batch does not matter.")
 def order_in_a_batch_does_not_matter(subject: Subject, folder: Path) -> Proof:
-    model, rows = subject.model(), random_rows(4, (12, 12))
-    forth, back = (observe(subject, model, r, Fit()).gradients[0] for r in (rows, rows[::-1]))
+    model = subject.model()
+    rows = random_rows(4, (12, 12))
+    forth = _gradient(subject, model, rows, Fit())
+    back = _gradient(subject, model, rows[::-1], Fit())
     return Proof(distance(back, forth), TOLERANCE, "difference of the gradients")
 
 
 @invariant("Loss", "Packed rows do not see each other: their step is the one of padded rows.")
 def packed_is_alone(subject: Subject, folder: Path) -> Proof:
-    model, rows = subject.model(), random_rows(4)
+    model = subject.model()
+    rows = random_rows(4)
     padded = observe(subject, model, rows, Fit())
     packed = observe(subject, model, rows, Fit(packed=True))
     gap = distance(packed.gradients[0], padded.gradients[0])
@@ -539,16 +587,19 @@ def packed_is_alone(subject: Subject, folder: Path) -> Proof:
 
 @invariant("Loss", "The gradient is the derivative of the logged loss.")
 def gradient_is_the_derivative(subject: Subject, folder: Path) -> Proof:
-    model, rows = subject.model(), random_rows(4)
+    model = subject.model()
+    rows = random_rows(4)
     fit = Fit(batch_size=2, accumulation=2)
-    gradient = observe(subject, model, rows, fit).gradients[0]
+    gradient = _gradient(subject, model, rows, fit)
     square = sum(float((g.double() ** 2).sum()) for g in gradient.values())
-    size, ends = 0.02 / math.sqrt(square), []
+    size = 0.02 / math.sqrt(square)
+    ends = []
     start = weights_of(model)
     for sign in (1, -1):
         with torch.no_grad():
             for name, p in model.named_parameters():
-                p.copy_(start[name] + sign * size * gradient.get(name, torch.zeros_like(p)))
+                direction = gradient.get(name, torch.zeros_like(p))
+                p.copy_(start[name] + sign * size * direction)
         ends.append(expected_loss(subject, model, rows))
     slope = (ends[0] - ends[1]) / (2 * size)
     return Proof(abs(slope / square - 1), 0.01, f"slope {slope:.4f}, gradient {square:.4f}")
@@ -559,20 +610,20 @@ def processes_change_no_gradient(subject: Subject, folder: Path) -> Proof:
     if not subject.processes:
         raise NotImplementedError
     rows = random_rows(4)
-    whole = observe(subject, subject.model(), rows, Fit()).gradients[0]
-    parts = in_processes(
-        2, lambda: observe(subject, subject.model(), rows, Fit(batch_size=2)).gradients[0]
-    )
+    whole = _gradient(subject, subject.model(), rows, Fit())
+    half = Fit(batch_size=2)
+    parts = in_processes(2, lambda: _gradient(subject, subject.model(), rows, half))
     gap = max(distance(part, whole) for part in parts)
     return Proof(gap, TOLERANCE, "difference of the gradients")
 
 
 @invariant("Loss", "The loss that balances experts reaches the router.")
 def router_balance_has_a_gradient(subject: Subject, folder: Path) -> Proof:
-    rows, gradients = random_rows(4), []
+    rows = random_rows(4)
+    gradients = []
     for balance in (0.0, 1.0):
         model = subject.expert_model()
-        gradients.append(observe(subject, model, rows, Fit(balance=balance)).gradients[0])
+        gradients.append(_gradient(subject, model, rows, Fit(balance=balance)))
     change = distance(gradients[1], gradients[0])
     text = f"the loss changes the gradient by {change:.1e}, which is nothing where this is 1"
     return Proof(float(change < 1e-4), 0, text)
@@ -580,10 +631,13 @@ def router_balance_has_a_gradient(subject: Subject, folder: Path) -> Proof:
 
 @invariant("Loss", "A token does not see the tokens after it.")
 def model_is_causal(subject: Subject, folder: Path) -> Proof:
-    model, ids = subject.model(), torch.tensor([random_rows(1, (12, 12))[0]["input_ids"]])
+    model = subject.model()
+    ids = _some_ids()
     other = ids.clone()
     other[0, -1] = 3 + (other[0, -1] - 2) % (subject.vocab_size - 3)
-    gap = (subject.logits(model, ids) - subject.logits(model, other))[0, :-1].abs().max()
+    logits = subject.logits(model, ids)[0, :-1]
+    others = subject.logits(model, other)[0, :-1]
+    gap = _gap(logits, others)
     return Proof(float(gap), 1e-6, "change of an earlier logit")
 
 # %% ../../nbs/15_audit/01_invariants.ipynb #inv-optimizer
@@ -607,7 +661,8 @@ def first_step_is_adamw(subject: Subject, folder: Path) -> Proof:
         torch.optim.AdamW([p], lr=RATE, weight_decay=0.0).step()
         expected[name] = p.detach()
     # Gradients near epsilon may round to another side
-    gaps = torch.cat([(seen.weights[n] - expected[n]).abs().flatten() for n in expected])
+    gaps = [(seen.weights[n] - expected[n]).abs().flatten() for n in expected]
+    gaps = torch.cat(gaps)
     return Proof(float(gaps.mean()) / RATE, 1e-3, "mean difference, in learning rates")
 
 
@@ -615,33 +670,39 @@ def first_step_is_adamw(subject: Subject, folder: Path) -> Proof:
     "Optimizer", "Weight decay shrinks a weight by rate times decay, apart from its gradient."
 )
 def decay_is_decoupled(subject: Subject, folder: Path) -> Proof:
-    rows, decay, changes = random_rows(4), 0.1, []
+    rows = random_rows(4)
+    decay = 0.1
+    changes = []
     for weight_decay in (0.0, decay):
         model = subject.model()
         before = weights_of(model)
         fit = Fit(learning_rate=RATE, weight_decay=weight_decay)
         changes.append((before, observe(subject, model, rows, fit).weights))
     (before, plain), (_, decayed) = changes
-    name = max((n for n in before if before[n].ndim == 2), key=lambda n: before[n].numel())
+    matrices = [name for name, weight in before.items() if weight.ndim == 2]
+    name = max(matrices, key=lambda n: before[n].numel())
     wanted = before[name] * (1 - RATE * decay) + plain[name] - before[name]
-    gap = float((decayed[name] - wanted).abs().max() / (RATE * decay * before[name].abs().max()))
+    size = RATE * decay * before[name].abs().max()
+    gap = float(_gap(decayed[name], wanted) / size)
     return Proof(gap, 0.01, f"relative difference of the decay of {name}")
 
 
 @invariant("Optimizer", "Clipping scales the whole gradient to the norm that was asked for.")
 def clipping_scales_the_whole(subject: Subject, folder: Path) -> Proof:
-    model, rows = subject.model(), random_rows(8)
-    free = observe(subject, model, rows, Fit(batch_size=2, accumulation=4)).gradients[0]
+    model = subject.model()
+    rows = random_rows(8)
+    free = _gradient(subject, model, rows, Fit(batch_size=2, accumulation=4))
     norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in free.values()))
     fit = Fit(batch_size=2, accumulation=4, max_grad_norm=norm / 3)
-    clipped = observe(subject, model, rows, fit).gradients[0]
+    clipped = _gradient(subject, model, rows, fit)
     wanted = {name: g / 3 for name, g in free.items()}
     return Proof(distance(clipped, wanted), 1e-3, "difference from a third of the gradient")
 
 
 @invariant("Optimizer", "Gradients are cleared between two steps.")
 def gradients_are_cleared(subject: Subject, folder: Path) -> Proof:
-    model, rows = subject.model(), random_rows(4)
+    model = subject.model()
+    rows = random_rows(4)
     first, second = observe(subject, model, rows * 2, Fit(steps=2)).gradients
     return Proof(distance(second, first), TOLERANCE, "difference of the same gradient, later")
 
@@ -666,7 +727,8 @@ def _rate_gap(subject: Subject, accumulation: int) -> Proof:
     wanted = _rates(fit)
     if len(rates) != len(wanted):
         return Proof(math.inf, TOLERANCE, f"{len(rates)} rates were logged in {len(wanted)} steps")
-    gap = max(abs(a - b) for a, b in zip(rates, wanted, strict=True)) / 1e-3
+    gaps = [abs(a - b) for a, b in zip(rates, wanted, strict=True)]
+    gap = max(gaps) / 1e-3
     return Proof(gap, TOLERANCE, "largest difference of a rate, in peaks")
 
 
@@ -688,20 +750,24 @@ def frozen_stays(subject: Subject, folder: Path) -> Proof:
         model.get_parameter(name).requires_grad_(False)
     before = weights_of(model)
     seen = observe(subject, model, random_rows(8), Fit(2, 1, 2, RATE, weight_decay=0.1))
-    gap = max(float((seen.weights[n] - before[n]).abs().max()) for n in names)
+    gap = max(float(_gap(seen.weights[n], before[n])) for n in names)
     return Proof(gap, 0.0, "change of a frozen weight")
 
 
 @invariant("Optimizer", "Weights, gradients and optimizer need the memory predicted.", "lost")
 def memory_is_as_predicted(subject: Subject, folder: Path) -> Proof:
-    fit, model = Fit(steps=2, learning_rate=RATE), subject.model()
-    predicted, sizes = subject.memory(fit), []
+    fit = Fit(steps=2, learning_rate=RATE)
+    model = subject.model()
+    predicted = subject.memory(fit)
+    sizes = []
 
     def after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        held = []
+        for group in optimizer.param_groups:
+            held += group["params"]
         held += [p.grad for p in held if p.grad is not None]
-        states = [x for state in optimizer.state.values() for x in state.values()]
-        held += [x for x in states if isinstance(x, Tensor)]
+        for state in optimizer.state.values():
+            held += [x for x in state.values() if isinstance(x, Tensor)]
         sizes.append(sum(x.numel() * x.element_size() for x in held))
 
     hook = register_optimizer_step_post_hook(after_step)
@@ -715,14 +781,19 @@ def memory_is_as_predicted(subject: Subject, folder: Path) -> Proof:
 
 @invariant("Optimizer", "Many steps with a tiny rate add up.")
 def tiny_steps_add_up(subject: Subject, folder: Path) -> Proof:
-    model, rate, steps = subject.model(), 1e-6, 20
+    model = subject.model()
+    rate = 1e-6
+    steps = 20
     before = weights_of(model)
     seen = observe(subject, model, random_rows(4) * steps, Fit(steps=steps, learning_rate=rate))
     gradient = seen.gradients[0]
-    name = max((n for n in before if n in gradient), key=lambda n: gradient[n].numel())
-    far = gradient[name].abs() > gradient[name].abs().median()  # Their sign does not change
-    moved = (seen.weights[name] - before[name]).abs()[far].double().median() / (rate * steps)
-    return Proof(abs(float(moved) - 1), 0.1, f"{float(moved):.2f} of the way, by the median")
+    names = [name for name in before if name in gradient]
+    name = max(names, key=lambda n: gradient[n].numel())
+    sizes = gradient[name].abs()
+    far = sizes > sizes.median()  # Their sign does not change
+    change = (seen.weights[name] - before[name]).abs()
+    moved = float(change[far].double().median() / (rate * steps))
+    return Proof(abs(moved - 1), 0.1, f"{moved:.2f} of the way, by the median")
 
 # %% ../../nbs/15_audit/01_invariants.ipynb #inv-data
 def _order(seen: Seen) -> list[int]:
@@ -742,40 +813,45 @@ def _marked(count: int) -> list[LabelledRow]:
 def epoch_has_each_row_once(subject: Subject, folder: Path) -> Proof:
     seen = observe(subject, subject.model(), _marked(12), Fit(steps=3, shuffle=True))
     order = _order(seen)
-    missing = len(set(range(12)) - set(order)) + len(order) - len(set(order))
+    rows = set(order)
+    missing = len(set(range(12)) - rows) + len(order) - len(rows)
     return Proof(missing, 0, "rows that were left out or came twice")
 
 
 @invariant("Data", "The next epoch has another order.", "note")
 def epochs_have_other_orders(subject: Subject, folder: Path) -> Proof:
-    order = _order(observe(subject, subject.model(), _marked(12), Fit(steps=6, shuffle=True)))
+    seen = observe(subject, subject.model(), _marked(12), Fit(steps=6, shuffle=True))
+    order = _order(seen)
     return Proof(float(order[:12] == order[12:]), 0, "1 where both have the same order")
 
 
 @invariant("Data", "The same seed gives the same weights, bit by bit.")
 def seed_is_repeatable(subject: Subject, folder: Path) -> Proof:
-    runs = [
-        observe(subject, subject.model(dropout=0.1), _marked(12), Fit(4, 1, 4, RATE, shuffle=True))
-        for _ in range(2)
-    ]
-    return Proof(distance(runs[1].weights, runs[0].weights), 0.0, "difference of the weights")
+    fit = Fit(4, 1, 4, RATE, shuffle=True)
+    runs = []
+    for _ in range(2):
+        seen = observe(subject, subject.model(dropout=0.1), _marked(12), fit)
+        runs.append(seen.weights)
+    return Proof(distance(runs[1], runs[0]), 0.0, "difference of the weights")
 
 
 @invariant("Data", "Another seed gives another order.", "note")
 def seeds_differ(subject: Subject, folder: Path) -> Proof:
-    orders = [
-        _order(observe(subject, subject.model(), _marked(12), Fit(steps=3, shuffle=True, seed=s)))
-        for s in (0, 1)
-    ]
+    orders = []
+    for seed in (0, 1):
+        fit = Fit(steps=3, shuffle=True, seed=seed)
+        seen = observe(subject, subject.model(), _marked(12), fit)
+        orders.append(_order(seen))
     return Proof(float(orders[0] == orders[1]), 0, "1 where both seeds have the same order")
 
 
 def _with_evaluations(subject: Subject, dropout: float) -> Proof:
-    rows, fit = _marked(12), Fit(4, 1, 4, RATE, shuffle=True)
-    asked = replace(fit, eval_rows=tuple(random_rows(4, seed=9)), eval_every=1)
-    without, beside = (
-        observe(subject, subject.model(dropout=dropout), rows, f).weights for f in (fit, asked)
-    )
+    rows = _marked(12)
+    fit = Fit(4, 1, 4, RATE, shuffle=True)
+    held = tuple(random_rows(4, seed=9))
+    asked = replace(fit, eval_rows=held, eval_every=1)
+    without = observe(subject, subject.model(dropout=dropout), rows, fit).weights
+    beside = observe(subject, subject.model(dropout=dropout), rows, asked).weights
     return Proof(distance(beside, without), 0.0, "difference of the weights")
 
 
@@ -799,7 +875,8 @@ def dropout_returns(subject: Subject, folder: Path) -> Proof:
 
 @invariant("Data", "The loss of an evaluation is the mean over the tokens of all rows.")
 def evaluation_is_the_mean(subject: Subject, folder: Path) -> Proof:
-    model, held = subject.model(), random_rows(5, (5, 7), 9) + random_rows(2, (30, 30), 8)
+    model = subject.model()
+    held = random_rows(5, (5, 7), 9) + random_rows(2, (30, 30), 8)
     fit = Fit(4, 1, 6, 3e-2, eval_rows=tuple(held), eval_every=6)
     logged = observe(subject, model, random_rows(4) * 6, fit).evals[0]
     expected = expected_loss(subject, model, held)
@@ -812,7 +889,8 @@ RESUMED = Fit(2, 2, 8, RATE, schedule="linear", warmup=2, shuffle=True, save_eve
 
 def _interrupted(subject: Subject, folder: Path, dropout: float = 0.0) -> tuple[Seen, Seen]:
     "A run of eight steps, and one that was killed before its sixth and continued from its third."
-    rows, home = _marked(24), folder / "run"
+    rows = _marked(24)
+    home = folder / "run"
     model = subject.model(dropout=dropout)
     fit = replace(RESUMED, schedule=subject.decay)
     whole = observe(subject, model, rows, fit, home, kill_before=6)
@@ -833,8 +911,9 @@ def killed_is_not_killed(subject: Subject, folder: Path) -> Proof:
 @invariant("Resume", "A run that is continued reads the rows that it had not read.", "lost")
 def resumed_run_reads_on(subject: Subject, folder: Path) -> Proof:
     whole, again = _interrupted(subject, folder)
-    left = _order(whole)[-len(_order(again)) :]
-    wrong = sum(a != b for a, b in zip(_order(again), left, strict=True))
+    read = _order(again)
+    left = _order(whole)[-len(read) :]
+    wrong = sum(a != b for a, b in zip(read, left, strict=True))
     late = abs(len(again.gradients) - 5)
     return Proof(wrong + late, 0, "rows that were read instead of others, or steps too many")
 
@@ -842,7 +921,8 @@ def resumed_run_reads_on(subject: Subject, folder: Path) -> Proof:
 @invariant("Resume", "A run that is continued keeps the schedule.", "lost")
 def resumed_run_keeps_its_schedule(subject: Subject, folder: Path) -> Proof:
     whole, again = _interrupted(subject, folder)
-    gaps = [abs(a - b) for a, b in zip(again.rates[::-1], whole.rates[::-1], strict=False)]
+    pairs = zip(again.rates[::-1], whole.rates[::-1], strict=False)
+    gaps = [abs(a - b) for a, b in pairs]
     return Proof(max(gaps, default=math.inf) / RATE, TOLERANCE, "difference of a rate, in peaks")
 
 
@@ -856,16 +936,17 @@ def resumed_run_keeps_its_dropout(subject: Subject, folder: Path) -> Proof:
 def saved_model_is_the_model(subject: Subject, folder: Path) -> Proof:
     model = subject.model()
     observe(subject, model, random_rows(8), Fit(4, 1, 2, RATE))
-    ids = torch.tensor([random_rows(1, (12, 12), 7)[0]["input_ids"]])
+    ids = _some_ids(7)
     subject.save(model, folder / "model")
     loaded = subject.load(folder / "model")
-    gap = (subject.logits(loaded, ids) - subject.logits(model, ids)).abs().max()
+    gap = _gap(subject.logits(loaded, ids), subject.logits(model, ids))
     return Proof(float(gap), 1e-6, "difference of a logit")
 
 
 @invariant("Resume", "The best model is the one with the lowest loss on held-out rows.", "lost")
 def best_model_is_the_best(subject: Subject, folder: Path) -> Proof:
-    rows, held = random_rows(8), random_rows(8, seed=9)
+    rows = random_rows(8)
+    held = random_rows(8, seed=9)
     fit = Fit(4, 1, 8, 3e-2, eval_rows=tuple(held), eval_every=1, keep_best=True, save_every=1)
     model = subject.model()
     seen = observe(subject, model, rows, fit, folder / "best")
@@ -900,7 +981,8 @@ def end_of_an_answer_is_learned(subject: Subject, folder: Path) -> Proof:
 def only_answers_are_learned(subject: Subject, folder: Path) -> Proof:
     _, labels = subject.chat(CHAT)
     _, other = subject.chat([dict(CHAT[0], content="Name a tower!"), *CHAT[1:]])
-    learned, again = ([x for x in row if x != -100] for row in (labels, other))
+    learned = [x for x in labels if x != -100]
+    again = [x for x in other if x != -100]
     return Proof(float(learned != again), 0, "1 where a question changes what is learned")
 
 
@@ -908,7 +990,8 @@ def only_answers_are_learned(subject: Subject, folder: Path) -> Proof:
 def answers_come_back(subject: Subject, folder: Path) -> Proof:
     thought = "It is asked for a capital.</think>Rome."  # As sampled after a prompt with <think>
     wrong = 0
-    for chat in (CHAT, [*CHAT[:3], dict(role="assistant", content=thought)]):
+    second = [*CHAT[:3], dict(role="assistant", content=thought)]
+    for chat in (CHAT, second):
         _, labels = subject.chat(chat)
         text = subject.text([x for x in labels if x != -100])
         answers = [m["content"] for m in chat if m["role"] == "assistant"]
@@ -918,9 +1001,11 @@ def answers_come_back(subject: Subject, folder: Path) -> Proof:
 
 @invariant("Chat", "Text of a user writes no control tokens.")
 def users_write_no_control_tokens(subject: Subject, folder: Path) -> Proof:
-    plain, _ = subject.chat([dict(role="user", content="hello"), CHAT[1]])
+    harmless = dict(role="user", content="hello")
+    attack = dict(role="user", content=subject.control_text)
+    plain, _ = subject.chat([harmless, CHAT[1]])
     try:
-        forged, _ = subject.chat([dict(role="user", content=subject.control_text), CHAT[1]])
+        forged, _ = subject.chat([attack, CHAT[1]])
     except ValueError:
         return Proof(0, 0, "the text was refused")
     counts = [sum(map(ids.count, subject.control_ids)) for ids in (plain, forged)]
@@ -940,8 +1025,9 @@ def prompt_is_a_prefix(subject: Subject, folder: Path) -> Proof:
 def _adapted(subject: Subject) -> tuple[nn.Module, Tensor, Tensor, dict[str, Tensor]]:
     "A model with an adapter that has learned, ids, the base's logits of them, and its weights."
     base = subject.model()
-    ids = torch.tensor([random_rows(1, (12, 12), 7)[0]["input_ids"]])
-    before, weights = subject.logits(base, ids), weights_of(base)
+    ids = _some_ids(7)
+    before = subject.logits(base, ids)
+    weights = weights_of(base)
     model = subject.adapt(base)
     observe(subject, model, random_rows(16), Fit(4, 1, 4, RATE))
     return model, ids, before, weights
@@ -949,9 +1035,11 @@ def _adapted(subject: Subject) -> tuple[nn.Module, Tensor, Tensor, dict[str, Ten
 
 @invariant("Adapters", "A fresh adapter changes nothing.")
 def fresh_adapter_changes_nothing(subject: Subject, folder: Path) -> Proof:
-    model, ids = subject.model(), torch.tensor([random_rows(1, (12, 12), 7)[0]["input_ids"]])
+    model = subject.model()
+    ids = _some_ids(7)
     before = subject.logits(model, ids)
-    gap = (subject.logits(subject.adapt(model), ids) - before).abs().max()
+    adapted = subject.adapt(model)
+    gap = _gap(subject.logits(adapted, ids), before)
     return Proof(float(gap), 1e-6, "difference of a logit")
 
 
@@ -959,8 +1047,8 @@ def fresh_adapter_changes_nothing(subject: Subject, folder: Path) -> Proof:
 def adapter_off_is_the_base(subject: Subject, folder: Path) -> Proof:
     model, ids, before, _ = _adapted(subject)
     with subject.adapter_off(model):
-        gap = (subject.logits(model, ids) - before).abs().max()
-    learned = (subject.logits(model, ids) - before).abs().max()
+        gap = _gap(subject.logits(model, ids), before)
+    learned = _gap(subject.logits(model, ids), before)
     return Proof(float(gap), 1e-6 if learned > 1e-3 else -1, "difference of a logit")
 
 
@@ -968,8 +1056,9 @@ def adapter_off_is_the_base(subject: Subject, folder: Path) -> Proof:
 def merged_is_the_adapter(subject: Subject, folder: Path) -> Proof:
     model, ids, before, _ = _adapted(subject)
     beside = subject.logits(model, ids)
-    gap = (subject.logits(subject.merge(model), ids) - beside).abs().max()
-    change = (beside - before).abs().max()
+    merged = subject.merge(model)
+    gap = _gap(subject.logits(merged, ids), beside)
+    change = _gap(beside, before)
     return Proof(float(gap / change), 1e-3, "difference, as a share of what was learned")
 
 
@@ -978,14 +1067,17 @@ def merged_model_is_saved(subject: Subject, folder: Path) -> Proof:
     model, ids, before, _ = _adapted(subject)
     learned = subject.logits(model, ids)
     subject.save(subject.merge(model), folder / "merged")
-    gap = (subject.logits(subject.load(folder / "merged"), ids) - learned).abs().max()
-    change = (learned - before).abs().max()
+    loaded = subject.load(folder / "merged")
+    gap = _gap(subject.logits(loaded, ids), learned)
+    change = _gap(learned, before)
     return Proof(float(gap / change), 1e-3, "difference, as a share of what was learned")
 
 
 @invariant("Adapters", "Right after an evaluation, 4-bit layers pass on the same gradient.")
 def quantized_gradient_survives_evaluation(subject: Subject, folder: Path) -> Proof:
-    rows, held, gradients = random_rows(4) * 2, tuple(random_rows(4, seed=9)), []
+    rows = random_rows(4) * 2
+    held = tuple(random_rows(4, seed=9))
+    gradients = []
     for fit in (Fit(steps=2), Fit(steps=2, eval_rows=held, eval_every=1)):
         model = subject.quantize(subject.model())
         gradients.append(observe(subject, model, rows, fit).gradients[1])
@@ -995,10 +1087,10 @@ def quantized_gradient_survives_evaluation(subject: Subject, folder: Path) -> Pr
 @invariant("Adapters", "Training an adapter leaves the base bit by bit as it was.")
 def base_of_an_adapter_is_frozen(subject: Subject, folder: Path) -> Proof:
     model, _, _, weights = _adapted(subject)
-    kept = [x for x in weights_of(model).values()]
-    lost = sum(
-        not any(torch.equal(w, x) for x in kept if x.shape == w.shape) for w in weights.values()
-    )
+    kept = [*weights_of(model).values()]
+    lost = 0
+    for weight in weights.values():
+        lost += not any(torch.equal(weight, x) for x in kept if x.shape == weight.shape)
     return Proof(lost, 0, "tensors of the base that are gone")
 
 # %% ../../nbs/15_audit/01_invariants.ipynb #inv-preferences
@@ -1006,32 +1098,35 @@ def random_pairs(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
     "Prompts with two answers, of different lengths."
     parts = [random_rows(count, (3, 9), seed + i) for i in range(3)]
     names = ("prompt", "chosen", "rejected")
-    return [
-        {name: row["input_ids"] for name, row in zip(names, rows, strict=True)}
-        for rows in zip(*parts, strict=True)
-    ]
+    pairs = []
+    for rows in zip(*parts, strict=True):
+        ids = [row["input_ids"] for row in rows]
+        pairs.append(dict(zip(names, ids, strict=True)))
+    return pairs
 
 
 @invariant("Preferences", "The first loss of DPO is ln 2.")
 def dpo_begins_at_ln_2(subject: Subject, folder: Path) -> Proof:
-    loss = subject.fit_pairs(subject.model(dropout=0.1), random_pairs(4), Fit())[0]["loss"]
+    logs = subject.fit_pairs(subject.model(dropout=0.1), random_pairs(4), Fit())
+    loss = logs[0]["loss"]
     return Proof(abs(loss - math.log(2)), 1e-5, f"loss {loss:.5f}, ln 2 = 0.69315")
 
 
 @invariant("Preferences", "The reference stays as it was while the model learns.")
 def reference_is_unchanged(subject: Subject, folder: Path) -> Proof:
-    model, pairs = subject.model(), random_pairs(4)
+    model = subject.model()
+    pairs = random_pairs(4)
     logs = subject.fit_pairs(model, pairs * 6, Fit(steps=6, learning_rate=RATE))
-    return Proof(
-        float(logs[-1]["loss"] > 0.8 * logs[0]["loss"]),
-        0,
-        f"loss {logs[0]['loss']:.3f} to {logs[-1]['loss']:.3f} on the same pairs",
-    )
+    first = logs[0]["loss"]
+    last = logs[-1]["loss"]
+    text = f"loss {first:.3f} to {last:.3f} on the same pairs"
+    return Proof(float(last > 0.8 * first), 0, text)
 
 
 @invariant("Preferences", "Exchanging the answers turns the sign of the first gradient.")
 def exchange_turns_the_sign(subject: Subject, folder: Path) -> Proof:
-    pairs, model = random_pairs(4), subject.model()
+    pairs = random_pairs(4)
+    model = subject.model()
     turned = [dict(p, chosen=p["rejected"], rejected=p["chosen"]) for p in pairs]
     gradients = []
     for some in (pairs, turned):
@@ -1043,7 +1138,8 @@ def exchange_turns_the_sign(subject: Subject, folder: Path) -> Proof:
 
 @invariant("Preferences", "Accumulation changes no gradient of pairs.")
 def accumulation_changes_no_pair(subject: Subject, folder: Path) -> Proof:
-    model, pairs = subject.model(), random_pairs(8)
+    model = subject.model()
+    pairs = random_pairs(8)
     whole = _watch_pairs(subject, model, pairs, Fit(batch_size=8)).gradients[0]
     parts = _watch_pairs(subject, model, pairs, Fit(batch_size=2, accumulation=4)).gradients[0]
     return Proof(distance(parts, whole), TOLERANCE, "difference of the gradients")
@@ -1051,11 +1147,17 @@ def accumulation_changes_no_pair(subject: Subject, folder: Path) -> Proof:
 
 @invariant("Preferences", "A tie counts as a half in the accuracy.", "note")
 def tie_counts_a_half(subject: Subject, folder: Path) -> Proof:
-    accuracy = subject.fit_pairs(subject.model(), random_pairs(4), Fit())[0]["accuracy"]
+    logs = subject.fit_pairs(subject.model(), random_pairs(4), Fit())
+    accuracy = logs[0]["accuracy"]
     return Proof(abs(accuracy - 0.5), 0, f"accuracy {accuracy:g} before the first step")
 
 
-def _watch_pairs(subject: Subject, model: nn.Module, pairs: Sequence[dict], fit: Fit) -> Seen:
+def _watch_pairs(
+    subject: Subject,
+    model: nn.Module,
+    pairs: Sequence[dict],
+    fit: Fit,
+) -> Seen:
     "`observe` for pairs."
 
     class Pairs(Subject):
@@ -1067,24 +1169,27 @@ def _watch_pairs(subject: Subject, model: nn.Module, pairs: Sequence[dict], fit:
 # %% ../../nbs/15_audit/01_invariants.ipynb #inv-sampling
 @invariant("Sampling", "The log-probabilities recorded while sampling are those of training.")
 def sampler_agrees_with_training(subject: Subject, folder: Path) -> Proof:
-    model, prompts = subject.model(), [row["input_ids"] for row in random_rows(3, (4, 9))]
+    model = subject.model()
+    prompts = [row["input_ids"] for row in random_rows(3, (4, 9))]
     new, recorded = subject.sample(model, prompts, 8)
     worst = 0.0
     for prompt, ids, logps in zip(prompts, new, recorded, strict=True):
-        logits = subject.logits(model, torch.tensor([prompt + ids]))[0, len(prompt) - 1 : -1]
+        whole = torch.tensor([prompt + ids])
+        logits = subject.logits(model, whole)[0, len(prompt) - 1 : -1]
         wanted = logits.log_softmax(-1)[range(len(ids)), ids]
-        worst = max(worst, float((wanted - torch.tensor(logps)).abs().max()))
+        worst = max(worst, float(_gap(wanted, torch.tensor(logps))))
     return Proof(worst, 1e-4, "difference of a log-probability")
 
 
 @invariant("Sampling", "A prompt is continued in the same way alone and in a batch.")
 def company_changes_no_answer(subject: Subject, folder: Path) -> Proof:
-    model, prompts = subject.model(), [row["input_ids"] for row in random_rows(4, (3, 12))]
+    model = subject.model()
+    prompts = [row["input_ids"] for row in random_rows(4, (3, 12))]
     together, recorded = subject.sample(model, prompts, 8, temperature=0)
     worst = 0.0
     for prompt, ids, logps in zip(prompts, together, recorded, strict=True):
         alone, again = subject.sample(model, [prompt], 8, temperature=0)
-        gap = (torch.tensor(again[0]) - torch.tensor(logps)).abs().max()
+        gap = _gap(torch.tensor(again[0]), torch.tensor(logps))
         worst = max(worst, math.inf if alone[0] != ids else float(gap))
     return Proof(worst, 1e-4, "difference of a log-probability; infinite for another answer")
 
@@ -1097,9 +1202,15 @@ def top_p_ratio_is_one(subject: Subject, folder: Path) -> Proof:
     return Proof(worst, TOLERANCE, "largest distance of a ratio from 1")
 
 
-def random_answers(groups: int = 2, size: int = 4, eos: int = 2, seed: int = 0) -> list[dict]:
+def random_answers(
+    groups: int = 2,
+    size: int = 4,
+    eos: int = 2,
+    seed: int = 0,
+) -> list[dict]:
     "Groups of answers of different lengths to the same prompt, with rewards."
-    prompts, draw = random_rows(groups, (3, 9), seed), random.Random(seed)
+    prompts = random_rows(groups, (3, 9), seed)
+    draw = random.Random(seed)
     return [
         dict(
             prompt=prompt["input_ids"],
@@ -1112,7 +1223,12 @@ def random_answers(groups: int = 2, size: int = 4, eos: int = 2, seed: int = 0) 
     ]
 
 
-def _watch_answers(subject: Subject, model: nn.Module, answers: Sequence[dict], fit: Fit) -> Seen:
+def _watch_answers(
+    subject: Subject,
+    model: nn.Module,
+    answers: Sequence[dict],
+    fit: Fit,
+) -> Seen:
     "`observe` for groups of four answers."
 
     class Answers(Subject):
@@ -1132,7 +1248,8 @@ def _policy_gradient(
     count = sum(len(a["answer"]) for a in answers if a["finished"])
     for answer, advantage in zip(answers, advantages.tolist(), strict=True):
         if answer["finished"]:
-            ids, start = answer["prompt"] + answer["answer"], len(answer["prompt"])
+            ids = answer["prompt"] + answer["answer"]
+            start = len(answer["prompt"])
             out = model(torch.tensor([ids]))
             logps = getattr(out, "logits", out)[0, start - 1 : -1].log_softmax(-1)
             logp = logps[range(len(answer["answer"])), answer["answer"]].sum()
@@ -1144,17 +1261,21 @@ def _policy_gradient(
 
 @invariant("Reinforcement", "The ids that were sampled are the ids that are trained.")
 def sampled_ids_are_trained(subject: Subject, folder: Path) -> Proof:
-    answers, model = random_answers(eos=subject.eos), subject.model()
+    answers = random_answers(eos=subject.eos)
+    model = subject.model()
     read = _watch_answers(subject, model, answers, Fit(batch_size=8)).inputs[0]
     texts = [" ".join(map(str, row)) for row in read]
     wanted = [" ".join(map(str, a["prompt"] + a["answer"])) for a in answers]
-    lost = sum(not any(f" {w} " in f" {text} " for text in texts) for w in wanted)
+    lost = 0
+    for answer in wanted:
+        lost += not any(f" {answer} " in f" {text} " for text in texts)
     return Proof(lost, 0, "answers that the model did not read as they were sampled")
 
 
 @invariant("Reinforcement", "The first gradient is advantage times that of the log-probability.")
 def policy_gradient_is_weighted(subject: Subject, folder: Path) -> Proof:
-    answers, model = random_answers(eos=subject.eos), subject.model()
+    answers = random_answers(eos=subject.eos)
+    model = subject.model()
     got = _watch_answers(subject, model, answers, Fit(batch_size=8)).gradients[0]
     gap = distance(got, _policy_gradient(subject, model, answers))
     return Proof(gap, 1e-3, "difference of the gradients")
@@ -1162,7 +1283,8 @@ def policy_gradient_is_weighted(subject: Subject, folder: Path) -> Proof:
 
 @invariant("Reinforcement", "An unfinished answer that is masked counts in no denominator.")
 def unfinished_answer_counts_nowhere(subject: Subject, folder: Path) -> Proof:
-    answers, model = random_answers(eos=subject.eos), subject.model()
+    answers = random_answers(eos=subject.eos)
+    model = subject.model()
     cut = answers[1]["answer"][:-1] + [9] * 12
     answers[1] = dict(answers[1], answer=cut, finished=False)
     got = _watch_answers(subject, model, answers, Fit(batch_size=8)).gradients[0]
@@ -1172,7 +1294,8 @@ def unfinished_answer_counts_nowhere(subject: Subject, folder: Path) -> Proof:
 
 @invariant("Reinforcement", "Accumulation changes no gradient of answers.")
 def accumulation_changes_no_answer(subject: Subject, folder: Path) -> Proof:
-    answers, model = random_answers(eos=subject.eos), subject.model()
+    answers = random_answers(eos=subject.eos)
+    model = subject.model()
     whole = _watch_answers(subject, model, answers, Fit(batch_size=8)).gradients[0]
     fit = Fit(batch_size=2, accumulation=4)
     parts = _watch_answers(subject, model, answers, fit).gradients[0]

@@ -68,7 +68,8 @@ def _quiet() -> Iterator[None]:
 
 def _imports(names: Mapping[str, object], home: str) -> str:
     "The lines that make some names of the module `home` known elsewhere."
-    plain, chosen = [], dict[str, list[str]]()
+    plain = []
+    chosen = dict[str, list[str]]()
     for name, value in sorted(names.items()):
         if isinstance(value, ModuleType):
             known_as = "" if value.__name__ == name else f" as {name}"
@@ -95,7 +96,8 @@ def reproduction(
     [check] = ast.parse(invariant.source).body
     assert isinstance(check, ast.FunctionDef)
     code = "\n".join(invariant.source.splitlines()[check.lineno - 1 :])
-    world, home = invariant.check.__globals__, invariant.check.__module__
+    world = invariant.check.__globals__
+    home = invariant.check.__module__
     named = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
     needed = {name: world[name] for name in named & world.keys()}
     needed |= dict(torch=torch, Path=Path, TemporaryDirectory=tempfile.TemporaryDirectory)
@@ -124,12 +126,14 @@ def check_one(
         except NotImplementedError:
             status, text = "not offered", ""
         except Exception as error:
-            status, text = "failed", f"{type(error).__name__}: {error}".partition("\n")[0]
+            status = "failed"
+            text = f"{type(error).__name__}: {error}".partition("\n")[0]
         else:
             status = "holds" if evidence.holds else "violated"
             text = f"{evidence.what}: {evidence.value:.2g}"
             if status == "violated" and invariant.name in subject.choices:
-                status, text = "choice", f"{text}; {subject.choices[invariant.name]}"
+                status = "choice"
+                text = f"{text}; {subject.choices[invariant.name]}"
     bad = status in ("violated", "failed")
     program = reproduction(invariant, subject) if bad else ""
     return AuditFinding(invariant, status, text, time.process_time() - began, program)
@@ -154,7 +158,8 @@ class Audit:
         return not bad and not self.of("failed")
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{len(self.of(s))} {s}" for s in STATUSES if self.of(s))
+        numbers = {status: len(self.of(status)) for status in STATUSES}
+        counts = ", ".join(f"{number} {status}" for status, number in numbers.items() if number)
         lines = [f"{f'{self.name} {self.version}'.strip()}: {counts}"]
         for finding in (*self.of("violated"), *self.of("failed")):
             invariant = finding.invariant

@@ -16,19 +16,20 @@ __all__ = ['SHAPE', 'CHATML', 'PlainLoop', 'AuditedTrainkit', 'AuditedTransforme
 import math
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import Dataset, Sampler, SequentialSampler
 
 from ..lora.adapters import adapters_off
 from ..lora.inject import LoRAConfig, add_lora
@@ -38,6 +39,19 @@ from ..model.transformer import Transformer
 from ..quant.quantize import quantize_model
 from .invariants import Fit, LabelledRow, Subject
 from ..files import open_with
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from peft.tuners.lora.model import LoraModel
+    from transformers import MixtralForCausalLM, PreTrainedModel, TrainerCallback
+    from transformers import Trainer as HFTrainer
+    from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
+    from trl.trainer.grpo_trainer import GRPOTrainer, RewardFunc
+
+    from trainkit.data.dataloader import Batches
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+    from trainkit.train.objectives import Loss
+    from trainkit.train.optim import OptimConfig
 
 # %% ../../nbs/15_audit/02_trainers.ipynb #aut-shape-def
 SHAPE: dict[str, Any] = dict(
@@ -70,7 +84,7 @@ class _TrainkitModel(Subject):
 class _SmallExperts(nn.Module):
     "Each token goes to one of four small layers, which a router chooses."
 
-    def __init__(self, vocab_size: int, balance: Any):
+    def __init__(self, vocab_size: int, balance: Callable[[Tensor, Tensor], Tensor]):
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, 16)
         self.router = nn.Linear(16, 4, bias=False)
@@ -78,7 +92,7 @@ class _SmallExperts(nn.Module):
         self.head = nn.Linear(16, vocab_size)
         self.balance, self.weight = balance, 0.0
 
-    def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
+    def forward(self, input_ids: Tensor, **_: object) -> SimpleNamespace:
         x = self.embedding(input_ids)
         chances = self.router(x).softmax(-1)  # (B, T, 4)
         best, chosen = chances.max(-1)
@@ -102,7 +116,8 @@ class PlainLoop(_TrainkitModel):
         size = max(len(row["input_ids"]) for row in rows)
 
         def pad(name: str, value: int) -> Tensor:
-            return torch.tensor([row[name] + [value] * (size - len(row[name])) for row in rows])
+            padded = [row[name] + [value] * (size - len(row[name])) for row in rows]
+            return torch.tensor(padded)
 
         lengths = torch.tensor([len(row["input_ids"]) for row in rows])
         return dict(
@@ -195,7 +210,10 @@ class PlainLoop(_TrainkitModel):
         if fit.schedule == "constant":
             return fit.learning_rate
         done = (step - fit.warmup) / max(1, fit.steps - fit.warmup)
-        share = 1 - done if fit.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+        if fit.schedule == "linear":
+            share = 1 - done
+        else:
+            share = (1 + math.cos(math.pi * done)) / 2
         return fit.learning_rate * share
 
     def clear(self, optimizer: torch.optim.Optimizer) -> None:
@@ -211,9 +229,13 @@ class PlainLoop(_TrainkitModel):
 
     def windows(self, rows: Sequence[LabelledRow], fit: Fit) -> Iterator[list[dict[str, Tensor]]]:
         "The batches of each step, for ever."
-        epoch, waiting, rank, world = 0, [], 0, 1
+        epoch = 0
+        waiting = []
+        rank = 0
+        world = 1
         if dist.is_initialized():
-            rank, world = dist.get_rank(), dist.get_world_size()
+            rank = dist.get_rank()
+            world = dist.get_world_size()
         while True:
             order = self.order(len(rows), epoch, fit)
             for start in range(rank * fit.batch_size, len(order), world * fit.batch_size):
@@ -273,8 +295,12 @@ class PlainLoop(_TrainkitModel):
             dist.init_process_group("gloo")
         if isinstance(model, _SmallExperts):
             model.weight = fit.balance
-        optimizer, windows, logs = self.optimizer(model, fit), self.windows(rows, fit), []
-        best, best_weights, step = math.inf, None, 0
+        optimizer = self.optimizer(model, fit)
+        windows = self.windows(rows, fit)
+        logs = []
+        best = math.inf
+        best_weights = None
+        step = 0
         if folder is not None:
             folder.mkdir(exist_ok=True)
         if resume and folder is not None:
@@ -298,7 +324,8 @@ class PlainLoop(_TrainkitModel):
                 loss = self.evaluate(model, fit.eval_rows, fit)
                 logs.append(dict(eval_loss=loss))
                 if self.better(loss, best):
-                    best, best_weights = loss, deepcopy(model.state_dict())
+                    best = loss
+                    best_weights = deepcopy(model.state_dict())
             if folder is not None and fit.save_every and step % fit.save_every == 0:
                 torch.save(self.state(model, optimizer, step), folder / "checkpoint.pt")
         if fit.keep_best and best_weights is not None:
@@ -319,7 +346,8 @@ class PlainLoop(_TrainkitModel):
         "Pad on the left, so that all continue at the same place; positions count real tokens."
         size = max(map(len, rows))
         ids = torch.tensor([[self.pad] * (size - len(row)) + row for row in rows])
-        mask = torch.tensor([[0] * (size - len(row)) + [1] * len(row) for row in rows])
+        masks = [[0] * (size - len(row)) + [1] * len(row) for row in rows]
+        mask = torch.tensor(masks)
         return dict(
             input_ids=ids,
             attention_mask=mask.bool(),
@@ -369,12 +397,17 @@ class PlainLoop(_TrainkitModel):
         return [row[-count:] for row in rows], recorded
 
     def ratios(
-        self, model: nn.Module, prompts: list[list[int]], count: int, top_p: float
+        self,
+        model: nn.Module,
+        prompts: list[list[int]],
+        count: int,
+        top_p: float,
     ) -> list[list[float]]:
         new, recorded = self.sample(model, prompts, count, top_p=top_p)
         ratios = []
         for prompt, ids, logps in zip(prompts, new, recorded, strict=True):
-            logits = self.logits(model, torch.tensor([prompt + ids]))[0, len(prompt) - 1 : -1]
+            whole = torch.tensor([prompt + ids])
+            logits = self.logits(model, whole)[0, len(prompt) - 1 : -1]
             trained = logits.log_softmax(-1)[range(count), ids]
             ratios.append((trained - torch.tensor(logps)).exp().tolist())
         return ratios
@@ -398,7 +431,8 @@ class PlainLoop(_TrainkitModel):
     def chat(
         self, messages: list[dict[str, str]], prompt: bool = False
     ) -> tuple[list[int], list[int]]:
-        ids, labels = [self.bos], [-100]
+        ids = [self.bos]
+        labels = [-100]
         for message in messages:
             role = message["role"]
             head = [self.USER if role == "user" else self.ASSISTANT]
@@ -444,7 +478,9 @@ class PlainLoop(_TrainkitModel):
     def fit_pairs(
         self, model: nn.Module, pairs: Sequence[dict[str, list[int]]], fit: Fit
     ) -> list[dict[str, float]]:
-        optimizer, reference, logs = self.optimizer(model, fit), self.reference(model), []
+        optimizer = self.optimizer(model, fit)
+        reference = self.reference(model)
+        logs = []
         model.eval()  # No dropout: the policy is compared with the reference
         size = fit.batch_size
         batches = [pairs[i : i + size] for i in range(0, len(pairs), size)]
@@ -483,9 +519,14 @@ class PlainLoop(_TrainkitModel):
         return max(1, sum(map(self.answer_tokens, window)))
 
     def fit_answers(
-        self, model: nn.Module, answers: Sequence[dict], size: int, fit: Fit
+        self,
+        model: nn.Module,
+        answers: Sequence[dict],
+        size: int,
+        fit: Fit,
     ) -> list[dict[str, float]]:
-        optimizer, rated = self.optimizer(model, fit), self.rewarded(answers, size)
+        optimizer = self.optimizer(model, fit)
+        rated = self.rewarded(answers, size)
         parts = [rated[i : i + fit.batch_size] for i in range(0, len(rated), fit.batch_size)]
         logs = []
         model.train()
@@ -547,7 +588,7 @@ class AuditedTrainkit(_TrainkitModel):
 
     def fit(
         self,
-        model: Any,
+        model: nn.Module,
         rows: Sequence[LabelledRow],
         fit: Fit,
         folder: Path | None = None,
@@ -561,17 +602,16 @@ class AuditedTrainkit(_TrainkitModel):
     def _train(
         self,
         model: nn.Module,
-        objective: Any,
-        batches: Any,  # Its class
-        rows: Sequence[Any],
+        objective: "Callable[[nn.Module, dict], Loss]",
+        batches: "Callable[..., Batches]",
+        rows: Sequence,
         fit: Fit,
         folder: Path | None = None,
         resume: bool = False,
-    ) -> list[dict[str, Any]]:
+    ) -> list[dict[str, float]]:
         from trainkit.train.config import TrainConfig
         from trainkit.train.trainer import Trainer
 
-        more: dict[str, Any] = dict(padding_free=True) if fit.packed else {}
         config = TrainConfig(
             output_dir=str(folder or ""),
             max_steps=fit.steps,
@@ -588,17 +628,22 @@ class AuditedTrainkit(_TrainkitModel):
             seed=fit.seed,
             progress=False,
         )
+        packed = dict(padding_free=True) if fit.packed else {}
+        train = batches(rows, fit.batch_size, seed=fit.seed, shuffle=fit.shuffle, **packed)
+        held = None
+        if fit.eval_every:
+            held = batches(fit.eval_rows, fit.batch_size, shuffle=False)
         trainer = Trainer(
             model,
             objective,
-            batches(rows, fit.batch_size, seed=fit.seed, shuffle=fit.shuffle, **more),
-            batches(fit.eval_rows, fit.batch_size, shuffle=False) if fit.eval_every else None,
+            train,
+            held,
             config,
             optim=_optim(fit),
         )
         return trainer.train(resume=True if resume else None).history
 
-    def save(self, model: Any, folder: Path) -> None:
+    def save(self, model: nn.Module, folder: Path) -> None:
         from trainkit.interop.hf import save_pretrained
 
         save_pretrained(model, None, folder)
@@ -610,7 +655,7 @@ class AuditedTrainkit(_TrainkitModel):
 
     def sample(
         self,
-        model: Any,
+        model: nn.Module,
         prompts: list[list[int]],
         count: int,
         temperature: float = 1.0,
@@ -633,7 +678,7 @@ class AuditedTrainkit(_TrainkitModel):
         return list(ids), [i if m else -100 for i, m in zip(ids, mask, strict=True)]
 
     def fit_pairs(
-        self, model: Any, pairs: Sequence[dict[str, list[int]]], fit: Fit
+        self, model: nn.Module, pairs: Sequence[dict[str, list[int]]], fit: Fit
     ) -> list[dict[str, float]]:
         from trainkit.align.dpo import dpo_objective
         from trainkit.align.policy import disable_dropout
@@ -663,7 +708,11 @@ class AuditedTrainkit(_TrainkitModel):
         return predict_memory(self.model, 1, 2, _optim(fit)).history[-2]
 
     def fit_answers(
-        self, model: Any, answers: Sequence[dict], size: int, fit: Fit
+        self,
+        model: nn.Module,
+        answers: Sequence[dict],
+        size: int,
+        fit: Fit,
     ) -> list[dict[str, float]]:
         from trainkit.align.episodes import Answer, Episode, pack_episodes
         from trainkit.align.rl import RLConfig, rl_objective
@@ -688,7 +737,11 @@ class AuditedTrainkit(_TrainkitModel):
         return self._train(model, objective, AnswerBatches, rated, fit)
 
     def ratios(
-        self, model: Any, prompts: list[list[int]], count: int, top_p: float
+        self,
+        model: nn.Module,
+        prompts: list[list[int]],
+        count: int,
+        top_p: float,
     ) -> list[list[float]]:
         from trainkit.align.episodes import Episode, pack_episodes, sample_answers
         from trainkit.align.policy import token_scores
@@ -717,7 +770,7 @@ class AuditedTrainkit(_TrainkitModel):
         return KL_ESTIMATORS["k3"](logps - reference)
 
 
-def _optim(fit: Fit) -> Any:
+def _optim(fit: Fit) -> "OptimConfig":
     from trainkit.train.optim import OptimConfig
 
     kind = {"constant": "constant_with_warmup"}.get(fit.schedule, fit.schedule)
@@ -731,7 +784,7 @@ def _optim(fit: Fit) -> Any:
     )
 
 
-def _small_tokenizer() -> Any:
+def _small_tokenizer() -> "BPETokenizer":
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
     from trainkit.tokenizer.chat import set_template
 
@@ -754,7 +807,7 @@ class AuditedTransformers(Subject):
     def __init__(self) -> None:
         self.version = version("transformers")
 
-    def model(self, seed: int = 0, dropout: float = 0.0) -> Any:
+    def model(self, seed: int = 0, dropout: float = 0.0) -> "PreTrainedModel":
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(seed)
@@ -803,12 +856,15 @@ class AuditedTransformers(Subject):
             remove_unused_columns=False,
         )
 
-    def run(self, trainer: Any, fit: Fit, resume: bool) -> list[dict[str, float]]:
+    def run(self, trainer: "HFTrainer", fit: Fit, resume: bool) -> list[dict[str, float]]:
         "Train; the log of each step, with the learning rate that it took."
+
+        def in_order(train_dataset: Dataset | None = None) -> Sampler | None:
+            rows = trainer.train_dataset if train_dataset is None else train_dataset
+            return SequentialSampler(cast(Sized, rows))
+
         if not fit.shuffle:
-            trainer._get_train_sampler = lambda dataset=None: torch.utils.data.SequentialSampler(
-                dataset if dataset is not None else trainer.train_dataset
-            )
+            trainer._get_train_sampler = in_order
         logs: list[dict[str, float]] = []
         trainer.add_callback(_listener(logs))
         trainer.train(resume_from_checkpoint=True if resume else None)
@@ -816,7 +872,7 @@ class AuditedTransformers(Subject):
 
     def fit(
         self,
-        model: Any,
+        model: nn.Module,
         rows: Sequence[LabelledRow],
         fit: Fit,
         folder: Path | None = None,
@@ -824,10 +880,9 @@ class AuditedTransformers(Subject):
     ) -> list[dict[str, float]]:
         from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
-        learner: Any = model
-        learner.router_aux_loss_coef = fit.balance
+        cast("MixtralForCausalLM", model).router_aux_loss_coef = fit.balance
         trainer = Trainer(
-            learner,
+            model,
             TrainingArguments(**self.arguments(fit, folder)),
             data_collator=DataCollatorWithFlattening() if fit.packed else self.collate,
             train_dataset=list(rows),  # type: ignore
@@ -840,8 +895,8 @@ class AuditedTransformers(Subject):
         batch = PlainLoop().collate(rows)
         return {k: batch[k].long() for k in ("input_ids", "labels", "attention_mask")}
 
-    def save(self, model: Any, folder: Path) -> None:
-        model.save_pretrained(folder)
+    def save(self, model: nn.Module, folder: Path) -> None:
+        cast("PreTrainedModel", model).save_pretrained(folder)
 
     def load(self, folder: Path) -> nn.Module:
         from transformers import LlamaForCausalLM
@@ -850,7 +905,7 @@ class AuditedTransformers(Subject):
 
     def sample(
         self,
-        model: Any,
+        model: nn.Module,
         prompts: list[list[int]],
         count: int,
         temperature: float = 1.0,
@@ -858,10 +913,11 @@ class AuditedTransformers(Subject):
     ) -> tuple[list[list[int]], list[list[float]]]:
         batch = PlainLoop().prompts(prompts)
         torch.manual_seed(seed)
-        how: dict[str, Any] = dict(do_sample=False)
+        how = dict(do_sample=False)
         if temperature:
             how = dict(do_sample=True, temperature=temperature, top_k=0)
-        out = model.eval().generate(
+        learner = cast("GenerationMixin", model.eval())
+        output = learner.generate(
             batch["input_ids"],
             attention_mask=batch["attention_mask"].long(),
             max_new_tokens=count,
@@ -871,11 +927,14 @@ class AuditedTransformers(Subject):
             return_dict_in_generate=True,
             **how,
         )
+        out = cast("GenerateDecoderOnlyOutput", output)
         new = out.sequences[:, -count:]
-        logps = torch.stack(out.logits, 1).log_softmax(-1).gather(-1, new[..., None])[..., 0]
+        logits = torch.stack(cast(tuple, out.logits), 1)
+        logps = logits.log_softmax(-1)
+        logps = logps.gather(-1, new[..., None])[..., 0]
         return new.tolist(), logps.tolist()
 
-    def quantize(self, model: Any) -> nn.Module:
+    def quantize(self, model: nn.Module) -> nn.Module:
         from bitsandbytes.nn.modules import Linear4bit, Params4bit
 
         for parent in [*model.modules()]:
@@ -884,7 +943,7 @@ class AuditedTransformers(Subject):
                 if isinstance(layer, nn.Linear) and name != "lm_head" and len(layer.weight) >= 32:
                     shape = layer.in_features, layer.out_features
                     small = Linear4bit(*shape, False, torch.float32, quant_type="nf4")
-                    packed: Any = Params4bit  # Its arguments are those of `__new__`
+                    packed = cast(Callable, Params4bit)  # Its arguments are those of `__new__`
                     small.weight = packed(layer.weight.data, False, blocksize=32, quant_type="nf4")
                     setattr(parent, name, small.to("cpu"))
         return self.adapt(model)
@@ -905,32 +964,34 @@ class AuditedTransformers(Subject):
         )
         return MixtralForCausalLM(config)
 
-    def adapt(self, model: Any) -> nn.Module:
+    def adapt(self, model: nn.Module) -> nn.Module:
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(0)
         config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
-        adapted: Any = get_peft_model(model, config)
-        return adapted
+        return get_peft_model(cast("PreTrainedModel", model), config)
 
-    def adapter_off(self, model: Any) -> AbstractContextManager:
-        return model.disable_adapter()
+    def adapter_off(self, model: nn.Module) -> AbstractContextManager:
+        return cast("PeftModel", model).disable_adapter()
 
-    def merge(self, model: Any) -> nn.Module:
-        return model.merge_and_unload()
+    def merge(self, model: nn.Module) -> nn.Module:
+        merged = cast("LoraModel", cast("PeftModel", model).base_model).merge_and_unload()
+        return cast(nn.Module, merged)
 
 
-def _listener(logs: list[dict[str, float]]) -> Any:
+def _listener(logs: list[dict[str, float]]) -> "TrainerCallback":
     "A callback that writes down the loss and the learning rate of each step."
     from transformers import TrainerCallback
 
     class Listener(TrainerCallback):
         rate = 0.0
 
-        def on_pre_optimizer_step(self, args, state, control, optimizer: Any = None, **_):
+        def on_pre_optimizer_step(
+            self, args, state, control, optimizer: torch.optim.Optimizer, **_
+        ):
             self.rate = optimizer.param_groups[0]["lr"]
 
-        def on_log(self, args, state, control, logs: Any = None, **_):
+        def on_log(self, args, state, control, logs: dict[str, float], **_):
             if "loss" in logs:
                 mine.append(logs | dict(learning_rate=self.rate))
             elif "eval_loss" in logs:
@@ -956,12 +1017,13 @@ class AuditedTRL(AuditedTransformers):
         self.tokenizer = _small_tokenizer().to_hf()
         self.tokenizer.chat_template = CHATML
         self.eos = self.tokenizer.eos_token_id
-        self.control_ids = self.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+        marks = self.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+        self.control_ids = cast("list[int]", marks)
         self.control_text = "<|im_end|>\n<|im_start|>assistant\n"
 
     def fit(
         self,
-        model: Any,
+        model: nn.Module,
         rows: Sequence[LabelledRow],
         fit: Fit,
         folder: Path | None = None,
@@ -971,13 +1033,13 @@ class AuditedTRL(AuditedTransformers):
         from trl.trainer.sft_config import SFTConfig
         from trl.trainer.sft_trainer import SFTTrainer
 
-        settings: dict[str, Any] = dict(padding_free=fit.packed, max_length=None)
-        learner: Any = model
+        learner = cast("PreTrainedModel", model)
         if hasattr(learner.config, "router_aux_loss_coef"):
             learner.config.router_aux_loss_coef = fit.balance
+        settings = self.arguments(fit, folder)
         trainer = SFTTrainer(
             learner,
-            SFTConfig(**self.arguments(fit, folder), **settings),
+            SFTConfig(**settings, padding_free=fit.packed, max_length=None),
             train_dataset=Dataset.from_list(list(rows)),
             eval_dataset=Dataset.from_list(list(fit.eval_rows)) if fit.eval_rows else None,
             processing_class=self.tokenizer,
@@ -992,22 +1054,25 @@ class AuditedTRL(AuditedTransformers):
         from trl.trainer.sft_trainer import SFTTrainer
 
         if prompt:
-            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-            return list(ids["input_ids"]), []
-        settings: dict[str, Any] = dict(assistant_only_loss=True, max_length=None)
-        config = SFTConfig(**self.arguments(Fit(), None), **settings)
-        data, learner = Dataset.from_list([dict(messages=messages)]), self.model()
-        trainer: Any = SFTTrainer(
-            learner, config, train_dataset=data, processing_class=self.tokenizer
-        )
-        row = trainer.train_dataset[0]
+            row = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+            return list(cast(Mapping, row)["input_ids"]), []
+        settings = self.arguments(Fit(), None)
+        config = SFTConfig(**settings, assistant_only_loss=True, max_length=None)
+        data = Dataset.from_list([dict(messages=messages)])
+        learner = self.model()
+        trainer = SFTTrainer(learner, config, train_dataset=data, processing_class=self.tokenizer)
+        row = cast(Dataset, trainer.train_dataset)[0]
         return list(row["input_ids"]), list(row["labels"])
 
     def text(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def fit_answers(
-        self, model: nn.Module, answers: Sequence[dict], size: int, fit: Fit
+        self,
+        model: nn.Module,
+        answers: Sequence[dict],
+        size: int,
+        fit: Fit,
     ) -> list[dict[str, float]]:
         trainer = self._grpo(model, answers, size, fit)
         logs: list[dict[str, float]] = []
@@ -1019,9 +1084,15 @@ class AuditedTRL(AuditedTransformers):
         rated = [dict(prompt=[5, 6], answer=[7, self.eos], reward=r) for r in rewards.tolist()]
         trainer = self._grpo(self.model(), rated, size, Fit(batch_size=len(rated)))
         trainer.train()
-        return trainer.scored
+        return vars(trainer)["scored"]
 
-    def _grpo(self, model: Any, answers: Sequence[dict], size: int, fit: Fit) -> Any:
+    def _grpo(
+        self,
+        model: nn.Module,
+        answers: Sequence[dict],
+        size: int,
+        fit: Fit,
+    ) -> "GRPOTrainer":
         "`GRPOTrainer` on answers that were sampled before."
         from datasets import Dataset
         from trl.trainer.grpo_config import GRPOConfig
@@ -1031,7 +1102,7 @@ class AuditedTRL(AuditedTransformers):
             "A prompt is the number of its group, as often as there are answers."
             return [answers[int(p) * size + i % size] for i, p in enumerate(prompts)]
 
-        def reward(prompts: list[str], **_: Any) -> list[float]:
+        def reward(prompts: list[str], **_: object) -> list[float]:
             return [answer["reward"] for answer in in_order(prompts)]
 
         class Recorded(GRPOTrainer):
@@ -1047,24 +1118,24 @@ class AuditedTRL(AuditedTransformers):
                 self.scored = out["advantages"]
                 return out
 
-        settings: dict[str, Any] = dict(
+        config = GRPOConfig(
+            **self.arguments(fit, None),
             num_generations=size,
             max_completion_length=64,
             mask_truncated_completions=True,
             shuffle_dataset=fit.shuffle,
         )
         groups = range(len(answers) // size)
-        judge: Any = reward
         return Recorded(
-            model,
-            judge,
-            GRPOConfig(**self.arguments(fit, None), **settings),
+            cast("PreTrainedModel", model),
+            cast("RewardFunc", reward),
+            config,
             train_dataset=Dataset.from_list([dict(prompt=str(group)) for group in groups]),
             processing_class=self.tokenizer,
         )
 
     def fit_pairs(
-        self, model: Any, pairs: Sequence[dict[str, list[int]]], fit: Fit
+        self, model: nn.Module, pairs: Sequence[dict[str, list[int]]], fit: Fit
     ) -> list[dict[str, float]]:
         from datasets import Dataset
         from trl.trainer.dpo_config import DPOConfig
@@ -1078,12 +1149,12 @@ class AuditedTRL(AuditedTransformers):
 
         names = dict(prompt="prompt_ids", chosen="chosen_ids", rejected="rejected_ids")
         data = Dataset.from_list([{names[k]: v for k, v in pair.items()} for pair in pairs])
-        settings: dict[str, Any] = dict(beta=0.1, max_length=None)
-        learner: Any = model
+        config = DPOConfig(**self.arguments(fit, None), beta=0.1, max_length=None)
+        learner = cast("PreTrainedModel", model)
         trainer = Tokenized(
             learner,
             deepcopy(learner),
-            DPOConfig(**self.arguments(fit, None), **settings),
+            config,
             train_dataset=data,
             processing_class=self.tokenizer,
         )
@@ -1106,21 +1177,20 @@ class NanoGPTLoop(PlainLoop):
 
     name, version, decay, processes = "nanoGPT's loop", "3adf61e", "cosine", False
     # It pretrains on one long text, and offers nothing else
-    adapt, adapter_off, merge, quantize = (
-        Subject.adapt,
-        Subject.adapter_off,
-        Subject.merge,
-        Subject.quantize,
-    )
-    chat, text, ratios = Subject.chat, Subject.text, Subject.ratios
+    adapt = Subject.adapt
+    adapter_off = Subject.adapter_off
+    merge = Subject.merge
+    quantize = Subject.quantize
+    chat = Subject.chat
+    text = Subject.text
+    ratios = Subject.ratios
     sample: Any = Subject.sample
-    fit_pairs, fit_answers, advantages, kl = (
-        Subject.fit_pairs,
-        Subject.fit_answers,
-        Subject.advantages,
-        Subject.kl,
-    )
-    expert_model, memory = Subject.expert_model, Subject.memory
+    fit_pairs = Subject.fit_pairs
+    fit_answers = Subject.fit_answers
+    advantages = Subject.advantages
+    kl = Subject.kl
+    expert_model = Subject.expert_model
+    memory = Subject.memory
     _equal = "its rows are blocks of the same length in which all tokens are learned"
     choices = {
         "accumulation_changes_no_gradient": _equal,
@@ -1177,11 +1247,16 @@ class NanoGPTLoop(PlainLoop):
 
     @torch.no_grad()
     def estimate(
-        self, model: nn.Module, sets: Sequence[Sequence[LabelledRow]], fit: Fit, count: int = 4
+        self,
+        model: nn.Module,
+        sets: Sequence[Sequence[LabelledRow]],
+        fit: Fit,
+        count: int = 4,
     ) -> float:
         "Mean loss of random batches of the training rows, and of the held-out ones."
         model.eval()
-        losses, shuffled = [0.0], replace(fit, shuffle=True)
+        losses = [0.0]
+        shuffled = replace(fit, shuffle=True)
         for rows in sets:
             batches = [self.draw(rows, shuffled) for _ in range(count if rows else 0)]
             losses = [float(self.summed_loss(model, b)) / self.count(b) for b in batches] or losses
@@ -1199,7 +1274,8 @@ class NanoGPTLoop(PlainLoop):
         if fit.schedule == "linear":
             raise NotImplementedError
         torch.manual_seed(fit.seed)
-        optimizer, logs = self.optimizer(model, fit), []
+        optimizer = self.optimizer(model, fit)
+        logs = []
         step, best, self.place = 0, 1e9, 0
         if folder is not None:
             folder.mkdir(exist_ok=True)
@@ -1216,7 +1292,8 @@ class NanoGPTLoop(PlainLoop):
                     logs.append(dict(eval_loss=mean))
                 if folder is not None and step and (mean < best or not fit.keep_best):
                     best = mean
-                    weights, moments = model.state_dict(), optimizer.state_dict()
+                    weights = model.state_dict()
+                    moments = optimizer.state_dict()
                     state = dict(model=weights, optimizer=moments, step=step)
                     torch.save(state, folder / "ckpt.pt")
             if step == fit.steps:
@@ -1246,7 +1323,7 @@ class AuditedLitGPT(Subject):
     def __init__(self) -> None:
         self.version = version("litgpt")
 
-    def _shape(self) -> dict[str, Any]:
+    def _shape(self) -> dict[str, object]:
         return dict(
             name="audit",
             block_size=256,
@@ -1273,7 +1350,7 @@ class AuditedLitGPT(Subject):
 
     def fit(
         self,
-        model: Any,
+        model: nn.Module,
         rows: Sequence[LabelledRow],
         fit: Fit,
         folder: Path | None = None,
@@ -1291,14 +1368,18 @@ class AuditedLitGPT(Subject):
         fabric.seed_everything(fit.seed)
         learner = fabric.setup(model)
         trained = [p for p in model.parameters() if p.requires_grad]
-        rates: dict[str, Any] = dict(lr=fit.learning_rate, weight_decay=fit.weight_decay)
-        optimizer = fabric.setup_optimizers(torch.optim.AdamW(trained, **rates))
+        adamw = torch.optim.AdamW(trained, lr=fit.learning_rate, weight_decay=fit.weight_decay)
+        optimizer = fabric.setup_optimizers(adamw)
         if fit.schedule == "cosine":
             scheduler = full.get_lr_scheduler(optimizer, fit.warmup, fit.steps)
         else:
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         state = dict(
-            model=learner, optimizer=optimizer, scheduler=scheduler, iter_num=0, step_count=0
+            model=learner,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            iter_num=0,
+            step_count=0,
         )
         if resume and folder is not None:
             resume = full.find_resume_path("auto", folder)
@@ -1345,7 +1426,12 @@ class AuditedLitGPT(Subject):
             )
         return logs
 
-    def _loader(self, rows: Sequence[LabelledRow], fit: Fit, shuffle: bool) -> Any:
+    def _loader(
+        self,
+        rows: Sequence[LabelledRow],
+        fit: Fit,
+        shuffle: bool,
+    ) -> torch.utils.data.DataLoader:
         "As `litgpt.data.Alpaca` makes it."
         from litgpt.data.base import get_sft_collate_fn  # type: ignore
 
@@ -1363,7 +1449,7 @@ class AuditedLitGPT(Subject):
             collate_fn=get_sft_collate_fn(pad_id=self.pad, ignore_index=-100),
         )
 
-    def save(self, model: Any, folder: Path) -> None:
+    def save(self, model: nn.Module, folder: Path) -> None:
         "As `litgpt.scripts.merge_lora` does."
         folder.mkdir()
         state = {k.replace("linear.", ""): v for k, v in model.state_dict().items()}
@@ -1374,7 +1460,7 @@ class AuditedLitGPT(Subject):
         model.load_state_dict(torch.load(folder / "lit_model.pth", weights_only=True))
         return model
 
-    def adapt(self, model: Any) -> nn.Module:
+    def adapt(self, model: nn.Module) -> nn.Module:
         from litgpt.lora import GPT, Config, mark_only_lora_as_trainable  # type: ignore
 
         torch.manual_seed(0)
@@ -1385,7 +1471,7 @@ class AuditedLitGPT(Subject):
         mark_only_lora_as_trainable(adapted)
         return adapted
 
-    def merge(self, model: Any) -> nn.Module:
+    def merge(self, model: nn.Module) -> nn.Module:
         from litgpt.lora import merge_lora_weights  # type: ignore
 
         merge_lora_weights(model)

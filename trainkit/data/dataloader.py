@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,7 +63,10 @@ def _first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     for i, n in enumerate(lengths):
         node = 1
         while node < size:
-            node = 2 * node if most[2 * node] >= n else 2 * node + 1
+            if most[2 * node] >= n:
+                node = 2 * node
+            else:
+                node = 2 * node + 1
         if (row := node - size) == len(rows):
             rows.append([])
         rows[row].append(i)
@@ -88,7 +92,8 @@ def _best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
             if not buckets[room]:
                 filled &= ~(1 << room)
         else:
-            row, room = len(rows), capacity
+            row = len(rows)
+            room = capacity
             rows.append([])
         rows[row].append(i)
         if room - n:
@@ -197,16 +202,23 @@ def cut_batches(
     "Cut an order into batches of so many rows, or of so many tokens if these are fewer."
     if max_tokens is None or lengths is None:
         batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-        return batches[:-1] if drop_last and batches and len(batches[-1]) < batch_size else batches
-    borders, rows, longest, total = [0], 0, 0, 0
+        if drop_last and batches and len(batches[-1]) < batch_size:
+            return batches[:-1]
+        return batches
+    borders = [0]
+    rows = 0
+    longest = 0
+    total = 0
     for place, n in enumerate(lengths[order].tolist()):
         longest = max(longest, n)
         total = total + n
         rows = rows + 1
         if rows > batch_size or (total if padding_free else longest * rows) > max_tokens:
             borders.append(place)
-            longest, total, rows = n, n, 1
-    batches = [order[a:b] for a, b in zip(borders, [*borders[1:], len(order)], strict=True)]
+            longest = n
+            total = n
+            rows = 1
+    batches = [order[a:b] for a, b in pairwise([*borders, len(order)])]
     return batches[:-1] if drop_last and len(batches) > 1 else batches
 
 # %% ../../nbs/02_data/16_curriculum.ipynb #easy-first
@@ -256,7 +268,8 @@ def cut_rows(
         limit = config.limit(step + len(out), lengths)
         if limit == math.inf and not start:
             break
-        size, batch = int(min(limit, longest)), []
+        size = int(min(limit, longest))
+        batch = []
         room = batch_size if max_tokens is None else max(1, min(batch_size, max_tokens // size))
         while len(batch) < room and at < len(order):
             row = int(order[at])
@@ -264,7 +277,10 @@ def cut_rows(
             pieces = max(1, math.ceil(left / (size - 1)))
             stop = start + math.ceil(left / pieces) + 1
             batch.append((row, start, stop))
-            at, start = (at + 1, 0) if pieces == 1 else (at, stop - 1)
+            if pieces == 1:
+                at, start = at + 1, 0
+            else:
+                at, start = at, stop - 1
         if not drop_last or len(batch) == room:
             out.append(np.array(batch))
     return [*out, *cut_batches(order[at:], batch_size, lengths, max_tokens, False, drop_last)]
@@ -473,9 +489,10 @@ class Batches:
         self.cut = bool(
             curriculum and curriculum.strategy == "length_based" and not isinstance(rows[0], dict)
         )
-        self.difficulty = (
-            np.array([difficulty_fn(row) for row in rows]) if difficulty_fn else self.lengths
-        )
+        if difficulty_fn:
+            self.difficulty = np.array([difficulty_fn(row) for row in rows])
+        else:
+            self.difficulty = self.lengths
         if max_tokens is not None and self.lengths is not None and self.lengths.max() > max_tokens:
             raise ValueError(
                 f"a row has {self.lengths.max()} tokens, more than max_tokens = {max_tokens}"
@@ -541,7 +558,8 @@ class Batches:
         """The plan of running text.
 
         The curriculum's progress depends on the number of batches in earlier epochs."""
-        curriculum, lengths = self.curriculum, self.lengths
+        curriculum = self.curriculum
+        lengths = self.lengths
         assert curriculum and lengths is not None
 
         def cut(epoch: int, step: int) -> list[np.ndarray]:
@@ -578,7 +596,8 @@ class Batches:
         for batch in loader:
             self.index += 1
             yield batch
-        self.epoch, self.index = self.epoch + 1, 0
+        self.epoch = self.epoch + 1
+        self.index = 0
 
     def largest(
         self,
@@ -609,7 +628,8 @@ class Batches:
         "The different sizes of the next batches, for rows in memory of which each is one text."
         lengths = np.array([_length(row) for row in self.rows])
         current_plan = self._plan
-        sizes, epoch = set(), 0
+        sizes = set()
+        epoch = 0
         while count > 0:
             plan = self.plan(epoch)[:count]
             sizes |= {(len(rows), int(lengths[rows].max())) for rows in plan}
@@ -621,7 +641,10 @@ class Batches:
     def peek(self) -> dict[str, Tensor]:
         "The next batch, without taking it."
         current_plan = self._plan
-        epoch, i = (self.epoch, self.index) if self.index < len(self) else (self.epoch + 1, 0)
+        if self.index < len(self):
+            epoch, i = self.epoch, self.index
+        else:
+            epoch, i = self.epoch + 1, 0
         batch = _Planned(self, epoch)[i]
         self._plan = current_plan
         return batch

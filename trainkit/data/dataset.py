@@ -64,7 +64,11 @@ class _Checker:
         return [self.check(*one) for one in raw]
 
     def check(
-        self, where: str, source: str, line: int | None, row: Mapping | ValueError
+        self,
+        where: str,
+        source: str,
+        line: int | None,
+        row: Mapping | ValueError,
     ) -> tuple[dict | ValueError, str]:
         "The example, or a `ValueError` with the reason; and another kind that the example fits."
         if isinstance(row, ValueError):
@@ -74,7 +78,8 @@ class _Checker:
         except ValueError as error:
             more = "" if self.kind_named else f" (the first row is of kind {self.kind})"
             return ValueError(f"{where}: {error}{more}"), ""
-        fits, other = fitting_kinds(out), ""
+        fits = fitting_kinds(out)
+        other = ""
         if [*fits] != [self.kind] and self.kind != "prompt":
             if self.kind_named:
                 foreign = {c for names in fits.values() for c in names.values()} - {
@@ -97,7 +102,9 @@ class _Checker:
 
 def _find_kind(raw: Iterator[Raw], columns: Mapping[str, str] | None) -> tuple[str, list[Raw]]:
     "The kind of the first row that has one, and the rows read until then."
-    rows, first_error, unsure = [], None, ""
+    rows = []
+    first_error = None
+    unsure = ""
     for raw_row in raw:
         rows.append(raw_row)
         where, *_, row = raw_row
@@ -215,7 +222,10 @@ def _memory_rows(rows: object, split: str | None) -> Iterator[Raw]:
 
 
 def _check_options(
-    kind: str | None, text_column: str | None, on_bad: str, max_examples: int | None
+    kind: str | None,
+    text_column: str | None,
+    on_bad: str,
+    max_examples: int | None,
 ) -> None:
     "Raise `ValueError` for an option of `stream_examples` that has no meaning."
     if on_bad not in ("raise", "skip"):
@@ -261,10 +271,15 @@ def stream_examples(
         raw = _memory_rows(path_or_name, split)
     _check_options(kind, text_column, on_bad, max_examples)
     if text_column is not None:
-        kind, columns = "text", {**(columns or {}), "text": text_column}
+        kind = "text"
+        columns = {**(columns or {}), "text": text_column}
     others = Counter()
     raw = _usual_spelling(raw, columns, report)
-    report.kind, first = (kind, list(islice(raw, 1))) if kind else _find_kind(raw, columns)
+    if kind:
+        report.kind = kind
+        first = list(islice(raw, 1))
+    else:
+        report.kind, first = _find_kind(raw, columns)
     if not first:
         raise ValueError(f"{name}: there are no rows")
     last_row = first[-1][-1]
@@ -471,7 +486,12 @@ def _check(
 _TRAIN, _EVAL, _TEST = range(3)
 
 
-def _empty_part(part: int, places: list[float], eval_fraction: float, test_fraction: float) -> str:
+def _empty_part(
+    part: int,
+    places: list[float],
+    eval_fraction: float,
+    test_fraction: float,
+) -> str:
     "The warning for a part that no row falls into."
     if part == _TEST:
         advice = _remedy([1 - p for p in places], test_fraction, "test_fraction")
@@ -571,7 +591,9 @@ def chunk_examples(
         raise ValueError(f"max_chars = {max_chars}: must be at least 1")
     out = []
     for row in rows:
-        text, start, pieces = row["text"], 0, []
+        text = row["text"]
+        start = 0
+        pieces = []
         while len(text) - start > max_chars:
             window = text[start : start + max_chars]
             end = next(
@@ -676,7 +698,8 @@ def clean_examples(
     # The clean rows, and how many were changed and dropped, and why
 ) -> tuple[list[dict], dict[str, int]]:
     "Clean every text of every row, and drop empty, short and repeated rows."
-    out, seen = [], set()
+    out = []
+    seen = set()
     counts = dict(rows=0, changed=0, too_short=0, repeated=0)
     for row, changed, length, key in in_order(_mend, rows, num_workers):
         counts["rows"] += 1
@@ -807,9 +830,10 @@ class DataConfig:
                 "DataConfig",
             )
         # no shell does it after data.path=
-        self.path, self.eval_file = (
-            expanduser(p) if p[:1] == "~" else p for p in (self.path, self.eval_file)
-        )
+        if self.path.startswith("~"):
+            self.path = expanduser(self.path)
+        if self.eval_file.startswith("~"):
+            self.eval_file = expanduser(self.eval_file)
 
 
 def _read(config: DataConfig, path: str, split: str | None) -> tuple[list[dict], dict, LoadReport]:

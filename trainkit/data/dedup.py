@@ -65,7 +65,8 @@ def shingles(
     size = max(1, min(size, len(words)))
     out = np.zeros(max(1, len(words) - size + 1), np.uint32)
     for i in range(size if len(words) else 0):  # a polynomial in an odd number, modulo 2**32
-        out = out * np.uint32(0x9E3779B1) + words[i : len(words) - size + 1 + i]
+        some = words[i : len(words) - size + 1 + i]
+        out = out * np.uint32(0x9E3779B1) + some
     for shift, odd in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # MurmurHash3's finaliser
         out = (out ^ (out >> np.uint32(shift))) * np.uint32(odd)
     return out ^ (out >> np.uint32(16))
@@ -80,7 +81,8 @@ def jaccard(
     "The share of all shingles that both have."
     one = set(a.tolist())
     other = set(b.tolist())
-    shared, differ = one & other, one ^ other
+    shared = one & other
+    differ = one ^ other
     if not (one <= ignore and other <= ignore):
         shared -= ignore
     return len(shared) / (len(shared) + len(differ) or 1)
@@ -173,11 +175,19 @@ def _band_keys(signature: np.ndarray, rows: int) -> Iterator[np.ndarray]:
         yield key
 
 
-def _alike(a: np.ndarray, b: np.ndarray, i: np.ndarray, j: np.ndarray, least: float) -> np.ndarray:
+def _alike(
+    a: np.ndarray,
+    b: np.ndarray,
+    i: np.ndarray,
+    j: np.ndarray,
+    least: float,
+) -> np.ndarray:
     "Which pairs of rows agree in a share of at least `least`; in blocks, to bound memory."
-    parts = [
-        (a[i[k : k + 8192]] == b[j[k : k + 8192]]).mean(1) >= least for k in range(0, len(i), 8192)
-    ]
+    parts = []
+    for k in range(0, len(i), 8192):
+        left = a[i[k : k + 8192]]
+        right = b[j[k : k + 8192]]
+        parts.append((left == right).mean(1) >= least)
     return np.concatenate(parts) if parts else np.zeros(0, bool)
 
 
@@ -203,14 +213,16 @@ def candidates(
             keep = _alike(signature, signature, i, j, least)
             keys.append(i[keep].astype(np.uint64) * count + j[keep].astype(np.uint64))
         else:  # long runs
-            head = np.maximum.accumulate(np.where(new, np.arange(len(key)), 0))
-            at = np.flatnonzero(np.arange(len(key)) - head > reach)
+            places = np.arange(len(key))
+            head = np.maximum.accumulate(np.where(new, places, 0))
+            at = np.flatnonzero(places - head > reach)
             i = order[head[at]]
             j = order[at]
             keep = _alike(signature, signature, i, j, least)
             keys.append(i[keep].astype(np.uint64) * count + j[keep].astype(np.uint64))
         keys = [np.unique(np.concatenate(keys))]
-    return np.stack([keys[0] // count, keys[0] % count], 1).astype(np.int64)
+    pairs = keys[0]
+    return np.stack([pairs // count, pairs % count], 1).astype(np.int64)
 
 # %% ../../nbs/02_data/09_dedup.ipynb #37beaf7d
 def common_shingles(
@@ -222,7 +234,8 @@ def common_shingles(
     "Shingles of the form, not of the content: instructions, system prompts, templates."
     texts = texts[:: -(-len(texts) // sample)] if texts else []
     own = [np.unique(shingles(text, size)) for text in texts]  # a text counts once
-    numbers, counts = np.unique(np.concatenate([np.empty(0, np.uint32), *own]), return_counts=True)
+    together = np.concatenate([np.empty(0, np.uint32), *own])
+    numbers, counts = np.unique(together, return_counts=True)
     return numbers[counts > max(20, share * len(texts))]  # ascending
 
 
@@ -236,7 +249,8 @@ def near_pairs(
     # Positions and true similarity; of equal texts only the first takes part
 ) -> list[tuple[int, int, float]]:
     "Every pair of nearly equal texts, except for the share that `choose_bands` misses."
-    ignore, first = np.asarray(ignore, np.uint32), {}
+    ignore = np.asarray(ignore, np.uint32)
+    first = {}
     for i, text in enumerate(texts):
         first.setdefault(content_key(text), i)
     own = list(first.values())
@@ -246,8 +260,14 @@ def near_pairs(
     pairs = candidates(signature, choose_bands(threshold, num_hashes)[1], threshold - slack)
     look = lru_cache(4096)(lambda i: shingles(texts[i], size))
     form = frozenset(ignore.tolist())
-    out = ((own[i], own[j], jaccard(look(own[i]), look(own[j]), form)) for i, j in pairs.tolist())
-    return [(i, j, s) for i, j, s in out if s >= threshold]
+    out = []
+    for first_place, second_place in pairs.tolist():
+        i = own[first_place]
+        j = own[second_place]
+        similarity = jaccard(look(i), look(j), form)
+        if similarity >= threshold:
+            out.append((i, j, similarity))
+    return out
 
 
 def join_groups(
@@ -303,7 +323,8 @@ def find_leaks(
     pairs: set[tuple[int, int]] = set()
     for a, b in zip(_band_keys(mine, rows), _band_keys(theirs, rows), strict=True):
         order = np.argsort(b, kind="stable")
-        low, high = (np.searchsorted(b[order], a, side) for side in ("left", "right"))
+        low = np.searchsorted(b[order], a, "left")
+        high = np.searchsorted(b[order], a, "right")
         for lag in range(reach):
             i = np.flatnonzero(low + lag < high)
             if not len(i):
@@ -314,7 +335,9 @@ def find_leaks(
     look = lru_cache(4096)(lambda text: shingles(text, size))
     form = frozenset(ignore.tolist())
     for i, j in sorted(pairs):
-        s = jaccard(look(eval_texts[rest[i]]), look(train_texts[own[j]]), form)
+        words = look(eval_texts[rest[i]])
+        known_words = look(train_texts[own[j]])
+        s = jaccard(words, known_words, form)
         if s >= threshold and s > best.get(rest[i], (0, 0.0))[1]:
             best[rest[i]] = (own[j], s)
     return [(i, *best[i]) for i in sorted(best)]

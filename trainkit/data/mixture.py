@@ -33,7 +33,10 @@ def shares(
     if weights is not None and not (min(weights) >= 0 and 0 < sum(weights) < float("inf")):
         raise ValueError(f"weights = {list(weights)}: must be 0 or more, and not all 0")
     largest = max(sizes)
-    raw = [(n / largest) ** (1 / temperature) for n in sizes] if weights is None else list(weights)
+    if weights is None:
+        raw = [(n / largest) ** (1 / temperature) for n in sizes]
+    else:
+        raw = list(weights)
     return [r / sum(raw) for r in raw]
 
 # %% ../../nbs/02_data/07_mixtures.ipynb #9f412a88
@@ -55,7 +58,8 @@ def add_prefix(
     prefix: str,  # Such as '[TASK:SUMS] '
 ) -> dict:  # A changed copy
     "Put a mark before the text, the prompt, or the first turn of the user."
-    kind, out = example_kind(row), dict(row)
+    kind = example_kind(row)
+    out = dict(row)
     column = {
         "instruction": "instruction",
         "reasoning": "question",
@@ -157,7 +161,8 @@ def mix(
     if prefixes is True:
         prefixes = {name: f"[TASK:{name.upper()}] " for name in datasets}
     marks = dict(prefixes or {})
-    out, parts = Mixture(), {}
+    out = Mixture()
+    parts = {}
     for (name, rows), count in zip(datasets.items(), counts, strict=True):
         draw = random.Random(f"{seed}/{name}")
         order = []
@@ -166,7 +171,10 @@ def mix(
         mark = marks.get(name)
         out += [{**(add_prefix(rows[i], mark) if mark else rows[i]), "task": name} for i in order]
         parts[name] = dict(
-            rows=len(rows), used=count, share=count / max(1, total), epochs=count / len(rows)
+            rows=len(rows),
+            used=count,
+            share=count / max(1, total),
+            epochs=count / len(rows),
         )
     random.Random(seed).shuffle(out)
     out.report = MixReport(parts)

@@ -128,7 +128,8 @@ def _chosen(rows: RowView, sample: int = 500) -> list[int]:
     orders: dict[tuple, int] = {}
     for i in range(len(rows)):
         orders.setdefault(tuple(role for role, _ in rows.turns(i)), i)
-    return sorted({*orders.values(), *range(0, len(rows), -(-len(rows) // sample) or 1)})
+    step = -(-len(rows) // sample) or 1
+    return sorted({*orders.values(), *range(0, len(rows), step)})
 
 
 def _messages(rows: RowView, i: int) -> list[dict]:
@@ -194,7 +195,8 @@ def check_ending(
     jinja: str,  # The tokenizer's own template
 ) -> Iterator[Finding]:
     "Whether the tokenizer's template ends answers with its EOS, and writes only marks it has."
-    names, tok = _names(case.tokenizer, None), case.tokenizer
+    names = _names(case.tokenizer, None)
+    tok = case.tokenizer
     probe = [dict(role="user", content="a"), dict(role="assistant", content="b")]
     try:
         text, [(start, end)] = render_text(probe, jinja, names, "last")
@@ -242,10 +244,8 @@ def check_other(
         chat = _messages(case.train, i)
         ask = case.train.kind == "prompt"
         try:
-            a, b = (
-                render_text(chat, form, called, "last", ask)[0]
-                for form, called in ((jinja, names), (own, theirs))
-            )
+            a, *_ = render_text(chat, jinja, names, "last", ask)
+            b, *_ = render_text(chat, own, theirs, "last", ask)
         except ValueError:
             continue  # `check_refused` says more
         tally.total += 1
@@ -275,7 +275,10 @@ def check_template(case: Case) -> Iterator[Finding]:
     if case.train.kind == "text":
         return
     own = _own_template(case.tokenizer)
-    jinja = TEMPLATES[case.template].jinja if case.template in TEMPLATES else case.template or own
+    if case.template in TEMPLATES:
+        jinja = TEMPLATES[case.template].jinja
+    else:
+        jinja = case.template or own
     if jinja:
         yield from check_refused(case, jinja)
     if own and not case.template:
@@ -350,7 +353,8 @@ def lengths(case: Case) -> Iterator[Finding]:
         logs = np.log(size + 1)
         middle = float(np.median(logs))
         spread = max(0.25, 1.4826 * float(np.median(np.abs(logs - middle))))
-        far = (logs - middle) * (np.abs(logs - middle) > max(6 * spread, math.log(10)))
+        distances = logs - middle
+        far = distances * (np.abs(distances) > max(6 * spread, math.log(10)))
         for name, severity, odd, effect in (
             (
                 "long_rows",
@@ -444,9 +448,10 @@ def classes(case: Case) -> Iterator[Finding]:
         values = [row["label"] for row in rows.rows]
         # Other labels are errors, which the check of columns reports
         labels["label"] = [value for value in values if isinstance(value, (str, int, float))]
-    answers = (
-        _answers(rows) if rows.kind not in ("text", "prompt", "unpaired", "preference") else []
-    )
+    if rows.kind not in ("text", "prompt", "unpaired", "preference"):
+        answers = _answers(rows)
+    else:
+        answers = []
     if answers and 2 <= len({*answers}) <= 20 and max(map(len, answers)) <= 60:
         labels["answer"] = answers
     for column in (
@@ -492,7 +497,8 @@ def length_bias(case: Case) -> Iterator[Finding]:
     rows = case.train
     if rows.kind != "preference":
         return
-    tally, shorter = FindingCounter(), 0
+    tally = FindingCounter()
+    shorter = 0
     for i in range(len(rows)):
         chosen = rows.parts(i)[1]
         rejected = rows.rejected(i)
@@ -546,7 +552,10 @@ def split_cleaning(
     if case.eval is None:
         return
     differences = []
-    splits = [(s, range(0, len(s), -(-len(s) // sample) or 1)) for s in case.splits]
+    splits = []
+    for split in case.splits:
+        step = -(-len(split) // sample) or 1
+        splits.append((split, range(0, len(split), step)))
     if min(len(rows) for _, rows in splits) < 5:
         return
     for part, what in ((0, "question"), (1, "answer")):
@@ -623,7 +632,9 @@ def cut_answers(case: Case) -> Iterator[Finding]:
         return  # long texts are cut into rows on purpose
     effect = "The model learns to stop anywhere."
     remedy = "Generate or fetch them again with a higher limit, or drop them."
-    open_ended, size, tally = [], Counter(), FindingCounter()
+    open_ended = []
+    size = Counter()
+    tally = FindingCounter()
     for i in range(len(rows)):
         answer = rows.parts(i)[1].rstrip()
         size[len(answer)] += 1
@@ -826,7 +837,9 @@ def check_malformed(case: Case) -> Iterator[Finding]:
 
 def check_empty(case: Case) -> Iterator[Finding]:
     "Fields without text, and placeholders for missing values."
-    empty, placeholders = (FindingCounter(sum(map(len, case.splits))) for _ in range(2))
+    count = sum(map(len, case.splits))
+    empty = FindingCounter(count)
+    placeholders = FindingCounter(count)
     for rows in case.splits:
         for i, row in enumerate(rows.rows):
             chat = row.get("messages")
@@ -860,7 +873,10 @@ def check_empty(case: Case) -> Iterator[Finding]:
 
 def check_echo(case: Case) -> Iterator[Finding]:
     "Answers that repeat the question, and pairs whose answers are the same."
-    echo, begins, same = (FindingCounter(sum(map(len, case.splits))) for _ in range(3))
+    count = sum(map(len, case.splits))
+    echo = FindingCounter(count)
+    begins = FindingCounter(count)
+    same = FindingCounter(count)
     for rows in case.splits:
         for i in range(len(rows)):
             question, answer = rows.parts(i)
@@ -868,7 +884,8 @@ def check_echo(case: Case) -> Iterator[Finding]:
                 question = next(
                     (t for role, t in reversed(rows.turns(i)) if role == "user"), question
                 )
-            a, q = (" ".join(t.split()).casefold() for t in (answer, question))
+            a = " ".join(answer.split()).casefold()
+            q = " ".join(question.split()).casefold()
             if rows.kind != "text" and q:
                 if a == q:
                     echo.add(rows.where(i), answer)
@@ -957,7 +974,8 @@ def check_leaks(case: Case) -> Iterator[Finding]:
     if case.eval is None:
         return
     train, eval_rows = case.train, case.eval
-    texts, others = ([s.whole(i) for i in range(len(s))] for s in (train, eval_rows))
+    texts = [train.whole(i) for i in range(len(train))]
+    others = [eval_rows.whole(i) for i in range(len(eval_rows))]
     exact = FindingCounter(len(eval_rows))
     near = FindingCounter(len(eval_rows))
     questions = FindingCounter(len(eval_rows))

@@ -58,8 +58,14 @@ def excerpt(
     "The surroundings of a place, with secrets and personal data masked."
     start, end = span
     stop = min(end, start + width // 2)  # a long bad part is cut
-    low = max(0, start - max(8, (width - (stop - start)) // 2)) if end > start else 0
-    high = min(len(text), stop + width - (stop - low)) if stop == end else stop
+    if end > start:
+        low = max(0, start - max(8, (width - (stop - start)) // 2))
+    else:
+        low = 0
+    if stop == end:
+        high = min(len(text), stop + width - (stop - low))
+    else:
+        high = stop
     hidden = sorted([*named_secrets(text), *named_personal(text)])
 
     def part(a: int, b: int) -> str:
@@ -223,8 +229,12 @@ class RowView:
     def _place(self, i: int, row: object) -> str:
         file = line = None
         if isinstance(row, Mapping):
-            file, line = row.get("source"), row.get("line")
-        place = f"{file}:{line}" if file and line else f"row {i}" + (f" ({file})" if file else "")
+            file = row.get("source")
+            line = row.get("line")
+        if file and line:
+            place = f"{file}:{line}"
+        else:
+            place = f"row {i}" + (f" ({file})" if file else "")
         return f"{self.name} {place}" if self.name else place
 
     def __len__(self):
@@ -234,7 +244,8 @@ class RowView:
         self, i: int
     ) -> list[tuple[str, str]]:  # Role and text; columns of text have the role that they will play
         "A row as a conversation, whatever its kind."
-        row, out = self.rows[i], []
+        row = self.rows[i]
+        out = []
         for column in (*(("system",) if "system" in row else ()), *KINDS[self.kind]):
             value = row.get(column)
             if isinstance(value, str):
@@ -280,7 +291,9 @@ class RowView:
         part: str = "",  # Role
     ) -> str:
         "The row's place, for a person."
-        return f"{self.places[i]} {part}".strip() if part not in ("", "text") else self.places[i]
+        if part not in ("", "text"):
+            return f"{self.places[i]} {part}".strip()
+        return self.places[i]
 
 
 @dataclass

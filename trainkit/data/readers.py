@@ -68,7 +68,8 @@ class _Zstd(io.RawIOBase):
             except self.errors as error:
                 raise EOFError(str(error)) from None
         size = min(len(buffer), len(self.rest))
-        buffer[:size], self.rest = self.rest[:size], self.rest[size:]
+        buffer[:size] = self.rest[:size]
+        self.rest = self.rest[size:]
         return size
 
     def close(self) -> None:
@@ -123,15 +124,16 @@ class _Budget:
     def __init__(
         self, path: Path, free: int = 0
     ):  # Times its own size that a file may become in any case
-        self.path, self.size, self.packed = path, 0, path.stat().st_size
+        self.path = path
+        self.size = 0
+        self.packed = path.stat().st_size
         limit = os.environ.get(UNPACKED_VARIABLE, "")
         if limit and not limit.isdecimal():
             raise ValueError(f"{UNPACKED_VARIABLE} = {limit!r}: must be a number of bytes")
-        self.most = (
-            int(limit)
-            if limit
-            else max(free * self.packed, min(UNPACKED, max(2**28, RATIO * self.packed)))
-        )
+        if limit:
+            self.most = int(limit)
+        else:
+            self.most = max(free * self.packed, min(UNPACKED, max(2**28, RATIO * self.packed)))
 
     def spend(self, size: int) -> None:
         self.size += size
@@ -147,7 +149,8 @@ class _Bounded(io.RawIOBase):
     "A compressed file that may not become boundlessly large."
 
     def __init__(self, path: Path, file: io.BufferedIOBase):
-        self.file, self.budget = file, _Budget(path)
+        self.file = file
+        self.budget = _Budget(path)
 
     def readable(self) -> bool:
         return True
@@ -170,7 +173,8 @@ class CheckedFile:
         self,
         path: Path,  # Its suffix tells how it is compressed
     ):
-        self.path, self.packed = path, path.suffix.lower() in COMPRESSIONS
+        self.path = path
+        self.packed = path.suffix.lower() in COMPRESSIONS
 
     def __enter__(self) -> BinaryIO:
         if not self.packed:
@@ -347,7 +351,8 @@ class _JsonScanner:
 
     def members(self, start: int, close: str) -> Iterator[tuple[str, int, Any]]:
         "Key ('' in a list), place and value of each member of a list or object."
-        at, key = self.skip(start + 1), ""
+        at = self.skip(start + 1)
+        key = ""
         while self.char(at) != close:
             if close == "}":
                 key, at = self.value(at)
@@ -514,7 +519,7 @@ def _arrow(path: Path) -> ModuleType:
     return pyarrow
 
 
-def _weight(value: Any) -> int:  # Bytes, about
+def _weight(value: object) -> int:  # Bytes, about
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, dict):
@@ -545,7 +550,8 @@ def _table_rows(path: Path, file: Any) -> Iterator[dict]:  # Of a Parquet file
 
 
 def _read_parquet(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
-    arrow, number = _arrow(path), 0
+    arrow = _arrow(path)
+    number = 0
     try:
         with arrow.parquet.ParquetFile(path, pre_buffer=False) as file:
             for number, row in enumerate(_table_rows(path, file), 1):
@@ -627,7 +633,8 @@ def _to_csv(rows: list[dict], mark: str) -> bytes:
 
 
 def _to_parquet(rows: list[dict], path: Path) -> bytes:
-    arrow, buffer = _arrow(path), io.BytesIO()
+    arrow = _arrow(path)
+    buffer = io.BytesIO()
     columns = list(dict.fromkeys(c for row in rows for c in row))
     data = {}
     for column in columns:
@@ -645,7 +652,8 @@ def output_format(
     path: Path,  # Ends in .jsonl, .json, .csv, .tsv or .parquet; the first four also with .gz
 ) -> str:  # '.jsonl', '.ndjson', '.json', '.csv', '.tsv' or '.parquet'
     "The format of a file with that name; a name that no format fits is a `ValueError`."
-    suffix, last = plain_suffix(path), path.suffix.lower()
+    suffix = plain_suffix(path)
+    last = path.suffix.lower()
     if suffix not in (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet") or (
         suffix == ".parquet" and last != suffix
     ):

@@ -126,7 +126,9 @@ def _yes_or_no(value: object) -> bool | None:
     "A boolean, also as text or number; None for any other value."
     if isinstance(value, str):
         return {"true": True, "1": True, "false": False, "0": False}.get(value.strip().lower())
-    return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
+    if isinstance(value, (bool, int, float)) and value in (0, 1):
+        return bool(value)
+    return None
 
 
 def example_kind(
@@ -153,13 +155,19 @@ def example_kind(
     }
     lacks = {kind: missing for kind, missing in lacks.items() if missing}
     if lacks:
-        kind = min(lacks, key=lambda k: (not near(lacks[k]), len(lacks[k]), k))
+
+        def distance(kind: str) -> tuple[bool, int, str]:
+            missing = lacks[kind]
+            return not near(missing), len(missing), kind
+
+        kind = min(lacks, key=distance)
         missing = lacks[kind]
         reason = f"kind {kind} also needs {' and '.join(map(repr, missing))}"
     else:
         kind = None
         missing = [c for columns in KINDS.values() for c in columns]
-        reason = f"the kinds are {'; '.join(f'{k}: ' + ', '.join(c) for k, c in KINDS.items())}"
+        lists = [f"{kind}: {', '.join(names)}" for kind, names in KINDS.items()]
+        reason = f"the kinds are {'; '.join(lists)}"
     hint = near(missing)
     own = [c for c in row if c not in ("source", "line")]
     # Two unknown names: most likely a question and its answer
@@ -194,7 +202,10 @@ def _text(value: object, where: str, empty: bool = False) -> str:
     if value is None:
         raise ValueError(f"{where} is missing")
     if not isinstance(value, str):
-        excerpt = repr(value) if len(repr(value)) < 40 else f"{repr(value)[:36]} …"
+        if len(repr(value)) < 40:
+            excerpt = repr(value)
+        else:
+            excerpt = f"{repr(value)[:36]} …"
         hint = " (write it in quotes)" if isinstance(value, (int, float)) else ""
         raise ValueError(
             f"{where} = {excerpt} is of type {type(value).__name__}: text is needed{hint}"
@@ -250,7 +261,10 @@ def as_messages(
                 f"{next((h for n in turn if (h := nearest(n, ['role', 'from']))), '')}"
             )
         name = turn[names[0]]
-        role = ROLES.get(name) or ROLES.get(name.strip().lower()) if isinstance(name, str) else None
+        if isinstance(name, str):
+            role = ROLES.get(name) or ROLES.get(name.strip().lower())
+        else:
+            role = None
         if role is None:
             raise ValueError(
                 f"{at}: unknown role {name!r}; the roles are "
@@ -266,7 +280,8 @@ def as_messages(
         calls = bool(more.get("tool_calls") or more.get("reasoning_content"))
         if content is None and calls:
             content = ""
-        out.append(dict(role=role, content=_text(content, f"{at} ({role})", calls), **more))
+        words = _text(content, f"{at} ({role})", calls)
+        out.append(dict(role=role, content=words, **more))
     return out
 
 # %% ../../nbs/02_data/01_columns.ipynb #8a4503b4
@@ -300,7 +315,8 @@ def _turns_or_text(value: object, where: str, empty: bool = False) -> str | list
 
 def _preference(row: dict) -> None:
     "Both answers of one type, without the prompt; in place."
-    chosen, rejected = (_turns_or_text(row[c], c) for c in ("chosen", "rejected"))
+    chosen = _turns_or_text(row["chosen"], "chosen")
+    rejected = _turns_or_text(row["rejected"], "rejected")
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise ValueError("chosen and rejected must both be text or both be messages")
     prompt = row.get("prompt")
@@ -322,7 +338,8 @@ def _preference(row: dict) -> None:
         chosen = without_prompt(chosen)
         rejected = without_prompt(rejected)
     elif not isinstance(prompt, str):
-        chosen, rejected = ([dict(role="assistant", content=c)] for c in (chosen, rejected))
+        chosen = [dict(role="assistant", content=chosen)]
+        rejected = [dict(role="assistant", content=rejected)]
     row.update(prompt=prompt, chosen=chosen, rejected=rejected)
 
 
@@ -334,13 +351,15 @@ def _rename_columns(row: Mapping, columns: Mapping[str, str]) -> dict:
             f"{nearest(unknown[0], list(row))}"
         )
     renamed = {own: row[name] for own, name in columns.items()}
-    others = {k: v for k, v in row.items() if k not in renamed and k not in columns.values()}
+    taken = {*renamed, *columns.values()}
+    others = {name: value for name, value in row.items() if name not in taken}
     return {**renamed, **others}
 
 
 def _find_columns(row: Mapping, kind: str) -> dict[str, str]:
     "Each column of a kind -> its name in this row; a missing one raises a `ValueError`."
-    names, columns = _names(row), {}
+    names = _names(row)
+    columns = {}
     for column in (*KINDS[kind], *(("input",) if kind == "instruction" else ())):
         candidates = (column, *ALIASES[kind].get(column, ()))
         name = next((n for n in candidates if n in names and n not in columns.values()), None)
@@ -378,7 +397,8 @@ def _system_turn(own: dict, more: dict, column: str) -> None:
         more["system"] = more.pop("system_prompt")
     turns = own.get(column)
     if isinstance(turns, list) and more.get("system") and turns[0]["role"] != "system":
-        own[column] = [dict(role="system", content=_text(more.pop("system"), "system")), *turns]
+        system = _text(more.pop("system"), "system")
+        own[column] = [dict(role="system", content=system), *turns]
 
 
 def as_example(
@@ -436,14 +456,17 @@ def to_messages(
         messages = as_messages(row["messages"])
         return messages if messages[0]["role"] == "system" else [*first, *messages]
     if kind == "prompt_completion":
-        prompt, answer = row["prompt"], row["completion"]
+        prompt = row["prompt"]
+        answer = row["completion"]
         if not isinstance(prompt, str):
-            return [*(first if prompt[0]["role"] != "system" else []), *prompt, *answer]
+            head = first if prompt[0]["role"] != "system" else []
+            return [*head, *prompt, *answer]
     elif kind == "instruction":
         prompt = row["instruction"] + (f"\n\n{row['input']}" if row.get("input") else "")
         answer = row["output"]
     elif kind == "reasoning":
-        prompt, answer = row["question"], row["answer"]
+        prompt = row["question"]
+        answer = row["answer"]
         if train_reasoning:
             answer = f"<think>\n{row['reasoning'].strip()}\n</think>\n\n{answer}"
     else:

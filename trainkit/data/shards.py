@@ -206,14 +206,16 @@ class TokenShards:
         start, stop, step = at.indices(len(self))
         if step != 1:
             raise ValueError(f"a slice of shards has no step, this one has {step}")
-        first, last = (
-            int(np.searchsorted(self.starts, i, "right")) - 1 for i in (start, max(start, stop - 1))
-        )
-        parts = [
-            self.maps[i][max(0, start - self.starts[i]) : max(0, stop - self.starts[i])]
-            for i in range(first, min(last + 1, len(self.maps)))
-        ]
-        return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, self.dtype), *parts])
+        ends = start, max(start, stop - 1)
+        first, last = np.searchsorted(self.starts, ends, "right").tolist()
+        parts = []
+        for i in range(first - 1, min(last, len(self.maps))):
+            begin = max(0, start - self.starts[i])
+            end = max(0, stop - self.starts[i])
+            parts.append(self.maps[i][begin:end])
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate([np.zeros(0, self.dtype), *parts])
 
     def rows(
         self,
@@ -394,7 +396,10 @@ def encode_texts(
         ]
         sizes = np.array([len(row) for row in rows], np.int64)
         ids = np.concatenate([np.array(row, np.int64) for row in rows])
-    after = np.cumsum(sizes) if ends is None else np.cumsum(sizes)[np.asarray(ends, bool)]
+    if ends is None:
+        after = np.cumsum(sizes)
+    else:
+        after = np.cumsum(sizes)[np.asarray(ends, bool)]
     size = tokenizer.vocab_size if isinstance(tokenizer, BPETokenizer) else len(tokenizer)
     return np.insert(ids, after, tokenizer.eos_token_id).astype("<u2" if size <= 1 << 16 else "<u4")
 
@@ -432,7 +437,10 @@ def encode_blocks(
     # The jobs in their order, with their ids
 ) -> Iterator[tuple[int, list[str], list[bool], np.ndarray | None]]:
     "Encode blocks of text, in other processes when there is enough to do."
-    waiting, done, pool, hurry = deque(), 0, None, True
+    waiting = deque()
+    done = 0
+    pool = None
+    hurry = True
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -499,7 +507,9 @@ def _shard_jobs(
         shard_size += len(text) + 1
         if block_size >= min(_BLOCK, shard_chars):
             yield number, texts, ends
-            block_size, texts, ends = 0, [], []
+            block_size = 0
+            texts = []
+            ends = []
             if shard_size >= shard_chars:
                 number, shard_size = number + 1, 0
     if texts:
@@ -519,7 +529,10 @@ def _bar_units(source: object) -> tuple[int | None, int, str]:
     if any(file.suffix.lower() in (".parquet", *COMPRESSIONS) for file in files):
         return None, 10**6, "MB"
     size = sum(file.stat().st_size for file in files)
-    unit, name = (10**3, "kB") if size < 10**7 else (10**6, "MB")
+    if size < 10**7:
+        unit, name = 10**3, "kB"
+    else:
+        unit, name = 10**6, "MB"
     return -(-size // unit), unit, name  # rounded up, so that a small file is not 0
 
 
@@ -569,7 +582,8 @@ def tokenize_to_disk(
     # Raises `FileExistsError` if the folder contains shards of another text or tokenizer
 ) -> TokenShards:
     "Encode a corpus into shards of ids. Called again after a kill, it resumes."
-    folder, tokenizer = Path(folder), fastest_tokenizer(tokenizer)
+    folder = Path(folder)
+    tokenizer = fastest_tokenizer(tokenizer)
     for name, value in (("num_proc", num_proc), ("shard_chars", shard_chars)):
         if value is not None and value < 1:
             raise ValueError(f"{name} = {value}: must be at least 1")

@@ -219,7 +219,8 @@ def _facts() -> Iterator[tuple[str, str, str]]:
         for country, page in _factbook().items():
             entry = page
             for step in place.split("/"):
-                entry = entry.get(step) or {k.strip(): v for k, v in entry.items()}.get(step, {})
+                stripped = {name.strip(): value for name, value in entry.items()}
+                entry = entry.get(step) or stripped.get(step, {})
             answer = plain_text(entry.get("text") or "")
             empty = answer.lower() in ("none", "na", "n/a", country.lower())
             if 0 < len(answer) <= 500 and not empty:
@@ -323,7 +324,8 @@ def arithmetic_tasks(
             f"count = {count}: with numbers up to {largest} ask for at most {available} different "
             "tasks"
         )
-    draw, seen = random.Random(seed), set()
+    draw = random.Random(seed)
+    seen = set()
     while len(seen) < count:
         a, b, c = (draw.randint(1, largest) for _ in range(3))
         one, two = (draw.choice("+-*") for _ in range(2))
@@ -339,7 +341,10 @@ def arithmetic_tasks(
             answer = _SIGNS[two](step, c)
             way = f"{a} {one} {b} = {step}, then {step} {two} {c} = {answer}."
         yield dict(
-            question=f"What is {task}?", reasoning=way, answer=str(answer), source="arithmetic"
+            question=f"What is {task}?",
+            reasoning=way,
+            answer=str(answer),
+            source="arithmetic",
         )
 
 
@@ -401,9 +406,10 @@ class LoadReport:
                 "columns: " + ", ".join(f"{own} = {name!r}" for own, name in self.renamed.items())
             )
         where = f"the first {MAX_BAD_MESSAGES:,} are in" if self.further else "in"
-        more = (
-            [f"… and {self.skipped - 5:,} more ({where} `report.bad`)"] if len(self.bad) > 5 else []
-        )
+        if len(self.bad) > 5:
+            more = [f"… and {self.skipped - 5:,} more ({where} `report.bad`)"]
+        else:
+            more = []
         return out + self.notes + self.bad[:5] + more
 
     def __str__(self) -> str:
@@ -421,7 +427,12 @@ _SPLITS = {
 }
 
 
-def _choose_split(names: list[str], split: str | None, where: str, notes: list[str]) -> str:
+def _choose_split(
+    names: list[str],
+    split: str | None,
+    where: str,
+    notes: list[str],
+) -> str:
     """The split to read: the requested one under any of its usual names.
 
     Without a request the only one, or `train`."""
@@ -436,7 +447,10 @@ def _choose_split(names: list[str], split: str | None, where: str, notes: list[s
             notes.append(f"splits: {', '.join(names)}; read: {chosen}")
         return chosen
     usual = next((words for words in _SPLITS.values() if split in words), (split,))
-    chosen = split if split in names else next((n for n in names if n in usual), None)
+    if split in names:
+        chosen = split
+    else:
+        chosen = next((n for n in names if n in usual), None)
     if chosen is None:
         raise ValueError(
             f"{where} has no split {split!r}; it has "
@@ -460,7 +474,11 @@ def _split_of(file: Path, folder: Path) -> str | None:
 
 
 def _folder_rows(
-    path: Path, split: str | None, encoding: str, field: str | None, report: LoadReport
+    path: Path,
+    split: str | None,
+    encoding: str,
+    field: str | None,
+    report: LoadReport,
 ) -> Iterator[Raw]:
     files = sorted(
         p
@@ -502,7 +520,11 @@ def _folder_rows(
 
 
 def _file_rows(
-    path: Path, source: str, encoding: str, field: str | None, report: LoadReport
+    path: Path,
+    source: str,
+    encoding: str,
+    field: str | None,
+    report: LoadReport,
 ) -> Iterator[Raw]:
     report.files += 1
     for line, row in read_rows(path, encoding, field):
@@ -520,7 +542,11 @@ def _has_configs(folder: Path) -> bool:
 
 
 def _hub_rows(
-    name: str, config: str | None, split: str | None, streaming: bool, report: LoadReport
+    name: str,
+    config: str | None,
+    split: str | None,
+    streaming: bool,
+    report: LoadReport,
 ) -> Iterator[Raw]:
     "Rows of a Hugging Face dataset, a copy of one, or a folder that `save_to_disk` made."
     try:

@@ -237,7 +237,8 @@ def looks_random(
 ) -> bool:  # Letters and digits mixed, at least 3 bits a character
     "Whether a generator may have produced this value."
     counts = Counter(value).values()
-    bits = -sum(n / len(value) * math.log2(n / len(value)) for n in counts)
+    shares = [n / len(value) for n in counts]
+    bits = -sum(share * math.log2(share) for share in shares)
     return (
         bits >= 3
         and bool(re.search(r"\d", value) and re.search("[A-Za-z]", value))
@@ -254,11 +255,14 @@ def is_valid_number(
     if kind == "bank card number":
         odd = digits[-1::-2]
         even = digits[-2::-2]
-        luhn = sum(map(int, odd)) + sum(sum(divmod(2 * int(d), 10)) for d in even)
+        doubled = [divmod(2 * int(digit), 10) for digit in even]
+        luhn = sum(map(int, odd)) + sum(map(sum, doubled))
         return luhn % 10 == 0 and len({*digits}) > 2
     if kind == "bank account number":
         plain = value.replace(" ", "")
-        return int("".join(str(int(c, 36)) for c in plain[4:] + plain[:4])) % 97 == 1
+        turned = plain[4:] + plain[:4]
+        number = "".join(str(int(c, 36)) for c in turned)
+        return int(number) % 97 == 1
     if kind == "phone number":
         return 9 <= len(digits) <= 15
     return not re.search(
@@ -281,7 +285,10 @@ def named_secrets(text: str) -> list[tuple[int, int, str]]:  # Start, end, kind
                 value and not plain and not looks_random(value)
             ):
                 continue
-            i, j = match.span(match.lastgroup) if value and match.lastgroup else match.span()
+            if value and match.lastgroup:
+                i, j = match.span(match.lastgroup)
+            else:
+                i, j = match.span()
             if all(j <= a or b <= i for a, b, _ in out):
                 out.append((i, j, kind))  # one secret is one finding
     return out

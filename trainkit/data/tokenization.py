@@ -181,7 +181,10 @@ class LengthReport:
 
 # %% ../../nbs/02_data/13_lengths.ipynb #986360b1
 def _lay_out(
-    row: Mapping, kind: str | None, template: str | None, reasoning: str
+    row: Mapping,
+    kind: str | None,
+    template: str | None,
+    reasoning: str,
 ) -> tuple[list[dict], str | None]:
     "The messages of a row, and the template for them."
     kind = kind or example_kind(row)
@@ -190,7 +193,8 @@ def _lay_out(
     messages = to_messages(row, reasoning != "drop", kind)
     if reasoning == "read" and kind == "reasoning":
         answer = to_messages(row, False, kind)[-1]["content"]
-        messages[-1] = {**messages[-1], "untrained": len(messages[-1]["content"]) - len(answer)}
+        last = messages[-1]
+        messages[-1] = {**last, "untrained": len(last["content"]) - len(answer)}
     elif reasoning != "train":
         messages = [_without_thought(m, reasoning) for m in messages]
     return messages, template
@@ -396,7 +400,10 @@ def _check(max_length: int | None, truncation: str) -> None:
 
 
 def _measure(
-    pairs: Sequence, tokenizer: "AnyTokenizer", max_length: int | None, truncation: str
+    pairs: Sequence,
+    tokenizer: "AnyTokenizer",
+    max_length: int | None,
+    truncation: str,
 ) -> tuple[list, LengthReport]:
     limit = max_length if max_length is not None else 1 << 62
     bos = getattr(tokenizer, "bos_token_id", None)
@@ -505,7 +512,8 @@ def tokenize_examples(
             f"{_place(rows[empty[0]], numbers[empty[0]])}: {reason}"
         )
     short = [i for i, pair in enumerate(pairs) if pair is not None and len(pair[0]) < min_length]
-    out, dropped = Examples(), {*empty, *short}
+    out = Examples()
+    dropped = {*empty, *short}
     for i, pair in enumerate(pairs):
         if pair is None or i in dropped:
             continue
@@ -678,6 +686,11 @@ def show_mask(
     lights = " ".join(map(light, ("double BOS", "missing EOS", "nothing learned")))
     return Picture(
         _MASK_PICTURE.format(
-            plain=PLAIN, label=label, head=head, legend=legend, lights=lights, tokens="".join(spans)
+            plain=PLAIN,
+            label=label,
+            head=head,
+            legend=legend,
+            lights=lights,
+            tokens="".join(spans),
         )
     )

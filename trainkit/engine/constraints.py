@@ -25,6 +25,8 @@ from ..tokenizer.chat import is_bpe_tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+
 # %% ../../nbs/14_engine/02_constrained.ipynb #eng2-grammars
 # White space between the parts of JSON: a space, or a new line and its indent
 _SPACE = r"( |\n {0,16})?"
@@ -75,7 +77,7 @@ class Constraint:
 class _Vocabulary:
     "A `BPETokenizer` as llguidance asks for one."
 
-    def __init__(self, tokenizer: Any, eos: int):
+    def __init__(self, tokenizer: "BPETokenizer", eos: int):
         self.tokenizer = tokenizer
         self.eos_token_id = eos
         self.bos_token_id = tokenizer.bos_token_id
@@ -136,7 +138,7 @@ class Grammars:
 
     def json_schema(
         self,
-        schema: Mapping[str, Any] | str,  # A JSON schema, as a dict or as text
+        schema: Mapping[str, object] | str,  # A JSON schema, as a dict or as text
     ) -> Constraint:
         "JSON that a schema accepts."
         from llguidance import LLMatcher

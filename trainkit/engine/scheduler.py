@@ -21,7 +21,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -105,9 +105,8 @@ class _Part:
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         end = self.length + k.shape[2]
-        keys, values = (
-            side[layer][self.slot, None] for side in (self.cache.keys, self.cache.values)
-        )
+        keys = self.cache.keys[layer][self.slot, None]
+        values = self.cache.values[layer][self.slot, None]
         keys[:, :, self.length : end] = k
         values[:, :, self.length : end] = v
         return keys[:, :, :end], values[:, :, :end]
@@ -117,7 +116,11 @@ class _Rows:
     "Neighbouring slots in the place of a `KVCache`, for one token a row."
 
     def __init__(
-        self, cache: SlotCache, first: int, lengths: Sequence[int], windows: Sequence[int]
+        self,
+        cache: SlotCache,
+        first: int,
+        lengths: Sequence[int],
+        windows: Sequence[int],
     ):
         self.cache = cache
         self.slots = slice(first, first + len(lengths))
@@ -141,9 +144,11 @@ class _Rows:
         return bias.masked_fill_(~allowed, -torch.inf)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = (side[layer][self.slots] for side in (self.cache.keys, self.cache.values))
-        keys[self.rows, :, self.position] = k[:, :, 0].to(keys.dtype)
-        values[self.rows, :, self.position] = v[:, :, 0].to(values.dtype)
+        keys = self.cache.keys[layer][self.slots]
+        values = self.cache.values[layer][self.slots]
+        place = self.rows, slice(None), self.position
+        keys[place] = k[:, :, 0].to(keys.dtype)
+        values[place] = v[:, :, 0].to(values.dtype)
         return keys[:, :, : self.longest], values[:, :, : self.longest]
 
     def look(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -275,7 +280,9 @@ class Scheduler:
         self.tokenizer = tokenizer
         self.prefill_tokens = prefill_tokens
         size = model.config.vocab_size
-        self.words = min(size, len(cast(Any, tokenizer)) if hasattr(tokenizer, "__len__") else size)
+        self.words = size
+        if isinstance(tokenizer, Sized):
+            self.words = min(size, len(tokenizer))
         self.max_length = min(max_length or model.config.max_seq_len, model.config.max_seq_len)
         weight = model.get_input_embeddings().weight
         like = cast(Tensor, weight).detach()
@@ -455,7 +462,8 @@ class Scheduler:
                     self.cache.texts[slot] = []  # What is in the cache has no logits
             text = self.cache.texts[slot]
             left = len(request.prompt) - len(text)
-            part = request.prompt[len(text) : len(text) + min(left, budget)]
+            count = min(left, budget)
+            part = request.prompt[len(text) : len(text) + count]
             budget -= len(part)
             self._use_adapters([request.adapter])
             ids = torch.tensor([part], device=self.device)
@@ -464,7 +472,8 @@ class Scheduler:
             output = self.model(ids, past_key_values=view, logits_to_keep=keep)
             logits = cast(Tensor, output.logits)
             if request.prompt_scores is not None:
-                following = request.prompt[len(text) + 1 : len(text) + 1 + len(part)]
+                start = len(text) + 1
+                following = request.prompt[start : start + len(part)]
                 log_probs = self._words_only(logits[0].float()).log_softmax(-1)
                 for token, row in zip(following, log_probs, strict=False):
                     request.prompt_scores.append(_score(row, token, request.logprobs or 0))
@@ -494,7 +503,8 @@ class Scheduler:
     def _close_gaps(self, ready: list[int]) -> list[int]:  # Neighbouring slots
         "Exchange slots until those that are ready to write lie next to each other."
         while ready[-1] - ready[0] >= len(ready):
-            gap = next(a + 1 for a, b in itertools.pairwise(ready) if b > a + 1)
+            pairs = itertools.pairwise(ready)
+            gap = next(a + 1 for a, b in pairs if b > a + 1)
             last = ready.pop()
             moved = self.running.pop(last)
             if other := self.running.pop(gap, None):  # It is still being read
@@ -505,7 +515,8 @@ class Scheduler:
                 self.cache.move(last, gap)
                 for side, values in zip(self._sides(), kept, strict=True):
                     side[last, :, :spare] = values
-                self.cache.texts[last], self.cache.adapters[last] = text, adapter
+                self.cache.texts[last] = text
+                self.cache.adapters[last] = adapter
                 self.running[last] = other
                 other.slot = last
             else:
@@ -531,11 +542,16 @@ class Scheduler:
             layer.row_weights = {n: w for n, w in weights.items() if n in layer.adapters}
 
     def _packed_logits(
-        self, packed: PackedModel, ids: Tensor, first: int, lengths: list[int]
+        self,
+        packed: PackedModel,
+        ids: Tensor,
+        first: int,
+        lengths: list[int],
     ) -> Tensor:  # (B, V)
         slots = slice(first, first + len(ids))
         ends = torch.tensor(lengths)
-        keys, values = ([t[slots] for t in side] for side in (self.cache.keys, self.cache.values))
+        keys = [side[slots] for side in self.cache.keys]
+        values = [side[slots] for side in self.cache.values]
         return packed.step(ids, ends, keys, values, torch.zeros_like(ends), ends)
 
     def _logits(self, ids: Tensor, rows: _Rows, adapters: list[str]) -> Tensor:  # (B, V)
@@ -637,7 +653,9 @@ def _run_layers(model: Transformer, ids: Tensor, rows: _Rows) -> Tensor:  # (B,)
         x = x + decoder.embed_positions(places)
     if (config.rope_scaling or {}).get("rope_type") == "dynamic":  # By the length of each text
         pairs = [cast(tuple, decoder.angles(place[None], x.dtype)) for place in places]
-        angles = torch.cat([cos for cos, _ in pairs]), torch.cat([sin for _, sin in pairs])
+        cos = torch.cat([cos for cos, _ in pairs])
+        sin = torch.cat([sin for _, sin in pairs])
+        angles = cos, sin
     else:
         angles = decoder.angles(places, x.dtype)
     for layer, window in zip(decoder.layers, rows.windows, strict=True):

@@ -28,7 +28,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -56,6 +56,9 @@ from ..model.generation import Processor, read_prompts
 from ..numba_utils import pick_backend
 from ..tokenizer.chat import render
 from ..tokenizer.chat_template import TOOL_FORMATS, AnswerReader, find_tool_format
+
+if TYPE_CHECKING:
+    from trainkit.tokenizer.chat import AnyTokenizer
 
 # %% ../../nbs/14_engine/03_server.ipynb #eng3-error
 log = logging.getLogger("trainkit.serve")
@@ -163,7 +166,10 @@ class _Sampling(BaseModel):
         return {name: value for name, value in knobs.items() if value is not None}
 
     def stops(self) -> list[str]:
-        stops = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        if isinstance(self.stop, str):
+            stops = [self.stop]
+        else:
+            stops = list(self.stop or ())
         if len(stops) > 16 or any(not 0 < len(text) <= 1000 for text in stops):
             raise APIError(400, "stop: must be up to 16 texts of 1 to 1000 characters", "stop")
         return stops
@@ -216,7 +222,8 @@ def _listed(value: _Prompt | list[str] | list[list[int]]) -> list[_Prompt]:
 
 def _first_problem(error: ValidationError) -> APIError:
     problem = error.errors()[0]
-    place = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("list["))
+    parts = map(str, problem["loc"])
+    place = ".".join(part for part in parts if not part.startswith("list["))
     if problem["type"] == "json_invalid":
         return APIError(400, f"the body is not JSON: {problem['msg']}")
     return APIError(400, f"{place or 'body'}: {problem['msg']}", place or None)
@@ -258,7 +265,7 @@ def _call(call: Any, place: str) -> _Object:
 
 
 def clean_messages(
-    messages: Sequence[Mapping[str, Any]],  # As a client sends them
+    messages: Sequence[Mapping[str, object]],  # As a client sends them
 ) -> list[_Object]:  # As templates read them
     "Check the messages of a chat; raises `APIError` with the place of what is wrong."
     cleaned: list[_Object] = []
@@ -410,7 +417,10 @@ class _Metrics:
 
 # %% ../../nbs/14_engine/03_server.ipynb #eng3-server-def
 def _penalties(
-    presence: float, frequency: float, bias: Mapping[int, float], size: int
+    presence: float,
+    frequency: float,
+    bias: Mapping[int, float],
+    size: int,
 ) -> list[Processor]:
     "Changes to the logits, as OpenAI's documentation defines them."
     found: list[Processor] = []
@@ -431,7 +441,8 @@ def _penalties(
         def penalize(ids: Tensor, logits: Tensor) -> Tensor:
             if not begin:
                 begin.append(ids.shape[1])
-            counts = ids[0, begin[0] :].bincount(minlength=logits.shape[-1])[: logits.shape[-1]]
+            words = logits.shape[-1]
+            counts = ids[0, begin[0] :].bincount(minlength=words)[:words]
             return logits - frequency * counts - presence * (counts > 0)
 
         found.append(penalize)
@@ -485,7 +496,7 @@ _FORCED_CALLS = dict(
 )
 
 
-def _tool_grammar(tools: Sequence[_Object], name: str | None, tokenizer: Any) -> str:
+def _tool_grammar(tools: Sequence[_Object], name: str | None, tokenizer: "AnyTokenizer") -> str:
     "A grammar for exactly one call of one of the tools, in the format of the model."
     own = find_tool_format(getattr(tokenizer, "chat_template", None) or "")
     family = own if own in _FORCED_CALLS else "hermes"
@@ -508,11 +519,14 @@ def _tool_grammar(tools: Sequence[_Object], name: str | None, tokenizer: Any) ->
         raise APIError(400, f"tool_choice: there is no tool '{name}'", "tool_choice")
     special = getattr(tokenizer, "special_tokens", ())
     form = TOOL_FORMATS[family]
-    # Marks that are one token each have the form <…>, in which a grammar names tokens
-    begin, end = (
-        mark if mark in special and mark.startswith("<") else json.dumps(mark) if mark else ""
-        for mark in (form.opening, form.closing if form.closing != form.opening else "")
-    )
+
+    def terminal(mark: str) -> str:
+        if mark in special and mark.startswith("<"):
+            return mark  # One token, which a grammar names in the form <…>
+        return json.dumps(mark) if mark else ""
+
+    begin = terminal(form.opening)
+    end = terminal(form.closing) if form.closing != form.opening else ""
     call = json.dumps(dict(anyOf=choices) | {"x-guidance": {"whitespace_flexible": False}})
     return f"start: {begin} {before} call {after} {end}\ncall: %json {call}"
 
@@ -750,7 +764,13 @@ class ChatServer:
         except ValidationError as error:
             raise _first_problem(error) from None
 
-    def _limit(self, body: _Sampling, asked: int | None, param: str, default: int | None) -> int:
+    def _limit(
+        self,
+        body: _Sampling,
+        asked: int | None,
+        param: str,
+        default: int | None,
+    ) -> int:
         most = self.scheduler.max_length
         if asked is not None and asked > most:
             text = f"{param}: {asked} is too large: this model writes at most {most} tokens"
@@ -1085,7 +1105,10 @@ class _ChatShape(_Shape):
         )
 
         def chunk(
-            job: _Job, delta: _Object, reason: str | None = None, logprobs: _Object | None = None
+            job: _Job,
+            delta: _Object,
+            reason: str | None = None,
+            logprobs: _Object | None = None,
         ) -> _Object:
             choice = dict(index=job.index, delta=delta, logprobs=logprobs, finish_reason=reason)
             return head | dict(choices=[choice])
@@ -1116,11 +1139,18 @@ class _TextShape(_Shape):
     echo = False  # Whether the answer begins with the prompt
 
     def entry(
-        self, job: _Job, token: int, size: int, logprob: float | None, top: Sequence
+        self,
+        job: _Job,
+        token: int,
+        size: int,
+        logprob: float | None,
+        top: Sequence,
     ) -> _Object:
         offset = job.offset
         job.offset += size
-        values = {self.token(other)[0]: max(value, -9999.0) for other, value in top}
+        values = {}
+        for other, value in top:
+            values[self.token(other)[0]] = max(value, -9999.0)
         return dict(
             tokens=[self.token(token)[0]],
             token_logprobs=[logprob if logprob is None else max(logprob, -9999.0)],
@@ -1149,7 +1179,9 @@ class _TextShape(_Shape):
         choices = []
         for job in watched.jobs:
             names = job.logprobs[0] if job.logprobs else {}
-            joined = {name: sum((entry[name] for entry in job.logprobs), []) for name in names}
+            joined = {}
+            for name in names:
+                joined[name] = [item for entry in job.logprobs for item in entry[name]]
             choices.append(
                 dict(
                     index=job.index,
@@ -1167,7 +1199,10 @@ class _TextShape(_Shape):
             if piece.text or piece.finish_reason or entry:
                 reason = piece.finish_reason or None
                 choice = dict(
-                    index=job.index, text=piece.text, logprobs=entry, finish_reason=reason
+                    index=job.index,
+                    text=piece.text,
+                    logprobs=entry,
+                    finish_reason=reason,
                 )
                 yield head | dict(choices=[choice])
         if usage:
@@ -1182,11 +1217,11 @@ class _Impatient(_Protocol):
 
     seconds = 30.0
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self.loop.call_later(self.seconds, self._close_silent, transport)
 
-    def _close_silent(self, transport: Any) -> None:
+    def _close_silent(self, transport: asyncio.Transport) -> None:
         if self.cycle is None:
             transport.close()
 

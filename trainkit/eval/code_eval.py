@@ -63,14 +63,18 @@ def _encode(
         tag = b"i"
         body = number.to_bytes(number.bit_length() // 8 + 1, "big", signed=True)
     elif issubclass(kind, float):
-        tag, body = b"f", float.hex(value).encode()
+        tag = b"f"
+        body = float.hex(value).encode()
     elif issubclass(kind, complex):
         parts = [float.hex(part.__get__(value)) for part in (complex.real, complex.imag)]  # type: ignore
-        tag, body = b"c", " ".join(parts).encode()
+        tag = b"c"
+        body = " ".join(parts).encode()
     elif issubclass(kind, str):
-        tag, body = b"s", str.encode(value, "utf-8", "surrogatepass")
+        tag = b"s"
+        body = str.encode(value, "utf-8", "surrogatepass")
     elif issubclass(kind, bytes | bytearray):
-        tag, body = b"b", b"".join([value])
+        tag = b"b"
+        body = b"".join([value])
     else:
         bases = {list: b"L", tuple: b"U", set: b"S", frozenset: b"Z", dict: b"D"}
         base = next((base for base in bases if issubclass(kind, base)), None)
@@ -146,7 +150,8 @@ class _Gone(BaseException):
 def _put_back(old: Any, new: Any) -> Any:
     "Make an argument what it became on the other side, in place."
     if isinstance(old, list) and isinstance(new, list):
-        old[:] = [_put_back(a, b) for a, b in zip(old, new, strict=False)] + new[len(old) :]
+        known = [_put_back(a, b) for a, b in zip(old, new, strict=False)]
+        old[:] = known + new[len(old) :]
     elif isinstance(old, dict) and isinstance(new, dict):
         items = {
             key: _put_back(old[key], value) if key in old else value for key, value in new.items()
@@ -413,7 +418,8 @@ def _guard_linux(order: _Order) -> list[str]:
     import os
     import struct
 
-    measures, call = [], ctypes.CDLL(None).syscall
+    measures = []
+    call = ctypes.CDLL(None).syscall
     prctl = ctypes.CDLL(None).prctl
     if order["accidents"] and os.geteuid() == 0:
         try:
@@ -1157,7 +1163,11 @@ def _explain_end(
 
 
 def _run_isolated(
-    code: str, tests: str, kind: str, timeout: float, memory: int
+    code: str,
+    tests: str,
+    kind: str,
+    timeout: float,
+    memory: int,
 ) -> tuple[Outcome, list[str]]:  # And the measures that worked
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -1191,7 +1201,9 @@ def _run_isolated(
             checker, start + timeout, place.folder if kind == "process" else None
         )
         trouble, _, verdict = written.partition(b"\0")
-        status, error, measures = "", "", []
+        status = ""
+        error = ""
+        measures = []
         if verdict:
             status, error, measures = _decode(verdict, lambda tag, number: 1 // 0)
         if status == "ended":
@@ -1204,7 +1216,8 @@ def _run_isolated(
     seconds = time.monotonic() - start
     last = next(iter(output.strip().splitlines()[::-1]), "")
     if stopped == "late":
-        status, error = "timeout", f"stopped after {timeout:g} s"
+        status = "timeout"
+        error = f"stopped after {timeout:g} s"
     elif stopped == "full":
         status, error = "failed", "wrote more than 16 MB, or a thousand files"
     elif not verdict:

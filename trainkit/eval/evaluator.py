@@ -58,7 +58,9 @@ class RatioSum:
     KEEP = 2_000  # Rows that are kept for a bootstrap
 
     def __init__(self):
-        self.n, self.sums, self.kept = 0, np.zeros(5), []
+        self.n = 0
+        self.sums = np.zeros(5)
+        self.kept = []
 
     def add(
         self,
@@ -72,7 +74,9 @@ class RatioSum:
 
     @property
     def value(self) -> float:
-        return float(self.sums[0] / self.sums[1]) if self.sums[1] else math.nan
+        if self.sums[1]:
+            return float(self.sums[0] / self.sums[1])
+        return math.nan
 
     def linear(self) -> np.ndarray:  # (n,)
         "Numbers whose mean is the ratio, and that vary as it does."
@@ -82,7 +86,8 @@ class RatioSum:
     @property
     def error(self) -> float:  # Standard error by the sums alone
         v, w, vv, vw, ww = self.sums
-        return math.sqrt(max(0.0, float(vv - 2 * self.value * vw + self.value**2 * ww))) / float(w)
+        square = float(vv - 2 * self.value * vw + self.value**2 * ww)
+        return math.sqrt(max(0.0, square)) / float(w)
 
     def interval(self, level: float = 0.95) -> Interval:
         "The ratio and how far it may be off."
@@ -96,7 +101,12 @@ class RatioSum:
         return normal_interval(self.value, self.error, self.n, level)
 
 
-def normal_interval(value: float, error: float, n: int, level: float) -> Interval:
+def normal_interval(
+    value: float,
+    error: float,
+    n: int,
+    level: float,
+) -> Interval:
     "An interval of a normal distribution."
     from statistics import NormalDist
 
@@ -116,8 +126,12 @@ def compare_streams(
         zeros = np.zeros(n).tolist()
         values = differences.linear().tolist()
         return compare(zeros, values, names, higher_is_better, level)
-    value, error = differences.value, differences.error
-    p = math.erfc(abs(value) / error / math.sqrt(2)) if error else float(value == 0)
+    value = differences.value
+    error = differences.error
+    if error:
+        p = math.erfc(abs(value) / error / math.sqrt(2))
+    else:
+        p = float(value == 0)
     ahead = "b" if (value > 0) == higher_is_better else "a"
     interval = normal_interval(value, error, n, level)
     return Comparison(interval, p, ahead if p < 1 - level else "", names)
@@ -161,7 +175,8 @@ def ask_row(
     answer = turns[last]["content"]
     if template or getattr(tokenizer, "chat_template", None):
         head = render(turns[:last], tokenizer, template, add_generation_prompt=True)[0]
-        return _Question(prompt, head, render(turns[: last + 1], tokenizer, template)[0], answer)
+        ids, _ = render(turns[: last + 1], tokenizer, template)
+        return _Question(prompt, head, ids, answer)
     head = text_to_ids(prompt, tokenizer)
     tail = text_to_ids(answer, tokenizer)
     return _Question(prompt, head, head + tail, answer)
@@ -170,7 +185,12 @@ def ask_row(
 _Scores = dict[str, tuple[float, float]]  # measure -> (value, weight) for a `RatioSum`
 
 
-def _text_scores(nats: float, tokens: int, n_bytes: int, hits: int) -> _Scores:
+def _text_scores(
+    nats: float,
+    tokens: int,
+    n_bytes: int,
+    hits: int,
+) -> _Scores:
     if not tokens:
         return {}
     return dict(
@@ -209,7 +229,9 @@ def score_rows(
     pieces = [cut(question) for _, question in questions]
     scores = score_pieces(model, pieces)
     for (i, question), (ids, first), (value, hits) in zip(questions, pieces, scores, strict=True):
-        out[i] = _text_scores(-value, len(ids) - first, len(question.answer.encode()), hits)
+        tokens = len(ids) - first
+        n_bytes = len(question.answer.encode())
+        out[i] = _text_scores(-value, tokens, n_bytes, hits)
     if with_choices := dict_rows("choices"):
         contexts = [(row["question"], row["choices"]) for _, row in with_choices]
         choices = score_choices(model, tokenizer, contexts, max_length)
@@ -274,13 +296,17 @@ class EvalReport:
             for name, c in self.comparisons.items()
         }
         return dict(
-            rows=self.rows, measures=measures, comparisons=comparisons, answers=self.answers
+            rows=self.rows,
+            measures=measures,
+            comparisons=comparisons,
+            answers=self.answers,
         )
 
     def __str__(self) -> str:
         lines = [plural(self.rows, "row")]
         for row in self.table():
-            lines += [f"{row['measure']:20} " + "  |  ".join(row[name] for name in self.names)]
+            cells = "  |  ".join(row[name] for name in self.names)
+            lines.append(f"{row['measure']:20} {cells}")
             if "comparison" in row:
                 lines += [f"{'':20} {row['comparison']}"]
         return "\n".join(lines)
@@ -312,7 +338,8 @@ def _answer(
     if not room:
         longest = max(len(question.ids) - len(question.head) for question in questions)
         room = math.ceil(1.5 * longest) + 4
-    new = max(1, int(min(room, context_length(model) - max(map(len, heads)))))
+    left = context_length(model) - max(map(len, heads))
+    new = max(1, int(min(room, left)))
     rows = generate(
         model,
         heads,
@@ -383,7 +410,8 @@ def evaluate(
         raise ValueError("there are no rows to evaluate on")
     _add_measures(report, sums, names, level)
     if report.answers:
-        expected = [text[thought_end(text) :] for text in (a["expected"] for a in report.answers)]
+        wanted = [row["expected"] for row in report.answers]
+        expected = [text[thought_end(text) :] for text in wanted]
         contents = [[content for _, content in own] for own in texts]
         _add_metrics(report, contents, expected, metrics, names, level)
     return report
@@ -405,7 +433,10 @@ def _add_scores(
 
 
 def _add_measures(
-    report: EvalReport, sums: dict[str, list[RatioSum]], names: tuple[str, str], level: float
+    report: EvalReport,
+    sums: dict[str, list[RatioSum]],
+    names: tuple[str, str],
+    level: float,
 ) -> None:
     "Add the measures of the rows, and the comparisons of two models."
     for name, ratios in sums.items():
@@ -480,7 +511,8 @@ class AnswerMetrics:
 
     def on_measure(self, trainer: "Trainer", record: dict) -> None:
         "Called before the trainer decides whether this is the best model."
-        self.evaluations, self.measured = self.evaluations + 1, True
+        self.evaluations = self.evaluations + 1
+        self.measured = True
         if (self.evaluations - 1) % self.every:
             return
         metrics = evaluate(
@@ -587,9 +619,13 @@ class SideBySide:
         return rows
 
     def __str__(self) -> str:
-        lines = [" · ".join(f"{k}: {v}" for k, v in row.items()) for row in self.summary()]
+        lines = []
+        for row in self.summary():
+            cells = [f"{name}: {value}" for name, value in row.items()]
+            lines.append(" · ".join(cells))
         for row in self.samples:
-            lines += [f"\n{row[0].prompt}", *(f"  {s.model:12} {s.text!r}" for s in row)]
+            lines.append(f"\n{row[0].prompt}")
+            lines += [f"  {sample.model:12} {sample.text!r}" for sample in row]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -671,7 +707,10 @@ _InContext = tuple[nn.Module, Callable[[], AbstractContextManager]]
 
 
 def _log_probs_of_both(
-    pair: _InContext, base: _InContext, ids: list[int], first: int
+    pair: _InContext,
+    base: _InContext,
+    ids: list[int],
+    first: int,
 ) -> tuple[Tensor, Tensor]:  # (len(ids) - first, V) each
     "Predictions of a model and of the first model, both in evaluation mode."
     models = pair[0], base[0]

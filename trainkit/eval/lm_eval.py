@@ -110,7 +110,8 @@ class HarnessBackend:
         disable_tqdm: bool = True,
     ) -> list[str]:
         "The text that follows each context, up to a stop text."
-        out, groups = [""] * len(requests), {}
+        out = [""] * len(requests)
+        groups = {}
         for i, request in enumerate(requests):
             groups.setdefault(repr(sorted(request.args[1].items())), []).append(i)
         for members in groups.values():

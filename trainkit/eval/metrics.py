@@ -54,7 +54,10 @@ def with_references(
 
 
 def _sacrebleu(
-    metric: str, predictions: Sequence[str], references: Sequence, options: Mapping[str, object]
+    metric: str,
+    predictions: Sequence[str],
+    references: Sequence,
+    options: Mapping[str, object],
 ) -> tuple[float, str]:  # The score and its signature
     try:
         from sacrebleu import metrics
@@ -63,9 +66,14 @@ def _sacrebleu(
     pairs = with_references(predictions, references)
     most = max(len(refs) for _, refs in pairs)
     # None: one reference less
-    columns = [[refs[i] if i < len(refs) else None for _, refs in pairs] for i in range(most)]
+    columns = []
+    for i in range(most):
+        column = [refs[i] if i < len(refs) else None for _, refs in pairs]
+        columns.append(column)
     scorer = getattr(metrics, metric)(**options)
-    return scorer.corpus_score([p for p, _ in pairs], columns).score, str(scorer.get_signature())
+    predictions = [prediction for prediction, _ in pairs]
+    score = scorer.corpus_score(predictions, columns).score
+    return score, str(scorer.get_signature())
 
 
 def bleu(
@@ -206,7 +214,8 @@ def stop_rate(
     if not len(token_ids):
         raise ValueError("there are no texts")
     # int(): a tensor's number is equal to none in a set
-    return sum(any(int(t) in ends for t in ids) for ids in token_ids) / len(token_ids)
+    complete = sum(any(int(t) in ends for t in ids) for ids in token_ids)
+    return complete / len(token_ids)
 
 # %% ../../nbs/09_eval/01_metrics.ipynb #d5731f6c
 def calibration(
@@ -221,7 +230,8 @@ def calibration(
     for p, right in zip(map(float, confidence), map(float, correct), strict=True):
         if not 0 <= p <= 1:
             raise ValueError(f"confidence {p} is no probability")
-        groups.setdefault(min(int(p * bins), bins - 1), []).append((p, right))
+        number = min(int(p * bins), bins - 1)
+        groups.setdefault(number, []).append((p, right))
     return [
         (sum(p for p, _ in group) / len(group), sum(r for _, r in group) / len(group), len(group))
         for _, group in sorted(groups.items())
@@ -235,7 +245,8 @@ def calibration_error(
 ) -> float:  # 0 is perfect
     "Expected calibration error (Guo et al. 2017, eq. 3)."
     rows = calibration(confidence, correct, bins)
-    return sum(abs(p - right) * n for p, right, n in rows) / max(1, len(confidence))
+    gaps = [abs(p - right) * n for p, right, n in rows]
+    return sum(gaps) / max(1, len(confidence))
 
 # %% ../../nbs/09_eval/01_metrics.ipynb #1da41477
 METRICS: dict[str, Callable[[Sequence[str], Sequence], Any]] = dict(
@@ -282,7 +293,10 @@ def compute_metrics(
             # A single number is perhaps numpy's or torch's
             many = getattr(value, "ndim", 0) > 0 or isinstance(value, Sequence)
             values: Any = value if many else [value]
-            numbers[key] = math.fsum(values) / len(values) if len(values) else math.nan
+            if len(values):
+                numbers[key] = math.fsum(values) / len(values)
+            else:
+                numbers[key] = math.nan
     return numbers
 
 # %% ../../nbs/09_eval/01_metrics.ipynb #9adf92f7
@@ -338,11 +352,13 @@ def embed(
         raise ValueError(f"layer = {layer}: this model has {layers}")
     device = next(model.parameters()).device
     longest = max(map(len, rows))
-    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+    padded = [[*row, *[0] * (longest - len(row))] for row in rows]
+    ids = torch.tensor(padded, device=device)
     lengths = torch.tensor([len(row) for row in rows], device=device)
     real = torch.arange(longest, device=device) < lengths[:, None]
     out = model(ids, attention_mask=real.long(), output_hidden_states=True)
-    return F.normalize(out.hidden_states[-1 if layer is None else layer].float(), dim=-1), real
+    states = out.hidden_states[-1 if layer is None else layer]
+    return F.normalize(states.float(), dim=-1), real
 
 # %% ../../nbs/09_eval/02_bertscore.ipynb #a5760941
 def greedy_match(
@@ -355,7 +371,8 @@ def greedy_match(
     ref_real: Tensor,  # (B, M)
 ) -> tuple[Tensor, Tensor, Tensor]:  # (B,) precision, recall and F1; 0 where no token counts
     "Precision and recall of tokens that take their best partner (Zhang et al. 2020, section 3)."
-    similarity = similarity.masked_fill(~(real[:, :, None] & ref_real[:, None, :]), -1)
+    pairs = real[:, :, None] & ref_real[:, None, :]
+    similarity = similarity.masked_fill(~pairs, -1)
 
     def mean(best: Tensor, w: Tensor) -> Tensor:
         return torch.nan_to_num((best * w).sum(1) / w.sum(1))  # 0/0: nothing counts
@@ -363,7 +380,8 @@ def greedy_match(
     p = mean(similarity.amax(2), weights)
     r = mean(similarity.amax(1), ref_weights)
     both = (weights.sum(1) > 0) & (ref_weights.sum(1) > 0)
-    p, r = p * both, r * both
+    p = p * both
+    r = r * both
     return p, r, torch.nan_to_num(2 * p * r / (p + r))
 
 # %% ../../nbs/09_eval/02_bertscore.ipynb #ae894ddb
@@ -416,8 +434,10 @@ def bert_score(
     order = sorted(pairs, key=lambda pair: len(ids[pair[1]]) + len(ids[pair[2]]))
     for start in range(0, len(order), batch_size):
         part = order[start : start + batch_size]
-        x, real = embed(model, [ids[p] or [0] for _, p, _ in part], layer)
-        y, ref_real = embed(model, [ids[r] or [0] for _, _, r in part], layer)
+        predicted = [ids[p] or [0] for _, p, _ in part]
+        expected = [ids[r] or [0] for _, _, r in part]
+        x, real = embed(model, predicted, layer)
+        y, ref_real = embed(model, expected, layer)
         weights = [weights_of(ids[p], x.shape[1]) for _, p, _ in part]
         ref_weights = [weights_of(ids[r], y.shape[1]) for _, _, r in part]
         scores = greedy_match(

@@ -82,7 +82,8 @@ def baselines(
     vocab_size: int,
 ) -> dict[str, float]:  # Name -> bits per byte of the evaluation texts
     "Scores without a neural network: token frequencies, gzip, xz, and xz after the training text."
-    train, test = ("\n".join(texts).encode("utf-8") for texts in (train_texts, eval_texts))
+    train = "\n".join(train_texts).encode("utf-8")
+    test = "\n".join(eval_texts).encode("utf-8")
     if not test:
         raise ValueError("there is no text to evaluate on")
 
@@ -208,7 +209,10 @@ def _batch_rows(
         if len(pieces) > 1:
             positions = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
     else:  # Attention is causal, so no token attends to padding on its right
-        rows = [[*ids[:-1], *[0] * (longest - len(ids) + 1)] for ids, _ in pieces]
+        rows = []
+        for ids, _ in pieces:
+            padding = [0] * (longest - len(ids) + 1)
+            rows.append([*ids[:-1], *padding])
         starts = range(0, len(pieces) * longest, longest)
     at = [
         torch.arange(start + first - 1, start + n)
@@ -226,8 +230,11 @@ def _score_batch(
     packed: bool,
 ) -> list[tuple[float, int]]:
     "Log-probability of the counted tokens of each piece, and how many were the likeliest."
-    device, (rows, positions, at) = next(model.parameters()).device, _batch_rows(pieces, packed)
-    counted = [(i, k) for k, (ids, first) in enumerate(pieces) for i in ids[first:]]
+    device = next(model.parameters()).device
+    rows, positions, at = _batch_rows(pieces, packed)
+    counted = []
+    for k, (ids, first) in enumerate(pieces):
+        counted += [(i, k) for i in ids[first:]]
     labels, owner = (torch.tensor(column) for column in zip(*counted, strict=True))
     rows = rows.to(device)
     at = at.to(device)

@@ -54,7 +54,9 @@ def proportion(
     z = NormalDist().inv_cdf((1 + level) / 2)
     centre = p + z * z / (2 * n)
     spread = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    low, high = ((centre + s) / (1 + z * z / n) for s in (-spread, spread))
+    scale = 1 + z * z / n
+    low = (centre - spread) / scale
+    high = (centre + spread) / scale
     # The ends are exact
     return Interval(p, low if successes else 0.0, high if successes < n else 1.0, n, level)
 
@@ -134,7 +136,8 @@ def sign_flip_p(
     hits = 0
     block = max(1, 2**20 // n)
     for start in range(0, resamples, block):
-        signs = draw.integers(0, 2, size=(min(block, resamples - start), n), dtype=np.int8) * 2 - 1
+        rows = min(block, resamples - start)
+        signs = draw.integers(0, 2, size=(rows, n), dtype=np.int8) * 2 - 1
         hits += int((abs(signs @ d) >= total).sum())
     return (hits + 1) / (resamples + 1)  # Phipson & Smyth 2010: never zero
 

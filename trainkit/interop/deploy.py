@@ -23,7 +23,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -41,10 +41,13 @@ from ..quant.calibration import _layers, _round_in_turn, round_to_nearest, to_gr
 from ..quant.ggml import open_gguf
 from ..tokenizer.chat import render
 
+if TYPE_CHECKING:
+    from trainkit.tokenizer.chat import AnyTokenizer
+
 # %% ../../nbs/10_interop/09_deploy.ipynb #dp-ids
 def calibration_ids(
     data: str | Path | Iterable[Mapping],  # A file, a folder, the name of a corpus, or rows
-    tokenizer: Any,  # Of the model
+    tokenizer: "AnyTokenizer",  # Of the model
     rows: int = 32,  # At most
     length: int = 256,  # Tokens in a row; shorter if the text is
 ) -> Tensor:  # (rows, length); raises `ValueError` for too little text
@@ -97,7 +100,10 @@ def collect_importance(
     finally:
         for handle in handles:
             handle.remove()
-    importance = {name: (x / input_ids.numel()).float().cpu().numpy() for name, x in sums.items()}
+    importance = {}
+    for name, total in sums.items():
+        mean = total / input_ids.numel()
+        importance[name] = mean.float().cpu().numpy()
     for name, row in importance.items():
         if not np.isfinite(row).all():
             raise ValueError(f"{folder}: the inputs of {name} contain NaN or Inf")
@@ -189,7 +195,9 @@ def pack_int4(
     "Codes of 4 bits, eight in a number, the first one in its lowest bits."
     wide = scales.float().repeat_interleave(group, 1)
     codes = (rounded.float() / wide + 8).round().clamp(0, 15).to(torch.uint8)
-    return (codes[:, 0::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32)
+    even = codes[:, 0::2]
+    odd = codes[:, 1::2]
+    return (even | odd << 4).contiguous().view(torch.int32)
 
 # %% ../../nbs/10_interop/09_deploy.ipynb #dp-awq
 _AWQ_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -262,20 +270,28 @@ def fold_awq(
             bar.update(i)
 
 
-def _clipped(weight: Tensor, inputs: InputStats, grid: SymmetricGrid, group: int) -> Tensor:
+def _clipped(
+    weight: Tensor,
+    inputs: InputStats,
+    grid: SymmetricGrid,
+    group: int,
+) -> Tensor:
     "Round, with the range of each group cut to as little as half where that lowers the error."
     parts = []
     for i, part in enumerate(weight.float().split(group, 1)):
-        block = inputs.gram[i * group : (i + 1) * group, i * group : (i + 1) * group]
+        own = slice(i * group, (i + 1) * group)
+        block = inputs.gram[own, own]
         best = best_scale = part
         lowest = torch.full_like(part[:, :1], torch.inf)
         for step in range(10):
             scale, zero = grid((1 - step / 20) * part, 4)
             stored = grid.groups.pop()
             rounded = to_grid(part, scale, zero, 4)
-            error = ((rounded - part) @ block * (rounded - part)).sum(1, keepdim=True)
-            best = torch.where(error < lowest, rounded, best)
-            best_scale = torch.where(error < lowest, stored, best_scale[:, :1].to(stored))
+            gap = rounded - part
+            error = (gap @ block * gap).sum(1, keepdim=True)
+            better = error < lowest
+            best = torch.where(better, rounded, best)
+            best_scale = torch.where(better, stored, best_scale[:, :1].to(stored))
             lowest = torch.minimum(error, lowest)
         grid.groups.append(best_scale)
         parts.append(best)
@@ -285,7 +301,7 @@ def _clipped(weight: Tensor, inputs: InputStats, grid: SymmetricGrid, group: int
 COMPRESSIONS = ("nearest", "awq", "gptq")
 
 
-def _quantization_config(group: int, kept: list[str]) -> dict[str, Any]:
+def _quantization_config(group: int, kept: list[str]) -> dict[str, object]:
     "For config.json."
     weights = dict(
         num_bits=4,
@@ -298,7 +314,10 @@ def _quantization_config(group: int, kept: list[str]) -> dict[str, Any]:
         actorder=None,
     )
     scheme = dict(
-        targets=["Linear"], weights=weights, input_activations=None, output_activations=None
+        targets=["Linear"],
+        weights=weights,
+        input_activations=None,
+        output_activations=None,
     )
     return dict(
         quant_method="compressed-tensors",
@@ -324,7 +343,11 @@ def _group_for(layers: dict[str, nn.Linear], group: int | None) -> int:
 
 
 def _round_one(
-    weight: Tensor, stats: InputStats | None, method: str, group: int, dtype: torch.dtype
+    weight: Tensor,
+    stats: InputStats | None,
+    method: str,
+    group: int,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # (out, in) on the grid, and (out, groups) its scales
     grid = SymmetricGrid(dtype)
     if method == "gptq":
@@ -388,7 +411,8 @@ def export_compressed(
         raise ValueError(f"method = {method!r} is none of {', '.join(COMPRESSIONS)}")
     if input_ids is None and method != "nearest":
         raise ValueError(f"{method} looks at the inputs: give input_ids, from calibration_ids")
-    folder, output = Path(folder), Path(output)
+    folder = Path(folder)
+    output = Path(output)
     if output.exists():
         raise FileExistsError(f"{output} is there already: choose another name")
     settings = read_json(folder / "config.json")

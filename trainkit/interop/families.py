@@ -15,7 +15,7 @@ __all__ = ['Rule', 'RULES', 'FAMILIES', 'CONSTANTS', 'unsupported_knobs', 'hf_ar
 
 # %% ../../nbs/10_interop/02_families.ipynb #imports-families
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from ..model.config import GATED, ModelConfig
 from ..model.transformer import Transformer
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
     import transformers
 
 # %% ../../nbs/10_interop/02_families.ipynb #472029fb
@@ -253,20 +254,21 @@ def from_hf_config(
         import transformers
 
         hf = getattr(transformers, FAMILIES[kind]).config_class.from_dict(hf)
+    theirs = cast("PreTrainedConfig", hf)
     names = _GPT2_NAMES if kind == "gpt2" else _LLAMA_NAMES
     ours = {"kv_heads": "n_kv_heads", "head_width": "head_dim"}
-    values: _Fields = {ours.get(a, a): getattr(hf, b, None) for a, b in names.items()}
-    values |= _gpt2_values(hf, remedy) if kind == "gpt2" else _llama_values(hf, kind)
+    values: _Fields = {ours.get(a, a): getattr(theirs, b, None) for a, b in names.items()}
+    values |= _gpt2_values(theirs, remedy) if kind == "gpt2" else _llama_values(theirs, kind)
     try:
         config = ModelConfig(**values)
     except ConfigError as error:
         raise ValueError(f"this {kind} is not one that we compute: {remedy}\n  {error}") from None
-    if lost := _lost(hf, config):
+    if lost := _lost(theirs, config):
         raise ValueError(f"this {kind} has {', '.join(lost)}, which we do not compute: {remedy}")
     return config
 
 
-def _gpt2_values(hf: Any, remedy: str) -> _Fields:
+def _gpt2_values(hf: "PreTrainedConfig", remedy: str) -> _Fields:
     "The knobs of a GPT-2 that the names do not cover."
     activation = hf.activation_function
     if activation not in _ACTIVATIONS:
@@ -282,7 +284,7 @@ def _gpt2_values(hf: Any, remedy: str) -> _Fields:
     )
 
 
-def _llama_values(hf: Any, kind: str) -> _Fields:
+def _llama_values(hf: "PreTrainedConfig", kind: str) -> _Fields:
     "The knobs of the families that descend from Llama that the names do not cover."
     rope = dict(getattr(hf, "rope_parameters", None) or {})
     if not rope:
@@ -323,7 +325,7 @@ def _without_type(rope: Mapping[str, object]) -> _Fields:
     return {k: v for k, v in rope.items() if k != "type" and v is not None}
 
 
-def _lost(hf: Any, config: ModelConfig) -> list[str]:
+def _lost(hf: "PreTrainedConfig", config: ModelConfig) -> list[str]:
     "The settings that our config does not keep: it is written back and compared."
     there = hf.to_dict()
     back = to_hf_config(config).to_dict()

@@ -348,10 +348,8 @@ def read_tensors(
             readers[names[name]] = list(tensors.get_slice(name).get_shape()), reader(name, file)
     # Llama 3's scaling is stored as a tensor: the factor by which each pair rotates more slowly
     if (config.rope_scaling or {}).get("rope_type") == "llama3":
-        plain, slow = (
-            rope_frequencies(config.head_width, config.rope_theta, x)
-            for x in (None, config.rope_scaling)
-        )
+        plain = rope_frequencies(config.head_width, config.rope_theta)
+        slow = rope_frequencies(config.head_width, config.rope_theta, config.rope_scaling)
         readers["rope_freqs.weight"] = [len(plain)], (plain / slow).numpy
     return readers
 
@@ -495,7 +493,9 @@ class ChatParts:
 
 
 def _common(a: str, b: str) -> str:
-    n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    both = zip(a, b, strict=False)
+    differences = (i for i, (x, y) in enumerate(both) if x != y)
+    n = next(differences, min(len(a), len(b)))
     return a[:n]
 
 
@@ -599,7 +599,8 @@ def _special(folder: Path) -> tuple[str, str, list[str]]:  # bos, eos, all token
     bos = _token_text(config.get("bos_token"))
     eos = _token_text(config.get("eos_token"))
     stops = [eos] if eos else []
-    return bos, eos, [*dict.fromkeys([*stops, *(names[i] for i in ends if i in names)])]
+    known = [names[i] for i in ends if i in names]
+    return bos, eos, [*dict.fromkeys([*stops, *known])]
 
 
 def _read(file: Path) -> dict:

@@ -17,7 +17,7 @@ __all__ = ['read_weights', 'read_model_settings', 'read_config', 'unpack_compres
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from importlib.util import find_spec
@@ -145,7 +145,7 @@ def read_model_settings(
     return data
 
 
-def _is_packed(settings: dict[str, Any]) -> bool:
+def _is_packed(settings: Mapping[str, Any]) -> bool:
     "Whether linear layers have 4 bits in groups, as `export_compressed` writes them."
     how = settings.get("quantization_config") or {}
     groups = [group.get("weights") or {} for group in (how.get("config_groups") or {}).values()]
@@ -346,7 +346,8 @@ def _check_sizes(tokenizer: _Tokenizer | None, vocab_size: int) -> None:
 
 
 def _open_quantized(path: Path, dtype: torch.dtype | None, quant: QuantConfig) -> Transformer:
-    config, files = read_config(path), tensor_files(path)
+    config = read_config(path)
+    files = tensor_files(path)
     if any(name.endswith(".weight_packed") for name in files):
         raise ValueError(f"{path} has weights of 4 bits already: load it without quant")
 

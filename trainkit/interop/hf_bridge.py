@@ -210,7 +210,8 @@ def _their_classifier(model: RewardModel, **token_ids: int | None) -> "PreTraine
         config = to_hf_config(config, **token_ids)
     if not name.endswith("Model") or name == "GPT2LMHeadModel":
         raise ValueError(f"no class of transformers has the head for scores on {name}")
-    config.num_labels, config.pad_token_id = 1, token_ids.get("pad_token_id")
+    config.num_labels = 1
+    config.pad_token_id = token_ids.get("pad_token_id")
     kind = getattr(transformers, name.replace("Model", "ForSequenceClassification"))
     with transformers_lock:
         classifier = kind(config)
@@ -297,7 +298,10 @@ def _check_twin(model: nn.Module) -> None:  # Raises `ImportError` or `ValueErro
 
 
 def _add_adapter(
-    theirs: "PreTrainedModel | PeftModel", model: nn.Module, name: str, rename: Callable[[str], str]
+    theirs: "PreTrainedModel | PeftModel",
+    model: nn.Module,
+    name: str,
+    rename: Callable[[str], str],
 ) -> "PeftModel":
     from peft import LoraConfig, get_peft_model
 

@@ -117,7 +117,10 @@ def _content(message: Mapping, where: str, reasoning: bool) -> str:
 
 
 def _turns(
-    messages: Sequence[Mapping], where: str, answered: bool = True, reasoning: bool = True
+    messages: Sequence[Mapping],
+    where: str,
+    answered: bool = True,
+    reasoning: bool = True,
 ) -> list[dict[str, str]]:
     turns = [dict(role=m["role"], content=_content(m, where, reasoning)) for m in messages]
     roles = [turn["role"] for turn in turns]
@@ -443,7 +446,9 @@ def _loop(config: Any, steps: int) -> _Arguments:
 
 def _steps(c: "TrainConfig", rows: int) -> int:
     windows = math.ceil(rows / (c.per_device_train_batch_size * c.gradient_accumulation_steps))
-    return c.max_steps if c.max_steps > 0 else max(1, math.ceil(c.num_train_epochs * windows))
+    if c.max_steps > 0:
+        return c.max_steps
+    return max(1, math.ceil(c.num_train_epochs * windows))
 
 
 def llamafactory_arguments(

@@ -509,7 +509,11 @@ class PairsAsSingles:
         self.batch_size = 2 * batches.batch_size
 
     def plan(self, epoch: int) -> list[np.ndarray]:
-        return [np.stack((2 * p, 2 * p + 1), 1).reshape(-1) for p in self.inner.plan(epoch)]
+        plan = []
+        for pairs in self.inner.plan(epoch):
+            rows = np.stack((2 * pairs, 2 * pairs + 1), 1)
+            plan.append(rows.reshape(-1))
+        return plan
 
 # %% ../../nbs/10_interop/05_trl.ipynb #98d7d427
 @contextmanager
@@ -634,7 +638,9 @@ class TRLTrainer(Trainer):
 
     # --- before the first step
 
-    def find(self, resume: Any) -> Path | None:  # The checkpoint to resume from
+    def find(
+        self, resume: bool | str | Path | None
+    ) -> Path | None:  # The checkpoint to resume from
         "The last complete checkpoint, or the one that is named."
         if not resume:
             return None
@@ -651,7 +657,7 @@ class TRLTrainer(Trainer):
             raise FileNotFoundError(f"{where} has no checkpoint of engine: trl to resume from")
         return complete[-1] if complete else None
 
-    def check_resume(self, resume: Any, force: bool = False) -> None:
+    def check_resume(self, resume: bool | str | Path | None, force: bool = False) -> None:
         "Raise now the errors that `train(resume)` would."
         self.recall(self.find(resume), force)
 
@@ -677,7 +683,9 @@ class TRLTrainer(Trainer):
         facts = dict(kind=self.kind, steps=self.total_steps, optim=optim, facts=self.facts)
         return json.loads(json.dumps(facts, default=str))
 
-    def begin(self, stack: ExitStack, resume: Any, force: bool = False) -> None:
+    def begin(
+        self, stack: ExitStack, resume: bool | str | Path | None, force: bool = False
+    ) -> None:
         "Prepare the twin, TRL's trainer, and the state before the first step."
         c = self.config
         path = self.find(resume)

@@ -179,7 +179,9 @@ def combine_adapters(
         A = torch.cat([A for A, _, _ in terms])
         B = torch.cat([B * s for _, B, s in terms], 1)
         layer.place(name, A, B, False)
-        layer.scaling[name], layer.dropout[name], total = 1.0, 0.0, max(total, len(A))
+        layer.scaling[name] = 1.0
+        layer.dropout[name] = 0.0
+        total = max(total, len(A))
     holder.lora_configs = {**holder.lora_configs, name: LoRAConfig(r=total, lora_alpha=total)}
     return use_adapter(model, name)
 
@@ -319,10 +321,13 @@ def peft_config(
         n: layer.scaling[adapter] * (sizes[n] ** 0.5 if config.use_rslora else sizes[n])
         for n, layer in low.items()
     }
-    alphas = {n: round(a) if abs(a - round(a)) < 1e-9 * max(1, a) else a for n, a in alphas.items()}
+    for name, alpha in alphas.items():
+        if abs(alpha - round(alpha)) < 1e-9 * max(1, alpha):
+            alphas[name] = round(alpha)
     r, alpha = (Counter(d.values()).most_common(1)[0][0] for d in (sizes, alphas))
     ends = sorted({n.rsplit(".", 1)[-1] for n in low})
-    short = {n for n in adaptable(model) if n.rsplit(".", 1)[-1] in ends} == set(low)
+    named = {name for name in adaptable(model) if name.rsplit(".", 1)[-1] in ends}
+    short = named == set(low)
     whole = [n for n, layer in layers.items() if isinstance(layer, ModulesToSaveWrapper)]
     # PEFT compares the ends of names
     whole = [n if saved_layers(model, [n]) == [n] else f"base_model.model.{n}" for n in whole]
@@ -447,7 +452,12 @@ def adapter_parts(
     return parts
 
 
-def _sort_plain(parts: AdapterParts, config: LoRAConfig, name: str, tensor: Tensor) -> None:
+def _sort_plain(
+    parts: AdapterParts,
+    config: LoRAConfig,
+    name: str,
+    tensor: Tensor,
+) -> None:
     "Sort a parameter under its own name: of a layer trained as a whole, or a bias."
     layer, _, last = name.rpartition(".")
     if not layer:
@@ -470,7 +480,9 @@ def _check_low(name: str, parts: Mapping[str, Tensor], config: LoRAConfig) -> No
     "Raise `ValueError` if the tensors of one layer do not fit each other or the config."
     embedding = "lora_embedding_A" in parts or "lora_embedding_B" in parts
     kind = "lora_embedding_" if embedding else "lora_"
-    A, B, m = (parts.get(part) for part in (f"{kind}A", f"{kind}B", "lora_magnitude_vector"))
+    A = parts.get(f"{kind}A")
+    B = parts.get(f"{kind}B")
+    m = parts.get("lora_magnitude_vector")
     shapes = [None if t is None else tuple(t.shape) for t in (A, B)]
     r, _, scale = rank_and_alpha(name, config)
     if A is None or B is None or len(parts) != 2 + (m is not None) or A.ndim != 2 or B.ndim != 2:
@@ -621,7 +633,12 @@ def load_adapter(
     return model
 
 
-def _load_low(layer: LoRALayer, low: Mapping[str, Tensor], adapter: str, init: str | None) -> None:
+def _load_low(
+    layer: LoRALayer,
+    low: Mapping[str, Tensor],
+    adapter: str,
+    init: str | None,
+) -> None:
     "Load the matrices of one layer."
     own_A, own_B = layer.factors(adapter)
     A = low.get(layer.A_name)

@@ -107,7 +107,10 @@ def all_or_nothing(
 
 
 def _whole_layers(
-    model: nn.Module, config: LoRAConfig, names: Sequence[str], shared: Mapping[int, list[str]]
+    model: nn.Module,
+    config: LoRAConfig,
+    names: Sequence[str],
+    shared: Mapping[int, list[str]],
 ) -> list[str]:
     "The layers of `modules_to_save`, and those that share a weight with them."
     whole = []
@@ -127,7 +130,8 @@ def _whole_layers(
 
 
 def _check_whole(model: nn.Module, whole: Sequence[str], names: Sequence[str]) -> None:
-    low = [*names, *(n for n, layer in adapted(model).items() if isinstance(layer, LoRALayer))]
+    layers = adapted(model)
+    low = [*names, *(name for name, layer in layers.items() if isinstance(layer, LoRALayer))]
     for name in whole:
         inside = next(
             (other for other in (*whole, *low) if other.startswith(f"{name}.")),
@@ -444,7 +448,8 @@ class LoRALayer(nn.Module):
         base: nn.Module,  # The layer to adapt, which gets frozen
     ):
         super().__init__()
-        self.base_layer, self.kind = base.requires_grad_(False), kind_of(base)
+        self.base_layer = base.requires_grad_(False)
+        self.kind = kind_of(base)
         self.scaling: dict[str, float] = {}
         self.dropout: dict[str, float] = {}
         self.active: dict[str, float] = {}  # Adapter -> weight
@@ -494,7 +499,13 @@ class LoRALayer(nn.Module):
         A, B = self.factors(adapter)
         return self.scaling[adapter] * (B.float() @ A.float())
 
-    def place(self, adapter: str, A: Tensor, B: Tensor, start: bool) -> None:
+    def place(
+        self,
+        adapter: str,
+        A: Tensor,
+        B: Tensor,
+        start: bool,
+    ) -> None:
         getattr(self, self.A_name)[adapter] = Factor(A)
         getattr(self, self.B_name)[adapter] = Factor(B)
         if start:
@@ -540,12 +551,19 @@ class LoRALinear(LoRALayer):
         for name in ("lora_A", "lora_B", "lora_magnitude_vector", "lora_start_A", "lora_start_B"):
             setattr(self, name, nn.ModuleDict())
 
-    def add(self, adapter: str, r: int, scale: float, config: LoRAConfig) -> None:
+    def add(
+        self,
+        adapter: str,
+        r: int,
+        scale: float,
+        config: LoRAConfig,
+    ) -> None:
         "Add an adapter, which changes nothing yet."
         W = self.matrix().detach()
         A, B, start = init_factors(config.init_lora_weights, W, r, scale)
         self.place(adapter, A, B, start)
-        self.scaling[adapter], self.dropout[adapter] = scale, config.lora_dropout
+        self.scaling[adapter] = scale
+        self.dropout[adapter] = config.lora_dropout
         if config.use_dora:
             length = (W.float() + self.update(adapter)).detach().norm(dim=1)
             self.lora_magnitude_vector[adapter] = Factor(length)
@@ -633,7 +651,13 @@ class LoRAEmbedding(LoRALayer):
         ):
             setattr(self, name, nn.ModuleDict())
 
-    def add(self, adapter: str, r: int, scale: float, config: LoRAConfig) -> None:
+    def add(
+        self,
+        adapter: str,
+        r: int,
+        scale: float,
+        config: LoRAConfig,
+    ) -> None:
         "Add an adapter, which changes nothing yet: here A starts at zero."
         if config.use_dora or config.init_lora_weights not in (True, False, "gaussian"):
             raise ValueError(
@@ -644,7 +668,8 @@ class LoRAEmbedding(LoRALayer):
         A = torch.zeros(r, len(W), device=W.device)
         B = torch.randn(W.shape[1], r, device=W.device)
         self.place(adapter, A if config.init_lora_weights else torch.randn_like(A), B, False)
-        self.scaling[adapter], self.dropout[adapter] = scale, 0.0
+        self.scaling[adapter] = scale
+        self.dropout[adapter] = 0.0
 
     def forward(self, ids: Tensor) -> Tensor:  # (...) -> (..., embedding_dim)
         y = self.base_layer(ids)
@@ -661,7 +686,8 @@ class ModulesToSaveWrapper(nn.Module):
 
     def __init__(self, module: nn.Module):
         super().__init__()
-        self.original_module, self.modules_to_save = module.requires_grad_(False), nn.ModuleDict()
+        self.original_module = module.requires_grad_(False)
+        self.modules_to_save = nn.ModuleDict()
         self.active: dict[str, float] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -709,11 +735,14 @@ class ModulesToSaveWrapper(nn.Module):
 # %% ../../nbs/05_lora/03_variants.ipynb #5470c583
 def _plain(W: Tensor, r: int, scale: float) -> tuple[Tensor, Tensor]:
     A = torch.empty(r, W.shape[1], device=W.device)
-    return nn.init.kaiming_uniform_(A, a=math.sqrt(5)), torch.zeros(len(W), r, device=W.device)
+    B = torch.zeros(len(W), r, device=W.device)
+    return nn.init.kaiming_uniform_(A, a=math.sqrt(5)), B
 
 
 def _gaussian(W: Tensor, r: int, scale: float) -> tuple[Tensor, Tensor]:
-    return torch.randn(r, W.shape[1], device=W.device) / r, torch.zeros(len(W), r, device=W.device)
+    A = torch.randn(r, W.shape[1], device=W.device) / r
+    B = torch.zeros(len(W), r, device=W.device)
+    return A, B
 
 
 def _pissa(W: Tensor, r: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -731,8 +760,11 @@ def _orthogonal(W: Tensor, r: int, scale: float) -> tuple[Tensor, Tensor]:
     if r % 2:
         raise ValueError(f"init_lora_weights = 'orthogonal' needs an even rank, and r is {r}")
     Q = torch.linalg.qr(torch.randn(r, r, device=W.device))[0]
-    down, up = (torch.randn(n, r // 2, device=W.device) / 10 for n in W.T.shape)
-    return (down @ Q[0::2]).T.contiguous(), up @ Q[1::2]  # The rows of Q are orthogonal, so BA = 0
+    down = torch.randn(W.shape[1], r // 2, device=W.device) / 10
+    up = torch.randn(len(W), r // 2, device=W.device) / 10
+    A = (down @ Q[0::2]).T.contiguous()
+    B = up @ Q[1::2]
+    return A, B  # The rows of Q are orthogonal, so BA = 0
 
 
 # (W, r, scale) -> A, B
@@ -755,11 +787,14 @@ def init_factors(
 ) -> tuple[Tensor, Tensor, bool]:  # A (r, in), B (out, r), and whether BA has to be subtracted
     "The first values of the two matrices, in float32."
     if how is False:  # For tests: an update that is there from the start
-        return _plain(W, r, scale)[0], torch.randn(len(W), r, device=W.device) / r, False
+        A, _ = _plain(W, r, scale)
+        B = torch.randn(len(W), r, device=W.device) / r
+        return A, B, False
     if not scale and str(how).startswith("pissa"):
         raise ValueError("PiSSA divides by the factor on the update: lora_alpha must not be 0")
     if str(how).startswith("pissa_niter_"):  # Halko et al. 2011: near enough, and much faster
-        U, S, V = torch.svd_lowrank(W.float(), r, niter=int(str(how).rsplit("_", 1)[1]))
+        rounds = int(str(how).rsplit("_", 1)[1])
+        U, S, V = torch.svd_lowrank(W.float(), r, niter=rounds)
         root = (S / scale).sqrt()
         return root[:, None] * V.T, U * root, True
     if how in ("pissa", "olora") and r > min(W.shape):
@@ -818,8 +853,10 @@ def eva_init(
         if not spread.isfinite().all():
             raise ValueError(f"{name} read numbers that are not finite")
         values, vectors = torch.linalg.eigh(spread)  # Ascending
-        directions[name] = vectors.flip(1)[:, : len(A)].T.to(A)
-        shares[name] = (values[-len(A) :].sum() / values.sum()).item()
+        largest = vectors.flip(1)[:, : len(A)]
+        directions[name] = largest.T.to(A)
+        share = values[-len(A) :].sum() / values.sum()
+        shares[name] = share.item()
     for name, rows in directions.items():
         matrix(name, "lora_A").copy_(rows)
         matrix(name, "lora_B").zero_()

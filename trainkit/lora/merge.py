@@ -205,7 +205,8 @@ def agreement(
     second: Tensor,  # (..., V)
 ) -> Agreement:
     "Compare what two models predict for the same text."
-    p, q = (x.flatten(0, -2).double().log_softmax(-1) for x in (first, second))
+    p = first.flatten(0, -2).double().log_softmax(-1)
+    q = second.flatten(0, -2).double().log_softmax(-1)
     return Agreement(
         (p.exp() * (p - q)).sum(-1).mean().clamp(min=0).item(),
         (p.argmax(-1) == q.argmax(-1)).double().mean().item(),
@@ -551,8 +552,10 @@ class _FolderMerge:
     def check_disk(self, output: Path) -> None:
         need = sum(path.stat().st_size for path in self.base.files) + 2**20
         if self.untied:
-            need += math.prod(self.base.shape(cast(str, self.base.embedding))) * 4
-        parent = next(path for path in (output.parent, *output.parent.parents) if path.exists())
+            embedding = self.base.shape(cast(str, self.base.embedding))
+            need += math.prod(embedding) * 4
+        folders = output.parent, *output.parent.parents
+        parent = next(folder for folder in folders if folder.exists())
         if (free := shutil.disk_usage(parent).free) < need:
             raise OSError(
                 f"{output} needs {show_bytes(need)}, and the disk has {show_bytes(free)}: "
@@ -625,7 +628,9 @@ class _FolderMerge:
         for path in self.base.files:
             names = self.names_in(path)
             sources = {name: self.source(name) for name in names}
-            header = {n: (self.base.dtype(s), self.base.shape(s)) for n, s in sources.items()}
+            header = {}
+            for name, source in sources.items():
+                header[name] = self.base.dtype(source), self.base.shape(source)
             with open(output / path.name, "wb") as file:
                 stream_tensors(file, header, pieces(names))
 

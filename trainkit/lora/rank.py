@@ -194,7 +194,9 @@ def shrink_rank(
         _replace(layer, layer.B_name, adapter, U[:, :r] * root, optimizer, None)
         dropped = S[r:].square().sum()
         share = (dropped / S.square().sum().clamp(min=1e-30)).item()
-        report[name] = RankReduction(r, s * S[r].item(), s * dropped.sqrt().item(), share)
+        largest = s * S[r].item()
+        total = s * dropped.sqrt().item()
+        report[name] = RankReduction(r, largest, total, share)
     return report
 
 # %% ../../nbs/05_lora/05_rank.ipynb #83f8b8a1

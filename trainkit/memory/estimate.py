@@ -110,7 +110,10 @@ def _first_piece(
         piece = {}
         for name, x in state.items():
             size = UPDATE_CHUNK // STATE_BLOCK if name.startswith("absmax") else UPDATE_CHUNK
-            piece[name] = x.view(-1)[:size] if isinstance(x, Tensor) else x
+            if isinstance(x, Tensor):
+                piece[name] = x.view(-1)[:size]
+            else:
+                piece[name] = x
         state = piece
     _whole(p, grad, state, False, **numbers)
 
@@ -152,7 +155,8 @@ def _several_steps(
 
     The states of the optimizer are allocated in the first step, after the gradients."""
     apart = [events[begin:end] for begin, end in pairwise([marks[-1], *ends])]
-    events, other = events[: marks[-1]], events[ends[-1] if ends else marks[-1] :]
+    other = events[ends[-1] if ends else marks[-1] :]
+    events = events[: marks[-1]]
     if in_backward:
         first = events[marks[0] : marks[3]]
         again = events[marks[3] :]
@@ -168,11 +172,16 @@ def _several_steps(
         again = events[start:]
     kinds = [*apart, [*other, *again]]
     born = {number for events in kinds for number, size in events if size}
-    out = [(("first", n) if n in born else n, size) for n, size in first]
+    out: list[tuple[object, int]] = []
+    for n, size in first:
+        key = ("first", n) if n in born else n
+        out.append((key, size))
     # Batches of other sizes move the code and the gaps between the tensors in each step
     played = min(count, STEPS_PLAYED, EVENTS_PLAYED // len(again)) if apart and again else 5
     for step in range(2, 1 + max(5, played)):
-        out += [((step, n) if n in born else n, size) for n, size in kinds[step % len(kinds)]]
+        for n, size in kinds[step % len(kinds)]:
+            key = (step, n) if n in born else n
+            out.append((key, size))
         if step == 2:
             out += [(("copy", i), size) for i, size in enumerate(copies)]
     numbers: dict[object, int] = {}
@@ -250,17 +259,27 @@ _PLAYED_TWICE = 2**15  # Events at most; `heap_peak` takes 6 microseconds for ea
 
 
 def _beside(
-    peak: int, start: int, steps: list[tuple[int, int]], copied: int, count: int
+    peak: int,
+    start: int,
+    steps: list[tuple[int, int]],
+    copied: int,
+    count: int,
 ) -> dict[str, int]:
     "Main memory of the process in addition to the tensors of a step."
     main = threading.current_thread() is threading.main_thread()
     size = product_memory() if count else 0
     known = copied + count * size
     # A few bytes more or less of code move every gap: the mean of two sizes differs less by chance
-    sizes = [size, size + size // 50] if count and len(steps) < _PLAYED_TWICE else [size]
+    if count and len(steps) < _PLAYED_TWICE:
+        sizes = [size, size + size // 50]
+    else:
+        sizes = [size]
     peaks = [heap_peak(_with_code(steps, count, n), kept=True, thread=not main) for n in sizes]
     played = [n for n in peaks if n is not None]
-    more = max(known, start + sum(played) // len(played) - peak) if played else known
+    if played:
+        more = max(known, start + sum(played) // len(played) - peak)
+    else:
+        more = known
     return {"checkpoint": copied, "kernels": count * size, "allocator": more - known}
 
 # %% ../../nbs/07_memory/01_memory.ipynb #memory-step
@@ -268,7 +287,10 @@ _HALVES = dict(no=None, bf16=torch.bfloat16, fp16=torch.float16)
 
 
 def _check_arguments(
-    batch_size: int, seq_len: int, accumulation: int, mixed_precision: str
+    batch_size: int,
+    seq_len: int,
+    accumulation: int,
+    mixed_precision: str,
 ) -> None:
     if min(batch_size, seq_len, accumulation) < 1:
         raise ValueError(
@@ -365,7 +387,8 @@ class _Step:
     def checkpoint_sizes(self) -> list[int]:  # Bytes
         "Sizes of the storages that a checkpoint contains."
         states = tree_leaves(list(self.optimizer.state.values()))
-        tensors = [x for x in (*self.model.state_dict().values(), *states) if isinstance(x, Tensor)]
+        weights = self.model.state_dict().values()
+        tensors = [x for x in (*weights, *states) if isinstance(x, Tensor)]
         storages = [x.untyped_storage() for x in tensors]
         return [*{storage._cdata: storage.nbytes() for storage in storages}.values()]
 
@@ -526,7 +549,8 @@ def product_memory() -> int:  # Bytes; 0 if oneDNN is not used
     It is measured with a few products whose results are discarded."""
     if not onednn_pays():
         return 0
-    x, sizes = torch.zeros(1100, 64), []
+    x = torch.zeros(1100, 64)
+    sizes = []
     with torch.no_grad(), fast_products():
         x @ x[:64]
         for n in range(3):
@@ -665,9 +689,10 @@ def meta_copy(
         memo: dict[int, Tensor] = {}
         for x in _tensors(model):
             empty = torch.empty(x.shape, dtype=x.dtype)
-            memo[id(x)] = (
-                nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
-            )
+            if isinstance(x, nn.Parameter):
+                memo[id(x)] = nn.Parameter(empty, x.requires_grad)
+            else:
+                memo[id(x)] = empty
         return copy.deepcopy(model, memo)
 
     return make
@@ -728,7 +753,8 @@ def _others(trainer: "Trainer", batch: _Batch | None) -> list[_Batch]:
 
 def _evaluated(trainer: "Trainer") -> list[_Batch]:
     "A batch of each size that an evaluation between two steps has, of the first few sizes."
-    batches, c = trainer.eval_batches, trainer.config
+    batches = trainer.eval_batches
+    c = trainer.config
     if c.eval_strategy == "no" or not hasattr(batches, "join") or not hasattr(batches, "plan"):
         return []
     if c.eval_strategy == "steps" and c.eval_steps >= trainer.total_steps:
@@ -815,7 +841,9 @@ def batch_size(
 ) -> tuple[int, int]:  # (0, 0) where there are no ids
     "Rows of a batch, and tokens of a row; of a pair those of the prompt and of both answers."
     ids = [x for name, x in batch.items() if name.endswith("input_ids") and x.ndim == 2]
-    return (ids[0].shape[0], sum(x.shape[1] for x in ids)) if ids else (0, 0)
+    if ids:
+        return ids[0].shape[0], sum(x.shape[1] for x in ids)
+    return 0, 0
 
 
 def computed_tokens(
@@ -889,11 +917,10 @@ def check_size(
     gpu = trainer.accelerator.device.type == "cuda"
     size = f"{rows:,} x {tokens:,} tokens" if tokens else f"{rows:,} rows"
     where = "GPU" if gpu else "machine"
-    has = (
-        f"this {where} has {show_bytes(total)}"
-        if needs > total
-        else f"{show_bytes(free)} are free on this {where}"
-    )
+    if needs > total:
+        has = f"this {where} has {show_bytes(total)}"
+    else:
+        has = f"{show_bytes(free)} are free on this {where}"
     fewer = int(rows * min(free, needs) / needs)
     if fewer:
         knob = (
@@ -934,7 +961,11 @@ class MemoryWatch:
         self.libraries = 0  # Bytes that kernels keep
 
     def predict(
-        self, trainer: "Trainer", rows: int, tokens: int, batch: _Batch | None = None
+        self,
+        trainer: "Trainer",
+        rows: int,
+        tokens: int,
+        batch: _Batch | None = None,
     ) -> None:
         "Of one size of batch, once."
         size = rows, tokens, rows * tokens if batch is None else computed_tokens(batch)
@@ -950,7 +981,8 @@ class MemoryWatch:
                 if again:
                     report.beside = dict(earlier.beside)  # type: ignore
             except Exception as error:  # A run does not end of it
-                self.why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                line, *_ = str(error).partition("\n")
+                self.why = f"{type(error).__name__}: {line}"
                 if isinstance(error, KeyError):
                     self.why = "a step of this objective reads more than rows of text"
                 self.known[size] = None
@@ -997,7 +1029,8 @@ class MemoryWatch:
         if not self.shared:
             with Progress(None, "Predicting the memory of a step", "", where="silent"):
                 self.foresee(trainer)
-        here, reference = Ledger(), _reference(trainer)
+        here = Ledger()
+        reference = _reference(trainer)
         here.know(
             "other",
             [*_tensors(trainer.model), *tree_leaves(list(trainer.raw_optimizer.state.values()))],
@@ -1019,7 +1052,9 @@ class MemoryWatch:
         "Look how high it went."
         for batch in trainer.step_batches:
             if (count := computed_tokens(batch)) > self.most:
-                self.most, self.largest, self.batch = count, batch_size(batch), batch
+                self.most = count
+                self.largest = batch_size(batch)
+                self.batch = batch
         if trainer.accelerator.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated()
         elif trainer.accelerator.device.type == "cpu" and (most := peak_memory_used()):
@@ -1070,7 +1105,10 @@ class MemoryWatch:
 
     def __str__(self) -> str:
         measured = "unknown" if self.measured is None else show_bytes(self.measured)
-        batch = f" of {self.largest[0]} x {self.largest[1]} tokens" if self.largest[0] else ""
+        if self.largest[0]:
+            batch = f" of {self.largest[0]} x {self.largest[1]} tokens"
+        else:
+            batch = ""
         if self.predicted is None:
             why = f": {self.why}" * bool(self.why)
             return f"Memory     {measured} measured for a step{batch}; not predicted{why}"

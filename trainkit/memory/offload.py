@@ -193,7 +193,10 @@ class OffloadedOptimizer(Optimizer):
         ]
         params = [p for group in self.param_groups for p in group["params"]]
         for p in params:
-            self.copies[p].grad = p.grad.to("cpu", torch.float32) if p.grad is not None else None
+            if p.grad is not None:
+                self.copies[p].grad = p.grad.to("cpu", torch.float32)
+            else:
+                self.copies[p].grad = None
         try:
             self.inner.step()
         finally:

@@ -346,7 +346,9 @@ def plan_memory(
     _check_levers(levers)
     machine, now = find_machine(budget), start or Setup()
     now = replace(now, batch_size=-(-now.batch_size // machine.cards))
-    room, rows, skipped = machine.usable, now.batch_size, {}
+    room = machine.usable
+    rows = now.batch_size
+    skipped = {}
     total = rows * now.accumulation  # Rows of a step
 
     def predict(setup: Setup) -> int:
@@ -377,7 +379,8 @@ def plan_memory(
             if name != "shorter rows":
                 break  # The only one that can be pulled again
     while peak <= room and now.batch_size < rows:  # Was one row at a time too little?
-        more = next(n for n in range(2 * now.batch_size, rows + 1) if rows % n == 0)
+        larger = range(2 * now.batch_size, rows + 1)
+        more = next(n for n in larger if rows % n == 0)
         new = replace(now, batch_size=more, accumulation=1 if now.in_backward else total // more)
         size = predict(new)
         if size > room:

@@ -109,7 +109,9 @@ class Ledger(TorchDispatchMode):
         block: int = 1,  # Sizes are rounded up to a multiple of it; 512 as torch does on a GPU
     ):
         super().__init__()
-        self.block, self.alive, self.hooks = block, dict[int, _Entry](), []
+        self.block = block
+        self.alive = dict[int, _Entry]()
+        self.hooks = []
         self.parts = Counter()
         self.total = 0
         self.stepping = False
@@ -223,7 +225,8 @@ class Ledger(TorchDispatchMode):
         if function is torch.ops.aten.index.Tensor:
             args = args[0], [j for i in args[1] for j in _places(i)]
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        writes, real = function._schema.is_mutable, None
+        writes = function._schema.is_mutable
+        real = None
         known = all(_value(x) is not None for x in inputs)
         overwrites = writes and any(x is _value(x) for x in inputs)
         if known and not overwrites and torch.Tag.nondeterministic_seeded not in function.tags:

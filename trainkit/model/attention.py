@@ -63,7 +63,8 @@ def _yarn_ramp(width: int, theta: float, scaling: dict) -> Tensor:
     trained = scaling["original_max_position_embeddings"]
 
     def pair(turns: float) -> float:  # The one that turns so often within the trained length
-        return width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        length = trained / (turns * 2 * math.pi)
+        return width * math.log(length) / (2 * math.log(theta))
 
     low = pair(scaling.get("beta_fast") or 32)
     high = pair(scaling.get("beta_slow") or 1)
@@ -117,7 +118,8 @@ def rope_magnitude(
     def grown(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
-    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    mscale = scaling.get("mscale")
+    all_dim = scaling.get("mscale_all_dim")
     return grown(mscale) / grown(all_dim) if mscale and all_dim else grown(1)
 
 
@@ -194,7 +196,10 @@ def _by_hand(
         scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    if mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+    else:
+        scores = scores + mask
     weights = scores.softmax(-1, torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     return F.dropout(weights, dropout) @ v
 
@@ -341,7 +346,13 @@ def _lengths(spans: Spans, q: Tensor) -> tuple[Tensor, int]:
     return sizes.cumsum(0, dtype=torch.int32), max(lengths)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float | None) -> Tensor:
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans,
+    scale: float | None,
+) -> Tensor:
     "torch's kernel for documents of many lengths; GPUs only, half precision only."
     from torch.nn.attention.varlen import varlen_attn
 
@@ -477,7 +488,8 @@ class KVCache:
             room = self.room(layer)
             old_k = k.new_empty(*k.shape[:2], room, k.shape[3])
             old_v = v.new_empty(*v.shape[:2], room, v.shape[3])
-            self.keys[layer], self.values[layer] = old_k, old_v
+            self.keys[layer] = old_k
+            self.values[layer] = old_v
         if len(old_k) != len(k):
             raise ValueError(
                 f"the cache has {len(old_k)} rows, and the input {len(k)}: start a new one"
@@ -485,14 +497,16 @@ class KVCache:
         first = self.first[layer]
         begin, stop = self.length - first, end - first  # Where the new tokens go
         if stop <= old_k.shape[2]:
-            old_k[:, :, begin:stop], old_v[:, :, begin:stop] = k, v
+            old_k[:, :, begin:stop] = k
+            old_v[:, :, begin:stop] = v
             return old_k[:, :, :stop], old_v[:, :, :stop]
         reach = self.windows[layer] + MAX_CROP
         past = slice(max(0, begin - reach + 1), begin)
         k = torch.cat((old_k[:, :, past], k), 2)
         v = torch.cat((old_v[:, :, past], v), 2)
         self.first[layer] = end - min(reach, k.shape[2])
-        old_k[:, :, :reach], old_v[:, :, :reach] = k[:, :, -reach:], v[:, :, -reach:]
+        old_k[:, :, :reach] = k[:, :, -reach:]
+        old_v[:, :, :reach] = v[:, :, -reach:]
         return k, v
 
     def keep(

@@ -179,7 +179,8 @@ class ModelConfig:
     def _mup_problems(self) -> list[Problem]:
         base = self.mup_base_width
         if base is None:
-            head, words = self.mup_base_head_dim, "needs mup_base_width"
+            head = self.mup_base_head_dim
+            words = "needs mup_base_width"
             return [] if head is None else [Problem("mup_base_head_dim", head, words)]
         needs = {
             "pre_norm: true, whose last norm scales the logits": self.pre_norm,
@@ -393,7 +394,11 @@ def attention_pairs(
     if cached or not 0 < window < length or length <= 2 * block:
         return length * (cached + length)
     ends = ((a, min(a + block, length)) for a in range(0, length, block))
-    return sum((b - a) * (b - max(0, a - window + 1)) for a, b in ends)
+    total = 0
+    for a, b in ends:
+        first = max(0, a - window + 1)
+        total += (b - a) * (b - first)
+    return total
 
 
 def flops_by_part(

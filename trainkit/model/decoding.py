@@ -63,7 +63,8 @@ def joint_product(
     pairs = []
     for weight, part in zip(weights, out.split(sizes), strict=True):
         even = len(weight) // 64 * 64 if rows == 1 else 0
-        blocks, places = weight[:even].view(-1, 64, weight.shape[1]), part[:even].view(-1, 64, 1)
+        blocks = weight[:even].view(-1, 64, weight.shape[1])
+        places = part[:even].view(-1, 64, 1)
         pairs.append((blocks, places, weight[even:], part[even:]))
 
     def product(x: Tensor) -> Tensor:
@@ -88,7 +89,8 @@ def _packed(weight: Tensor, rows: int) -> Product:
 
 def _int8(weight: Tensor, rows: int) -> Product:
     scale = weight.abs().amax(1, keepdim=True).clamp_(min=1e-8).div_(127)
-    steps, scales = torch.round(weight / scale).to(torch.int8), scale.flatten().bfloat16()
+    steps = torch.round(weight / scale).to(torch.int8)
+    scales = scale.flatten().bfloat16()
     return lambda x: torch.ops.aten._weight_int8pack_mm(
         x.to(torch.bfloat16).contiguous(), steps, scales
     )
@@ -110,7 +112,8 @@ def quick_norm(
         return norm.forward
     if norm.weight.dtype.itemsize < 4:
         return norm.forward
-    weight, width = norm.weight.detach(), len(norm.weight)
+    weight = norm.weight.detach()
+    width = len(norm.weight)
     eps = weight.new_tensor((width * norm.eps) ** 0.5)
     weight = weight * width**0.5
     return lambda x: torch.mul(x, weight).div_(torch.linalg.vector_norm(x, 2, -1, True).hypot_(eps))
@@ -142,7 +145,8 @@ class _Layer:
         self.kv_heads = config.kv_heads
         self.scale = attn.scale
         self.softcap = attn.softcap
-        self.qkv, self.o = make([attn.q_proj, attn.k_proj, attn.v_proj]), make([attn.o_proj])
+        self.qkv = make([attn.q_proj, attn.k_proj, attn.v_proj])
+        self.o = make([attn.o_proj])
         self.head_norms = None
         if config.qk_norm:
             self.head_norms = quick_norm(attn.q_norm), quick_norm(attn.k_norm)
@@ -151,7 +155,10 @@ class _Layer:
         self.gated = mlp.gate_proj is not None
         self.bend = mlp.bend
         self.down = make([mlp.down_proj])
-        self.up = make([mlp.up_proj] if mlp.gate_proj is None else [mlp.gate_proj, mlp.up_proj])
+        ups: list[nn.Linear] = [mlp.up_proj]
+        if mlp.gate_proj is not None:
+            ups = [mlp.gate_proj, mlp.up_proj]
+        self.up = make(ups)
         names = ["input_layernorm", "post_attention_layernorm"]
         if config.sandwich_norm:
             names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
@@ -246,7 +253,8 @@ class DecodePlan:
         with torch.no_grad():
             blocks = cast("Iterable[Block]", decoder.layers)
             self.layers = [_Layer(block, config, rows, make) for block in blocks]
-            self.head, self.norm = make([head]), quick_norm(decoder.norm)
+            self.head = make([head])
+            self.norm = quick_norm(decoder.norm)
             self.embed = decoder.embed_tokens.weight.detach()
             self.places = decoder.embed_positions
             self.scale = self.bias = self.angles = None
@@ -423,7 +431,14 @@ _STEPS: WeakKeyDictionary[nn.Module, dict[tuple, "CompiledStep"]] = WeakKeyDicti
 class CompiledStep:
     "`fixed_step` through `torch.compile`, and the cache that it writes to."
 
-    def __init__(self, config: "ModelConfig", like: Tensor, rows: int, length: int, backend: str):
+    def __init__(
+        self,
+        config: "ModelConfig",
+        like: Tensor,
+        rows: int,
+        length: int,
+        backend: str,
+    ):
         cuda = like.device.type == "cuda"
         options: dict[str, Any] = {}
         if cuda and backend == "inductor":

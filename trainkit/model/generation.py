@@ -203,7 +203,10 @@ class TextStreamer:
             self.pending = ""
             return piece
         starts = (s[:n] for s in self.stop for n in range(1, len(s)))
-        begun = 0 if last else max((len(s) for s in starts if self.pending.endswith(s)), default=0)
+        if last:
+            begun = 0
+        else:
+            begun = max((len(s) for s in starts if self.pending.endswith(s)), default=0)
         cut = len(self.pending) - begun
         piece = self.pending[:cut]
         self.pending = self.pending[cut:]
@@ -280,7 +283,11 @@ def context_length(
 
 # %% ../../nbs/03_model/10_generation.ipynb #91cc4253
 def _may_plan(
-    model: nn.Module, fast: bool, weights: str | PackedModel | None, compiled: bool, use_cache: bool
+    model: nn.Module,
+    fast: bool,
+    weights: str | PackedModel | None,
+    compiled: bool,
+    use_cache: bool,
 ) -> bool:
     if not use_cache:
         reason = "use_cache is False"
@@ -298,7 +305,13 @@ def _may_plan(
 class _ModelStep:
     "A step of the model itself: it reads all new columns of the rows."
 
-    def __init__(self, model: nn.Module, rows: list[list[int]], gaps: Tensor, length: int):
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: list[list[int]],
+        gaps: Tensor,
+        length: int,
+    ):
         self.model = model
         self.ragged = len({len(row) for row in rows}) > 1
         self.base = getattr(model, "get_base_model", lambda: model)()  # Inside PEFT's wrapper
@@ -328,7 +341,10 @@ class _ModelStep:
             if self.takes_positions:
                 inputs["position_ids"] = places[:, start:].clamp(min=0)
         output = self.model(
-            input_ids=ids[rows, start:], past_key_values=cache, use_cache=use_cache, **inputs
+            input_ids=ids[rows, start:],
+            past_key_values=cache,
+            use_cache=use_cache,
+            **inputs,
         )
         logits = output.logits[:, -1]
         cache = output.past_key_values if use_cache else None
@@ -487,7 +503,8 @@ class ThinkingBudget:
 
     def _read(self, row: int, tail: list[int], end: int) -> str:
         "Notice a tag that is complete, and return the text since the last one."
-        text = self.tokenizer.decode(tail[max(0, len(tail) - (end - self.since[row])) :])
+        new = end - self.since[row]
+        text = self.tokenizer.decode(tail[max(0, len(tail) - new) :])
         begin = self.open[row]
         tag = self.opening if begin is None else self.closing
         if tag not in text:
@@ -679,7 +696,8 @@ def generate(
                     alive[i] = False
     written = torch.stack(new, 1)
     if tensor:
-        return torch.cat([input_ids, written.to(input_ids).reshape(*input_ids.shape[:-1], -1)], -1)
+        added = written.to(input_ids).reshape(*input_ids.shape[:-1], -1)
+        return torch.cat([input_ids, added], -1)
     results = []
     for i, prompt in enumerate([input_ids] if single else input_ids):
         if isinstance(prompt, str):

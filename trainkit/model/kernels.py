@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -51,7 +51,21 @@ from .decoding import PRODUCTS, DecodePlan, joint_product, unsupported_reason
 from ..numba_utils import compile_kernels
 
 if TYPE_CHECKING:
-    from trainkit.model.transformer import Transformer
+    from llvmlite.ir import Constant, Module, NamedValue, Type, VectorType
+    from numba.core.base import BaseContext
+    from numba.core.cpu import CPUContext
+    from numba.core.typing.templates import Signature
+
+    from trainkit.model.transformer import Block, Transformer
+
+    Value = NamedValue | Constant  # What an instruction of LLVM returns, or a known number
+
+    class IRBuilder(Protocol):
+        "llvmlite's, whose decorators hide from type checkers what its instructions return."
+
+        module: Module
+
+        def __getattr__(self, instruction: str) -> Callable[..., Value]: ...
 
 # %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-packing
 def _by_groups(weight: Tensor) -> Tensor:  # (out, in) -> (out, in / 32, 32)
@@ -150,43 +164,54 @@ class PackedMatrix:
         return (groups * self.scales[..., None].float()).flatten(1)
 
 # %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-vectors-def
+def _unaligned(instruction: Any) -> "Value":  # A load or a store; llvmlite's types know no `align`
+    instruction.align = 1
+    return instruction
+
+
 class _Vectors:
     "Instructions of LLVM for several numbers at a time."
 
-    def __init__(self, builder: Any, lanes: int = 16):
+    def __init__(self, builder: "IRBuilder", lanes: int = 16):
         from llvmlite import ir
 
         self.ir = ir
         self.builder = builder
         self.lanes = lanes
-        self.long, self.word, self.short, self.byte = map(ir.IntType, (64, 32, 16, 8))
+        self.long = ir.IntType(64)
+        self.word = ir.IntType(32)
+        self.short = ir.IntType(16)
+        self.byte = ir.IntType(8)
         self.number = ir.FloatType()
         self.vector = ir.VectorType(self.number, lanes)
         self.words = ir.VectorType(self.word, lanes)
         self.bytes = ir.VectorType(self.byte, 4 * lanes)
         self.zero = self.all(self.vector, 0.0)
 
-    def all(self, kind: Any, value: float) -> Any:
+    def all(self, kind: "VectorType", value: float) -> "Constant":
         "A constant in all places."
         return self.ir.Constant(kind, [value] * kind.count)
 
-    def at(self, start: Any, *steps: tuple[Any, Any]) -> Any:
+    def number_of_bytes(self, n: "Value | int") -> "Value":
+        return self.long(n) if isinstance(n, int) else n
+
+    def at(self, start: "Value", *steps: "tuple[Value | int, Value | int]") -> "Value":
         "An address, and so many times so many bytes behind it."
-        for pair in steps:
-            count, size = (self.long(n) if isinstance(n, int) else n for n in pair)
+        for count, size in steps:
+            count = self.number_of_bytes(count)
+            size = self.number_of_bytes(size)
             start = self.builder.add(start, self.builder.mul(count, size))
         return start
 
-    def load(self, address: Any, kind: Any) -> Any:
-        value = self.builder.load(self.builder.inttoptr(address, kind.as_pointer()))
-        value.align = 1
-        return value
+    def load(self, address: "Value", kind: "Type") -> "Value":
+        place = self.builder.inttoptr(address, kind.as_pointer())
+        return _unaligned(self.builder.load(place))
 
-    def store(self, value: Any, address: Any) -> None:
+    def store(self, value: "Value", address: "Value") -> None:
         place = self.builder.inttoptr(address, value.type.as_pointer())
-        self.builder.store(value, place).align = 1
+        _unaligned(self.builder.store(value, place))
 
-    def call(self, name: str, kind: Any, *arguments: Any) -> Any:
+    def call(self, name: str, kind: "Type", *arguments: "Value") -> "Value":
         "An instruction that LLVM offers as a function."
         from numba.core import cgutils
 
@@ -194,48 +219,53 @@ class _Vectors:
         function = cgutils.get_or_insert_function(self.builder.module, signature, f"llvm.{name}")
         return self.builder.call(function, arguments)
 
-    def places(self, value: Any, places: Sequence[int]) -> Any:
+    def places(self, value: "Value", places: Sequence[int]) -> "Value":
         "The numbers at some places."
         order = self.ir.Constant(self.ir.VectorType(self.word, len(places)), [*places])
         return self.builder.shuffle_vector(value, value, order)
 
-    def places_of_two(self, first: Any, second: Any, places: Sequence[int]) -> Any:
+    def places_of_two(
+        self,
+        first: "Value",
+        second: "Value",
+        places: Sequence[int],
+    ) -> "Value":
         "The numbers at some places of two vectors, one behind the other."
         order = self.ir.Constant(self.ir.VectorType(self.word, len(places)), [*places])
         return self.builder.shuffle_vector(first, second, order)
 
-    def spread(self, value: Any) -> Any:
+    def spread(self, value: "Value") -> "Value":
         "One number in all places."
         nothing = self.ir.Constant(self.ir.VectorType(value.type, 1), self.ir.Undefined)
         alone = self.builder.insert_element(nothing, value, self.word(0))
         return self.places(alone, [0] * self.lanes)
 
-    def multiply_add(self, x: Any, y: Any, z: Any) -> Any:  # x · y + z
+    def multiply_add(self, x: "Value", y: "Value", z: "Value") -> "Value":  # x · y + z
         return self.call(f"fma.v{self.lanes}f32", self.vector, x, y, z)
 
-    def total(self, value: Any) -> Any:
+    def total(self, value: "Value") -> "Value":
         "The sum of all places: halves are added until one is left."
         for n in (8, 4, 2, 1):
-            halves = (self.places(value, range(at, at + n)) for at in (0, n))
-            value = self.builder.fadd(*halves)
+            low = self.places(value, range(n))
+            high = self.places(value, range(n, 2 * n))
+            value = self.builder.fadd(low, high)
         return self.builder.extract_element(value, self.word(0))
 
-    def numbers(self, kind: str, address: Any) -> Any:
+    def numbers(self, kind: str, address: "Value") -> "Value":
         "Sixteen numbers as float32."
         if kind == "float32":
             return self.load(address, self.vector)
         halves = self.load(address, self.ir.VectorType(self.short, 16))  # Of float32, the upper
-        up = self.all(self.words, 16)
-        return self.builder.bitcast(
-            self.builder.shl(self.builder.zext(halves, self.words), up), self.vector
-        )
+        words = self.builder.zext(halves, self.words)
+        shifted = self.builder.shl(words, self.all(self.words, 16))
+        return self.builder.bitcast(shifted, self.vector)
 
 
 def product_tile(
     kind: str,  # 'float32' or 'bfloat16'
     outs: int,  # Rows of W
     rows: int,  # Rows of x
-) -> Any:  # A function for compiled code: see the arguments in `product_part`
+) -> Callable:  # For compiled code: see the arguments in `product_part`
     "A product of a few rows of W and a few of x, 32 columns at a time, with sums in registers."
     from numba import types
     from numba.core import cgutils
@@ -243,23 +273,34 @@ def product_tile(
 
     size = int(FORMATS[kind].size)
 
-    def generate(context: Any, b: Any, signature: Any, arguments: Sequence) -> Any:
+    def generate(
+        context: "BaseContext",
+        b: "IRBuilder",
+        signature: "Signature",
+        arguments: "Sequence[Value]",
+    ) -> "Value":
         w, x, y, columns, w_row, x_row, y_row = arguments
         v = _Vectors(b)
-        places = list(np.ndindex(outs, rows))
-        sums = {place: cgutils.alloca_once_value(b, v.zero) for place in places}
-        with cgutils.for_range(b, b.lshr(columns, v.long(5))) as loop:
+        sums = {}
+        for place in np.ndindex(outs, rows):
+            sums[place] = cgutils.alloca_once_value(b, v.zero)
+        groups = b.lshr(columns, v.long(5))
+        with cgutils.for_range(b, groups) as loop:
             for part in (0, 16):
-                at = [v.at(x, (j, x_row), (loop.index, 128), (4, part)) for j in range(rows)]
-                inputs = [v.numbers("float32", address) for address in at]
+                inputs = []
+                for j in range(rows):
+                    x_at = v.at(x, (j, x_row), (loop.index, 128), (4, part))
+                    inputs.append(v.numbers("float32", x_at))
                 for i in range(outs):
-                    at = v.at(w, (i, w_row), (loop.index, 32 * size), (size, part))
-                    numbers = v.numbers(kind, at)
+                    w_at = v.at(w, (i, w_row), (loop.index, 32 * size), (size, part))
+                    numbers = v.numbers(kind, w_at)
                     for j, own in enumerate(inputs):
-                        added = v.multiply_add(numbers, own, b.load(sums[i, j]))
-                        b.store(added, sums[i, j])
-        for i, j in places:
-            v.store(v.total(b.load(sums[i, j])), v.at(y, (j, y_row), (i, 4)))
+                        old = b.load(sums[i, j])
+                        new = v.multiply_add(numbers, own, old)
+                        b.store(new, sums[i, j])
+        for (i, j), parts in sums.items():
+            y_at = v.at(y, (j, y_row), (i, 4))
+            v.store(v.total(b.load(parts)), y_at)
         return context.get_dummy_value()
 
     @intrinsic
@@ -316,7 +357,7 @@ def integer_instruction() -> tuple[str, int]:  # And the number of sums; '' leav
     "The processor's instruction that adds four products of bytes."
     from numba.core.registry import cpu_target
 
-    target = cast(Any, cpu_target.target_context)
+    target = cast("CPUContext", cpu_target.target_context)
     triple, processor, features = target.codegen().magic_tuple()
     has = features.split(",")
     if "+avx512vnni" in has:
@@ -332,15 +373,27 @@ def integer_instruction() -> tuple[str, int]:  # And the number of sums; '' leav
 
 
 def _shift(kind: str, instruction: str) -> int:  # What codes are larger by in a product
-    return 8 if kind == "q4_0" else 128 if instruction == "vpdpbusd" else 0
+    if kind == "q4_0":
+        return 8
+    if instruction == "vpdpbusd":
+        return 128
+    return 0
 
 
-def _dot(v: _Vectors, instruction: str, signed: bool, sums: Any, codes: Any, x: Any) -> Any:
+def _dot(
+    v: _Vectors,
+    instruction: str,
+    signed: bool,
+    sums: "Value",
+    codes: "Value",
+    x: "Value",
+) -> "Value":
     "Add four products of bytes to each of the sums."
     b, n = v.builder, v.lanes
     if instruction == "vpdpbusd":
-        fours = (b.bitcast(side, v.words) for side in (codes, x))
-        return v.call(f"x86.avx512.vpdpbusd.{32 * n}", v.words, sums, *fours)
+        codes = b.bitcast(codes, v.words)
+        x = b.bitcast(x, v.words)
+        return v.call(f"x86.avx512.vpdpbusd.{32 * n}", v.words, sums, codes, x)
     if instruction == "sdot":
         return v.call("aarch64.neon.sdot.v4i32.v16i8", v.words, sums, codes, x)
     shorts = v.ir.VectorType(v.short, 2 * n)
@@ -349,91 +402,138 @@ def _dot(v: _Vectors, instruction: str, signed: bool, sums: Any, codes: Any, x: 
             x = v.call("x86.avx2.psign.b", v.bytes, x, codes)
             codes = v.call(f"abs.v{4 * n}i8", v.bytes, codes, v.ir.IntType(1)(0))
         pairs = v.call("x86.avx2.pmadd.ub.sw", shorts, codes, x)
-        return b.add(sums, v.call("x86.avx2.pmadd.wd", v.words, pairs, v.all(shorts, 1)))
+        fours = v.call("x86.avx2.pmadd.wd", v.words, pairs, v.all(shorts, 1))
+        return b.add(sums, fours)
     wide = v.ir.VectorType(v.short, 4 * n)
-    sides = (b.sext if signed else b.zext)(codes, wide), b.sext(x, wide)
-    pairs = v.ir.VectorType(v.word, 2 * n)
-    halves = [[b.sext(v.places(s, range(i, 4 * n, 2)), pairs) for s in sides] for i in (0, 1)]
-    pair = b.add(*(b.mul(*half) for half in halves))
-    return b.add(sums, b.add(*(v.places(pair, range(i, 2 * n, 2)) for i in (0, 1))))
+    words = v.ir.VectorType(v.word, 2 * n)
+    codes = b.sext(codes, wide) if signed else b.zext(codes, wide)
+    x = b.sext(x, wide)
+    products = []
+    for first in (0, 1):  # The even places, and the odd ones
+        places = range(first, 4 * n, 2)
+        left = b.sext(v.places(codes, places), words)
+        right = b.sext(v.places(x, places), words)
+        products.append(b.mul(left, right))
+    pairs = b.add(*products)
+    even = v.places(pairs, range(0, 2 * n, 2))
+    odd = v.places(pairs, range(1, 2 * n, 2))
+    return b.add(sums, b.add(even, odd))
 
 
-def _codes(v: _Vectors, address: Any, i: int, signed: bool, shift: int) -> list[tuple[Any, int]]:
+def _codes(
+    v: _Vectors,
+    address: "Value",
+    i: int,
+    signed: bool,
+    shift: int,
+) -> "list[tuple[Value, int]]":
     "The codes of four columns, and the first of these; of eight columns in Q4_0."
-    b, codes = v.builder, v.load(address, v.bytes)
+    b = v.builder
+    codes = v.load(address, v.bytes)
     if signed:
-        return [(b.xor(codes, v.all(v.bytes, shift)) if shift else codes, 4 * i)]
-    low, high = b.and_(codes, v.all(v.bytes, 15)), b.lshr(codes, v.all(v.bytes, 4))
+        if shift:
+            codes = b.xor(codes, v.all(v.bytes, shift))
+        return [(codes, 4 * i)]
+    low = b.and_(codes, v.all(v.bytes, 15))
+    high = b.lshr(codes, v.all(v.bytes, 4))
     return [(low, 4 * i), (high, 4 * i + 16)]
 
 
-def _halves(v: _Vectors, address: Any, instruction: str) -> Any:
+def _halves(v: _Vectors, address: "Value", instruction: str) -> "Value":
     "Numbers of 16 bits as float32, also on a processor that cannot convert them."
     b = v.builder
     if instruction:
-        return b.fpext(v.load(address, v.ir.VectorType(v.ir.HalfType(), v.lanes)), v.vector)
-    bits = b.zext(v.load(address, v.ir.VectorType(v.short, v.lanes)), v.words)
-    size = b.shl(b.and_(bits, v.all(v.words, 0x7FFF)), v.all(v.words, 13))
-    sign = b.shl(b.and_(bits, v.all(v.words, 0x8000)), v.all(v.words, 16))
-    size = b.fmul(b.bitcast(size, v.vector), v.all(v.vector, 2.0**112))  # The other bias
-    return b.bitcast(b.or_(b.bitcast(size, v.words), sign), v.vector)
+        halves = v.load(address, v.ir.VectorType(v.ir.HalfType(), v.lanes))
+        return b.fpext(halves, v.vector)
+    shorts = v.load(address, v.ir.VectorType(v.short, v.lanes))
+    bits = b.zext(shorts, v.words)
+    size = b.and_(bits, v.all(v.words, 0x7FFF))
+    size = b.shl(size, v.all(v.words, 13))
+    sign = b.and_(bits, v.all(v.words, 0x8000))
+    sign = b.shl(sign, v.all(v.words, 16))
+    number = b.fmul(b.bitcast(size, v.vector), v.all(v.vector, 2.0**112))  # The other bias
+    signed = b.or_(b.bitcast(number, v.words), sign)
+    return b.bitcast(signed, v.vector)
+
+
+def _prefetch(v: _Vectors, address: "Value", size: int) -> None:
+    "Ask for some bytes of memory, a cache line at a time."
+    for i in range(0, size, 64):
+        line = v.builder.inttoptr(v.at(address, (i, 1)), v.byte.as_pointer())
+        how = v.word(0), v.word(3), v.word(1)
+        v.call("prefetch.p0", v.ir.VoidType(), line, *how)
+
+
+def _store_first(v: _Vectors, value: "Value", address: "Value", count: "Value") -> None:
+    "Store the first places of a vector, as many as there are."
+    order = v.ir.Constant(v.ir.VectorType(v.long, v.lanes), [*range(v.lanes)])
+    inside = v.builder.icmp_signed("<", order, v.spread(count))
+    place = v.builder.inttoptr(address, v.vector.as_pointer())
+    name = f"masked.store.v{v.lanes}f32.p0"
+    v.call(name, v.ir.VoidType(), value, place, v.word(4), inside)
 
 
 def integer_tile(
     kind: str,  # 'int8', 'q8_0' or 'q4_0'
     rows: int,  # Rows of x
     instruction: tuple[str, int] | None = None,  # By default that of the processor
-) -> Any:  # A function for compiled code: see the arguments in `product_part`
+) -> Callable:  # For compiled code: see the arguments in `product_part`
     "A product of sixteen rows of W and a few of x, both in codes, one group of columns at a time."
     from numba import types
     from numba.core import cgutils
     from numba.extending import intrinsic
 
     name, lanes = instruction or integer_instruction()
-    size, signed = int(32 * FORMATS[kind].size), kind != "q4_0"
-    by_group, shift = FORMATS[kind].group > 0, _shift(kind, name)
+    size = int(32 * FORMATS[kind].size)
+    signed = kind != "q4_0"
+    by_group = FORMATS[kind].group > 0
+    shift = _shift(kind, name)
 
-    def generate(context: Any, b: Any, signature: Any, arguments: Sequence) -> Any:
+    def generate(
+        context: "BaseContext",
+        b: "IRBuilder",
+        signature: "Signature",
+        arguments: "Sequence[Value]",
+    ) -> "Value":
         w, s, x, y, columns, x_group, y_row, outs = arguments
         v = _Vectors(b, lanes)
         parts = range(0, 16, lanes)
-        sums = {
-            place: cgutils.alloca_once_value(b, v.zero) for place in np.ndindex(len(parts), rows)
-        }
-        with cgutils.for_range(b, b.lshr(columns, v.long(5))) as loop:
-            w_at, x_at = v.at(w, (loop.index, 16 * size)), v.at(x, (loop.index, x_group))
-            for i in range(0, 16 * size, 64):  # A page ahead, which the processor does not foresee
-                ahead = b.inttoptr(v.at(w_at, (i + 4096, 1)), v.byte.as_pointer())
-                how = v.word(0), v.word(3), v.word(1)
-                v.call("prefetch.p0", v.ir.VoidType(), ahead, *how)
-            at = [v.at(x_at, (j, BLOCK)) for j in range(rows)]
+        sums = {}
+        for place in np.ndindex(len(parts), rows):
+            sums[place] = cgutils.alloca_once_value(b, v.zero)
+        groups = b.lshr(columns, v.long(5))
+        with cgutils.for_range(b, groups) as loop:
+            w_at = v.at(w, (loop.index, 16 * size))
+            x_at = v.at(x, (loop.index, x_group))
+            # A page ahead, which the processor does not foresee
+            _prefetch(v, v.at(w_at, (4096, 1)), 16 * size)
+            blocks = [v.at(x_at, (j, BLOCK)) for j in range(rows)]
             for k, part in enumerate(parts):
-                own = [v.spread(v.load(v.at(address, (36, 1)), v.word)) for address in at]
+                own = [v.spread(v.load(v.at(block, (36, 1)), v.word)) for block in blocks]
                 for i in range(size // 4):
-                    for codes, column in _codes(
-                        v, v.at(w_at, (16 * i + part, 4)), i, signed, shift
-                    ):
-                        for j in range(rows):
-                            four = v.spread(v.load(v.at(at[j], (column, 1)), v.word))
-                            four = b.bitcast(four, v.bytes)
+                    place = v.at(w_at, (16 * i + part, 4))
+                    for codes, column in _codes(v, place, i, signed, shift):
+                        for j, block in enumerate(blocks):
+                            four = v.load(v.at(block, (column, 1)), v.word)
+                            four = b.bitcast(v.spread(four), v.bytes)
                             own[j] = _dot(v, name, signed, own[j], codes, four)
                 scale = v.all(v.vector, 1.0)
                 if by_group:
                     scale = _halves(v, v.at(s, (loop.index, 32), (part, 2)), name)
-                for j in range(rows):
-                    both = b.fmul(scale, v.spread(v.load(v.at(at[j], (32, 1)), v.number)))
+                for j, block in enumerate(blocks):
+                    x_scale = v.load(v.at(block, (32, 1)), v.number)
+                    both = b.fmul(scale, v.spread(x_scale))
                     total = b.sitofp(own[j], v.vector)
-                    b.store(v.multiply_add(total, both, b.load(sums[k, j])), sums[k, j])
+                    old = b.load(sums[k, j])
+                    new = v.multiply_add(total, both, old)
+                    b.store(new, sums[k, j])
         for (k, j), total in sums.items():
             value = b.load(total)
             if not by_group:
-                value = b.fmul(value, v.load(v.at(s, (parts[k], 4)), v.vector))
+                row_scales = v.load(v.at(s, (parts[k], 4)), v.vector)
+                value = b.fmul(value, row_scales)
             left = b.sub(outs, v.long(parts[k]))  # Of a last tile that is not full
-            order = v.ir.Constant(v.ir.VectorType(v.long, lanes), [*range(lanes)])
-            inside = b.icmp_signed("<", order, v.spread(left))
-            place = b.inttoptr(v.at(y, (j, y_row), (parts[k], 4)), v.vector.as_pointer())
-            name_of = f"masked.store.v{lanes}f32.p0"
-            v.call(name_of, v.ir.VoidType(), value, place, v.word(4), inside)
+            _store_first(v, value, v.at(y, (j, y_row), (parts[k], 4)), left)
         return context.get_dummy_value()
 
     @intrinsic
@@ -445,32 +545,44 @@ def integer_tile(
 
 def group_quantizer(
     shift: int,  # What the codes of W are larger by in a product
-) -> Any:  # A function for compiled code: from an address of 32 numbers to one of a block
+) -> Callable:  # For compiled code: from an address of 32 numbers to one of a block
     "Round 32 numbers to 8 bits, as `round_groups`."
     from numba import types
     from numba.extending import intrinsic
 
-    def generate(context: Any, b: Any, signature: Any, arguments: Sequence) -> Any:
+    def generate(
+        context: "BaseContext",
+        b: "IRBuilder",
+        signature: "Signature",
+        arguments: "Sequence[Value]",
+    ) -> "Value":
         x, out = arguments
         v = _Vectors(b)
         parts = [v.load(v.at(x, (i, 64)), v.vector) for i in (0, 1)]
         # Without their sign, floats are ordered as integers, and NaN is the largest
-        sizes = [b.and_(b.bitcast(p, v.words), v.all(v.words, 2**31 - 1)) for p in parts]
+        without_sign = v.all(v.words, 2**31 - 1)
+        sizes = [b.and_(b.bitcast(part, v.words), without_sign) for part in parts]
         most = v.call("smax.v16i32", v.words, *sizes)
-        most = b.bitcast(v.call("vector.reduce.smax.v16i32", v.word, most), v.number)
+        most = v.call("vector.reduce.smax.v16i32", v.word, most)
+        most = b.bitcast(most, v.number)
         tiny = b.fcmp_ordered("<", most, v.number(1e-30))
-        inverse = b.select(tiny, v.number(0.0), b.fdiv(v.number(127.0), most))
+        inverse = b.fdiv(v.number(127.0), most)
+        inverse = b.select(tiny, v.number(0.0), inverse)
         total = v.all(v.words, 0)
+        sixteen_bytes = v.ir.VectorType(v.byte, 16)
         for i, part in enumerate(parts):
             steps = b.fmul(part, v.spread(inverse))
             steps = v.call("roundeven.v16f32", v.vector, steps)
-            steps = b.select(b.fcmp_ordered("ord", steps, steps), steps, v.zero)
+            is_number = b.fcmp_ordered("ord", steps, steps)
+            steps = b.select(is_number, steps, v.zero)
             codes = b.fptosi(steps, v.words)
-            v.store(b.trunc(codes, v.ir.VectorType(v.byte, 16)), v.at(out, (i, 16)))
+            v.store(b.trunc(codes, sixteen_bytes), v.at(out, (i, 16)))
             total = b.add(total, codes)
         total = v.call("vector.reduce.add.v16i32", v.word, total)
-        v.store(b.fdiv(most, v.number(127.0)), v.at(out, (32, 1)))
-        v.store(b.mul(total, v.word(-shift)), v.at(out, (36, 1)))
+        scale = b.fdiv(most, v.number(127.0))
+        v.store(scale, v.at(out, (32, 1)))
+        shifted = b.mul(total, v.word(-shift))
+        v.store(shifted, v.at(out, (36, 1)))
         return context.get_dummy_value()
 
     @intrinsic
@@ -480,14 +592,16 @@ def group_quantizer(
     return quantize_group
 
 # %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-atoms-def
-def memory_functions() -> dict[str, Any]:  # For compiled code, by name
+def memory_functions() -> dict[str, Callable]:  # For compiled code, by name
     "Pointers from addresses, powers of two, a counter for several threads, and a pause."
     from llvmlite import ir
     from numba import carray, types  # type: ignore
     from numba.core import cgutils
     from numba.extending import intrinsic
 
-    long, word, number = ir.IntType(64), ir.IntType(32), ir.FloatType()
+    long = ir.IntType(64)
+    word = ir.IntType(32)
+    number = ir.FloatType()
 
     @intrinsic
     def pointer(typing, address):  # To float32
@@ -499,14 +613,16 @@ def memory_functions() -> dict[str, Any]:  # For compiled code, by name
     @intrinsic
     def power_of_two(typing, exponent):  # int32 -> float32, by the bits of its exponent
         def generate(context, b, signature, arguments):
-            return b.bitcast(b.shl(b.add(arguments[0], word(127)), word(23)), number)
+            biased = b.add(arguments[0], word(127))
+            return b.bitcast(b.shl(biased, word(23)), number)
 
         return types.float32(types.int32), generate
 
     @intrinsic
     def arrive(typing, address):  # Add one to a number that other threads see
         def generate(context, b, signature, arguments):
-            b.atomic_rmw("add", b.inttoptr(arguments[0], long.as_pointer()), long(1), "seq_cst")
+            counter = b.inttoptr(arguments[0], long.as_pointer())
+            b.atomic_rmw("add", counter, long(1), "seq_cst")
             return context.get_dummy_value()
 
         return types.void(types.int64), generate
@@ -514,7 +630,8 @@ def memory_functions() -> dict[str, Any]:  # For compiled code, by name
     @intrinsic
     def arrived(typing, address):  # The number now
         def generate(context, b, signature, arguments):
-            return b.load_atomic(b.inttoptr(arguments[0], long.as_pointer()), "acquire", 8)
+            counter = b.inttoptr(arguments[0], long.as_pointer())
+            return b.load_atomic(counter, "acquire", 8)
 
         return types.int64(types.int64), generate
 
@@ -523,7 +640,8 @@ def memory_functions() -> dict[str, Any]:  # For compiled code, by name
         def generate(context, b, signature, arguments):
             if os.name == "posix":
                 kind = ir.FunctionType(word, [])
-                b.call(cgutils.get_or_insert_function(b.module, kind, "sched_yield"), [])
+                function = cgutils.get_or_insert_function(b.module, kind, "sched_yield")
+                b.call(function, [])
             return context.get_dummy_value()
 
         return types.void(), generate
@@ -538,47 +656,64 @@ def memory_functions() -> dict[str, Any]:  # For compiled code, by name
     )
 
 # %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-attention-def
-def _totals(v: _Vectors, vectors: list[Any]) -> Any:
+def _totals(v: _Vectors, vectors: "list[Value]") -> "Value":
     "The sum of all places of each vector; as many vectors as places."
-    even, odd = (range(i, 2 * v.lanes, 2) for i in (0, 1))
+    even = range(0, 2 * v.lanes, 2)
+    odd = range(1, 2 * v.lanes, 2)
     while len(vectors) > 1:
-        pairs = zip(vectors[::2], vectors[1::2], strict=True)
-        vectors = [
-            v.builder.fadd(*(v.places_of_two(a, b, places) for places in (even, odd)))
-            for a, b in pairs
-        ]
+        sums = []
+        for a, b in zip(vectors[::2], vectors[1::2], strict=True):
+            left = v.places_of_two(a, b, even)
+            right = v.places_of_two(a, b, odd)
+            sums.append(v.builder.fadd(left, right))
+        vectors = sums
     return vectors[0]
 
 
 def attention_tiles(
     lanes: int,  # Numbers in a vector
-) -> dict[str, Any]:  # For compiled code, by name
+) -> dict[str, Callable | int]:  # For compiled code, by name
     "Products of a query with a few keys, and of its weights with a few values."
     from numba import types
     from numba.core import cgutils
     from numba.extending import intrinsic
 
-    def score(context: Any, b: Any, signature: Any, arguments: Sequence) -> Any:
+    def score(
+        context: "BaseContext",
+        b: "IRBuilder",
+        signature: "Signature",
+        arguments: "Sequence[Value]",
+    ) -> "Value":
         q, keys, count, row, width, out = arguments
         v = _Vectors(b, lanes)
         sums = [cgutils.alloca_once_value(b, v.zero) for _ in range(lanes)]
         last = b.sub(count, v.long(1))  # The others repeat the last key
-        numbers = [
-            b.select(b.icmp_signed("<", v.long(i), last), v.long(i), last) for i in range(lanes)
-        ]
-        rows = [v.at(keys, (number, row)) for number in numbers]
-        with cgutils.for_range(b, b.udiv(width, v.long(lanes))) as loop:
+        rows = []
+        for i in range(lanes):
+            inside = b.icmp_signed("<", v.long(i), last)
+            number = b.select(inside, v.long(i), last)
+            rows.append(v.at(keys, (number, row)))
+        parts = b.udiv(width, v.long(lanes))
+        with cgutils.for_range(b, parts) as loop:
             own = v.load(v.at(q, (loop.index, 4 * lanes)), v.vector)
             for total, start in zip(sums, rows, strict=True):
                 key = v.load(v.at(start, (loop.index, 4 * lanes)), v.vector)
-                b.store(v.multiply_add(own, key, b.load(total)), total)
-        v.store(_totals(v, [b.load(total) for total in sums]), out)
+                added = v.multiply_add(own, key, b.load(total))
+                b.store(added, total)
+        scores = _totals(v, [b.load(total) for total in sums])
+        v.store(scores, out)
         return context.get_dummy_value()
 
-    def mix(context: Any, b: Any, signature: Any, arguments: Sequence) -> Any:
+    def mix(
+        context: "BaseContext",
+        b: "IRBuilder",
+        signature: "Signature",
+        arguments: "Sequence[Value]",
+    ) -> "Value":
         weights, values, count, row, width, out = arguments
         v = _Vectors(b, lanes)
-        size, done = 4 * lanes, v.long(0)
+        size = 4 * lanes
+        done = v.long(0)
         for many in (4, 1):  # Vectors at a time
             parts = b.udiv(b.sub(width, done), v.long(many * lanes))
             with cgutils.for_range(b, parts) as loop:
@@ -592,7 +727,8 @@ def attention_tiles(
                     start = v.at(values, (inner.index, row), (column, 4))
                     for i, total in enumerate(sums):
                         value = v.load(v.at(start, (i, size)), v.vector)
-                        b.store(v.multiply_add(weight, value, b.load(total)), total)
+                        added = v.multiply_add(weight, value, b.load(total))
+                        b.store(added, total)
                 for total, place in zip(sums, places, strict=True):
                     v.store(b.load(total), place)
             done = b.mul(parts, v.long(many * lanes))
@@ -609,34 +745,42 @@ def attention_tiles(
     return dict(score_keys=score_keys, mix_values=mix_values, LANES=lanes)
 
 # %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-products-def
+def _compiled_only(*arguments: object) -> Any:
+    "Stands for a function that only compiled code can call."
+    raise NotImplementedError
+
+
 # Given to the compiled functions by `compiled_kernels`: tiles, and their sizes
-tile_large: Any = None
-tile_outs: Any = None
-tile_rows: Any = None
-tile_one: Any = None
-tile_eight: Any = None
-tile_four: Any = None
-tile_two: Any = None
-quantize_group: Any = None
-score_keys: Any = None
-mix_values: Any = None
+tile_large = _compiled_only
+tile_outs = _compiled_only
+tile_rows = _compiled_only
+tile_one = _compiled_only
+tile_eight = _compiled_only
+tile_four = _compiled_only
+tile_two = _compiled_only
+quantize_group = _compiled_only
+score_keys = _compiled_only
+mix_values = _compiled_only
 INTEGERS, OUTS, ROWS, LANES = False, 4, 4, 16
-pointer: Any = None
-power_of_two: Any = None
-arrive: Any = None
-arrived: Any = None
-give_way: Any = None
-carray: Any = None
+pointer = _compiled_only
+power_of_two = _compiled_only
+arrive = _compiled_only
+arrived = _compiled_only
+give_way = _compiled_only
+carray = _compiled_only
 
 
 def product_part(w, s, x, y, columns, w_row, s_row, x_row, y_row, first, last, rows):
     "y[:, first:last] = x @ W[first:last].T, for addresses in memory and bytes between rows."
     if INTEGERS:  # x is in blocks, and `first` is a multiple of 16
         for n in range(first, last, 16):
-            w_n, s_n = w + n * w_row, s + n * s_row
+            w_n = w + n * w_row
+            s_n = s + n * s_row
             j = 0
             while j < rows:
-                left, x_j, y_j = rows - j, x + j * BLOCK, y + j * y_row + 4 * n
+                left = rows - j
+                x_j = x + j * BLOCK
+                y_j = y + j * y_row + 4 * n
                 if left >= 8:
                     tile_eight(w_n, s_n, x_j, y_j, columns, rows * BLOCK, y_row, last - n)
                     j += 8
@@ -657,7 +801,8 @@ def product_part(w, s, x, y, columns, w_row, s_row, x_row, y_row, first, last, r
         j = 0
         while j < rows:
             some = ROWS if j + ROWS <= rows else 1
-            x_j, y_j = x + j * x_row, y + j * y_row + 4 * n
+            x_j = x + j * x_row
+            y_j = y + j * y_row + 4 * n
             if outs > 1 and some > 1:
                 tile_large(w_n, x_j, y_j, columns, w_row, x_row, y_row)
             elif outs > 1:
@@ -675,7 +820,8 @@ def round_rows(x, x_row, out, first, last, rows):
     if INTEGERS:
         for g in range(first // 32, last // 32):
             for j in range(rows):
-                quantize_group(x + j * x_row + g * 128, out + (g * rows + j) * BLOCK)
+                place = out + (g * rows + j) * BLOCK
+                quantize_group(x + j * x_row + g * 128, place)
         return out
     return x
 
@@ -713,14 +859,16 @@ def rotate_head(x, cos, sin):
     "Rotary positions of one head, in place."
     half = len(cos)
     for i in range(half):
-        a, b = x[i], x[half + i]
+        a = x[i]
+        b = x[half + i]
         x[i] = a * cos[i] - b * sin[i]
         x[half + i] = b * cos[i] + a * sin[i]
 
 
 def soften(x, scale):
     "The softmax of scaled scores, in place."
-    best, total = np.float32(-3.0e38), np.float32(0.0)
+    best = np.float32(-3.0e38)
+    total = np.float32(0.0)
     for i in range(len(x)):
         x[i] *= scale
         best = max(best, x[i])
@@ -734,23 +882,27 @@ def soften(x, scale):
 def attend_together(q, keys, values, scale, scores, out):
     "Queries (G, D) that share keys and values (S, D): softmax, and the sum of values."
     count, width = q.shape
-    size, even = len(keys), width // LANES * LANES
-    row, out[:] = 4 * width, 0
+    size = len(keys)
+    even = width // LANES * LANES
+    row = 4 * width
+    out[:] = 0
     for begin in range(0, size, LANES):  # The keys of a part are read from memory once
+        few = min(LANES, size - begin)
+        some_keys = keys[begin:].ctypes.data
         for h in range(count):
             place = scores[h, begin:].ctypes.data
-            few = min(LANES, size - begin)
-            score_keys(q[h].ctypes.data, keys[begin:].ctypes.data, few, row, even, place)
+            score_keys(q[h].ctypes.data, some_keys, few, row, even, place)
             for s in range(begin, begin + few):
                 for i in range(even, width):
                     scores[h, s] += q[h, i] * keys[s, i]
     for h in range(count):
         soften(scores[h, :size], scale)
     for begin in range(0, size, 64):
+        few = min(64, size - begin)
+        some_values = values[begin:].ctypes.data
         for h in range(count):
             place = scores[h, begin:].ctypes.data
-            few = min(64, size - begin)
-            mix_values(place, values[begin:].ctypes.data, few, row, even, out[h].ctypes.data)
+            mix_values(place, some_values, few, row, even, out[h].ctypes.data)
             for s in range(begin, begin + few):
                 for i in range(even, width):
                     out[h, i] += scores[h, s] * values[s, i]
@@ -777,8 +929,8 @@ class StepMemory(NamedTuple):
     gelu: bool
     row_size: int  # Numbers between two rows of the cache; 0: they are tokens of one text
     room: int  # Tokens of a row of the cache
-    eps: Any  # float32
-    scale: Any  # float32, of attention
+    eps: np.float32
+    scale: np.float32  # Of attention
     codes: np.ndarray  # (layers, 7) addresses: q, k, v, o, gate, up, down
     scales: np.ndarray
     code_rows: np.ndarray  # (7,) bytes of a row
@@ -804,7 +956,8 @@ class StepMemory(NamedTuple):
 def part_of(size, unit, thread, threads):
     "The rows of a matrix that a thread multiplies: some tiles of `unit` rows."
     tiles = -(-size // unit)
-    first, last = tiles * thread // threads * unit, tiles * (thread + 1) // threads * unit
+    first = tiles * thread // threads * unit
+    last = tiles * (thread + 1) // threads * unit
     return first, min(last, size)
 
 
@@ -817,15 +970,27 @@ def prepare_inputs(step, x, x_row, columns, thread):
 def multiply(step, layer, m, x, columns, x_row, y, y_row, first, last):
     "A part of the product with matrix `m` of a layer, from address to address."
     product_part(
-        *(step.codes[layer, m], step.scales[layer, m], x, y, columns, step.code_rows[m]),
-        *(step.scale_rows[m], x_row, y_row, first, last, len(step.x)),
+        step.codes[layer, m],
+        step.scales[layer, m],
+        x,
+        y,
+        columns,
+        step.code_rows[m],
+        step.scale_rows[m],
+        x_row,
+        y_row,
+        first,
+        last,
+        len(step.x),
     )
 
 
 def normalize_stream(step, layer, which, thread):
     wide = step.x.shape[1]
+    weight = step.norms[layer, which, :wide]
+    own = step.hidden[thread]
     for b in range(len(step.x)):
-        normalize(step.x[b], step.norms[layer, which, :wide], step.eps, step.hidden[thread, b])
+        normalize(step.x[b], weight, step.eps, own[b])
 
 
 def read_heads(step, layer, thread, threads):
@@ -848,15 +1013,20 @@ def read_heads(step, layer, thread, threads):
 
 def attend_groups(step, layer, thread, threads):
     "Attention of some of the rows' groups of heads, over the cache, which grows by the new token."
-    width, rows, group = step.width, len(step.x), step.heads // step.kv_heads
+    width = step.width
+    rows = len(step.x)
+    group = step.heads // step.kv_heads
     items = rows * step.kv_heads  # Group after group, so that a token finds those before it
-    begin, end = items * thread // threads, items * (thread + 1) // threads
+    begin = items * thread // threads
+    end = items * (thread + 1) // threads
     if step.row_size == 0:  # All tokens of a group of heads by one thread
         begin = step.kv_heads * thread // threads * rows
         end = step.kv_heads * (thread + 1) // threads * rows
     for item in range(begin, end):
-        b, g = item % rows, item // rows
-        start, size = step.starts[b], step.ends[b] + 1 - step.starts[b]
+        b = item % rows
+        g = item // rows
+        start = step.starts[b]
+        size = step.ends[b] + 1 - step.starts[b]
         skip = 4 * (b * step.row_size + (g * step.room + start) * width)
         keys = carray(pointer(step.keys[layer] + skip), (size, width))
         values = carray(pointer(step.values[layer] + skip), (size, width))
@@ -894,7 +1064,8 @@ def gate_and_up(step, layer, thread, threads):
     own = step.hidden[thread]
     deep = step.act.shape[1] // 2
     first, last = part_of(deep, 32, thread, threads)
-    wide, y_row = own.shape[1], step.act.strides[0]
+    wide = own.shape[1]
+    y_row = step.act.strides[0]
     x = prepare_inputs(step, own.ctypes.data, 4 * wide, wide, thread)
     for m in range(2):
         y = step.act.ctypes.data + 4 * m * deep
@@ -996,7 +1167,7 @@ def packing_reason(
     "Why compiled kernels cannot do the decoding steps of a model."
     if reason := unsupported_reason(model):
         return reason
-    config = cast(Any, model).config
+    config = cast("Transformer", model).config
     wrong = dict(
         norm=config.norm not in ("rmsnorm", "rmsnorm1p"),
         pre_norm=not config.pre_norm,
@@ -1024,8 +1195,9 @@ _MATRICES += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 
 def _in_one_memory(matrices: Sequence[PackedMatrix]) -> list[PackedMatrix]:
     "One after another as they are read; numpy asks for large pages, which are found faster."
-    sides = [(m.codes, m.scales) for m in matrices]
-    sizes = [-(-side.nbytes // 64) * 64 for pair in sides for side in pair]
+    sizes = []
+    for m in matrices:
+        sizes += [-(-side.nbytes // 64) * 64 for side in (m.codes, m.scales)]
     memory = torch.from_numpy(np.empty(sum(sizes) + 64, np.uint8))
     memory = memory[-memory.data_ptr() % 64 :]
     places = iter(memory[: sum(sizes)].split(sizes))
@@ -1034,8 +1206,7 @@ def _in_one_memory(matrices: Sequence[PackedMatrix]) -> list[PackedMatrix]:
         place = next(places)[: side.nbytes].view(side.dtype).view(side.shape)
         return place.copy_(side)
 
-    pairs = zip(matrices, sides, strict=True)
-    return [replace(m, codes=move(codes), scales=move(scales)) for m, (codes, scales) in pairs]
+    return [replace(m, codes=move(m.codes), scales=move(m.scales)) for m in matrices]
 
 
 def use_large_pages(tensors: Iterable[Tensor]) -> None:
@@ -1045,7 +1216,8 @@ def use_large_pages(tensors: Iterable[Tensor]) -> None:
     longer than to read them. The numbers stay where they are for the program."""
     if sys.platform != "linux":
         return
-    page, spans = 2**21, []
+    page = 2**21
+    spans = []
     for begin, end in sorted({(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors}):
         if spans and begin - spans[-1][1] < page:
             spans[-1][1] = max(end, spans[-1][1])
@@ -1053,7 +1225,8 @@ def use_large_pages(tensors: Iterable[Tensor]) -> None:
             spans.append([begin, end])
     advise = ctypes.CDLL(None).madvise
     for begin, end in spans:
-        begin, size = -(-begin // page) * page, end // page * page - -(-begin // page) * page
+        begin = -(-begin // page) * page
+        size = end // page * page - begin
         for advice in (14, 25):  # MADV_HUGEPAGE, and MADV_COLLAPSE since Linux 6.1
             if size > 0:  # An answer that says no is as good
                 advise(ctypes.c_void_p(begin), ctypes.c_size_t(size), advice)
@@ -1071,10 +1244,8 @@ class PackedModel:
             raise ValueError(f"kind='{kind}': choose one of {', '.join(FORMATS)}")
         if reason := packing_reason(model):
             raise ValueError(f"the model cannot be decoded from packed weights: {reason}")
-        self.decoder, self.lm_head = (
-            model.model,
-            model.lm_head,
-        )  # And not `model`: see `packed_copy`
+        self.decoder = model.model  # And not `model`: see `packed_copy`
+        self.lm_head = model.lm_head
         self.config = model.config
         self.kind = kind
         # As in llama.cpp: the head decides between ids, and gets more bits
@@ -1090,10 +1261,15 @@ class PackedModel:
     def refresh(self) -> None:
         "Read the weights of the model; again after they have changed."
         decoder, config = self.decoder, self.config
-        blocks = list(decoder.layers)
-        integers = FORMATS[self.kind].integers
-        pack = (TiledMatrix if integers else PackedMatrix).from_weight
-        weights = [cast(Any, b.get_submodule(path)).weight for b in blocks for path in _MATRICES]
+        blocks = [cast("Block", block) for block in decoder.layers]
+        pack = PackedMatrix.from_weight
+        if FORMATS[self.kind].integers:
+            pack = TiledMatrix.from_weight
+        weights = []
+        for block in blocks:
+            for path in _MATRICES:
+                layer = cast(nn.Linear, block.get_submodule(path))
+                weights.append(layer.weight)
         packed = [pack(weight, self.kind) for weight in weights]
         packed.append(pack(self.lm_head.weight, self.head_kind))
         if self.kind != "float32":
@@ -1101,33 +1277,31 @@ class PackedModel:
         self.matrices = [packed[i : i + 7] for i in range(0, len(weights), 7)]
         self.head = packed[-1]
         extra = float(config.norm == "rmsnorm1p")
-        self.norms = np.zeros(
-            (config.n_layers + 1, 4, max(config.d_model, config.head_width)), np.float32
-        )
+        widest = max(config.d_model, config.head_width)
+        self.norms = np.zeros((config.n_layers + 1, 4, widest), np.float32)
 
-        def hold(place: tuple[int, int], norm: Any) -> None:
-            weight = norm.weight.detach().numpy() + extra
-            self.norms[(*place, slice(len(weight)))] = weight
+        def hold(layer: int, which: int, norm: nn.Module) -> None:
+            weight = cast(Tensor, norm.weight).detach().numpy() + extra
+            self.norms[layer, which, : len(weight)] = weight
 
         wide = (config.n_heads + 2 * config.kv_heads) * config.head_width
         self.biases = np.zeros((config.n_layers, wide), np.float32)
-        for i, block in enumerate(cast(Any, blocks)):
-            hold((i, 0), block.input_layernorm)
-            hold((i, 1), block.post_attention_layernorm)
+        for i, block in enumerate(blocks):
+            hold(i, 0, block.input_layernorm)
+            hold(i, 1, block.post_attention_layernorm)
             attn = block.self_attn
             if config.qk_norm:
-                hold((i, 2), attn.q_norm)
-                hold((i, 3), attn.k_norm)
+                hold(i, 2, attn.q_norm)
+                hold(i, 3, attn.k_norm)
             if config.bias == "qkv":
-                parts = [attn.q_proj.bias, attn.k_proj.bias, attn.v_proj.bias]
+                parts: list[Tensor] = [attn.q_proj.bias, attn.k_proj.bias, attn.v_proj.bias]
                 self.biases[i] = torch.cat(parts).detach().numpy()
-        hold((config.n_layers, 0), decoder.norm)
-        self.scale = np.float32(cast(Any, blocks[0]).self_attn.scale)
-        self.codes, self.scales = (
-            np.array([[getattr(m, side).data_ptr() for m in row] for row in self.matrices])
-            for side in ("codes", "scales")
-        )
-        self.code_rows, self.scale_rows = np.array([m.row_bytes for m in self.matrices[0]]).T.copy()
+        hold(config.n_layers, 0, decoder.norm)
+        self.scale = np.float32(blocks[0].self_attn.scale)
+        self.codes = np.array([[m.codes.data_ptr() for m in row] for row in self.matrices])
+        self.scales = np.array([[m.scales.data_ptr() for m in row] for row in self.matrices])
+        row_bytes = np.array([m.row_bytes for m in self.matrices[0]])
+        self.code_rows, self.scale_rows = row_bytes.T.copy()
 
     @property
     def nbytes(self) -> int:
@@ -1138,11 +1312,16 @@ class PackedModel:
         config = self.config
         attn = config.n_heads * config.head_width
         wide = attn + 2 * config.kv_heads * config.head_width
-        sizes = (rows, wide), (rows, attn), (rows, 2 * config.d_ff)
-        sizes += ((threads, rows, config.d_model),)
-        sizes += ((threads, config.n_heads // config.kv_heads, -(-room // 16) * 16),)
+        sharing = config.n_heads // config.kv_heads
         groups = max(config.d_model, attn, config.d_ff) // 32
-        sizes += ((threads + 1, rows * groups * BLOCK // 4),)
+        sizes = (
+            (rows, wide),
+            (rows, attn),
+            (rows, 2 * config.d_ff),
+            (threads, rows, config.d_model),
+            (threads, sharing, -(-room // 16) * 16),
+            (threads + 1, rows * groups * BLOCK // 4),
+        )
         kept = self._buffers  # Read once: another thread may put its own there
         if kept[0] != sizes:
             kept = self._buffers = sizes, tuple(np.zeros(size, np.float32) for size in sizes)
@@ -1199,7 +1378,8 @@ class PackedModel:
             barrier=np.zeros(1, np.int64),  # Of this step: another may begin meanwhile
             blocks=blocks,
         )
-        layers, head = compiled_kernels(self.kind), compiled_kernels(self.head_kind)
+        layers = compiled_kernels(self.kind)
+        head = compiled_kernels(self.head_kind)
         matrix = self.head
 
         def work(thread: int, threads: int) -> None:
@@ -1208,10 +1388,19 @@ class PackedModel:
             rows, wide = own.shape
             x = own.ctypes.data
             x = head.round_rows(x, 4 * wide, blocks[thread].ctypes.data, 0, wide, rows)
+            first, last = part_of(config.vocab_size, 16, thread, threads)
             head.product_part(
-                *(matrix.codes.data_ptr(), matrix.scales.data_ptr(), x, logits.ctypes.data),
-                *(wide, *matrix.row_bytes, 4 * wide, logits.strides[0]),
-                *(*part_of(config.vocab_size, 16, thread, threads), rows),
+                matrix.codes.data_ptr(),
+                matrix.scales.data_ptr(),
+                x,
+                logits.ctypes.data,
+                wide,
+                *matrix.row_bytes,
+                4 * wide,
+                logits.strides[0],
+                first,
+                last,
+                rows,
             )
 
         in_threads(work, threads)
@@ -1252,8 +1441,11 @@ class PackedPlan:
         ids: Tensor,  # (T,), the next tokens of the only row
     ) -> Tensor:  # (T, V), for each of them the logits of the next
         "Read several tokens at once, with the bits of as many steps."
-        count, place = len(ids), self.cache.length
-        keys, values = ([x.expand(count, -1, -1, -1) for x in side] for side in self._room(count))
+        count = len(ids)
+        place = self.cache.length
+        keys, values = self._room(count)
+        keys = [layer.expand(count, -1, -1, -1) for layer in keys]
+        values = [layer.expand(count, -1, -1, -1) for layer in values]
         ends = torch.arange(place, place + count)
         starts = self.gaps.repeat(count)
         logits = self.packed.step(ids, ends - starts, keys, values, starts, ends)
@@ -1261,7 +1453,8 @@ class PackedPlan:
         return logits
 
     def _room(self, count: int) -> tuple[list[Tensor], list[Tensor]]:
-        cache, config = self.cache, self.packed.config
+        cache = self.cache
+        config = self.packed.config
         if cache.length + count > cache.max_length:
             raise ValueError(f"the cache has room for {cache.max_length} tokens, and is full")
         if cache.keys[0] is None:
@@ -1320,7 +1513,8 @@ def decode_plan(
         return DecodePlan(model, cache, rows, gaps)
     if weights in PRODUCTS:
         return DecodePlan(model, cache, rows, gaps, weights)
-    kind, words = cast(str, weights), model.config.vocab_size
+    kind = cast(str, weights)
+    words = model.config.vocab_size
 
     def rounded(weight: Tensor, rows: int) -> Callable[[Tensor], Tensor]:
         own = "q8_0" if len(weight) == words else kind  # As in `PackedModel`

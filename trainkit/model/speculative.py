@@ -95,7 +95,12 @@ class _Reader:
         return output.logits[0].float()
 
 
-def _guess_repeated(ids: Tensor, length: int, most: int, words: int) -> list[Tensor]:
+def _guess_repeated(
+    ids: Tensor,
+    length: int,
+    most: int,
+    words: int,
+) -> list[Tensor]:
     "Write guesses behind a text; returns the probabilities (V,) of each, which are 1 and 0."
     guesses = torch.tensor(repeat_ngram(ids[:length].tolist(), most), dtype=torch.int64)
     ids[length : length + len(guesses)] = guesses
@@ -119,7 +124,9 @@ def speculate_row(
         raise ValueError("thinking_budget: a draft model cannot know it; use generate")
     models = [model] if draft_model is None else [model, draft_model]
     limit = min(len(row) + config.max_new_tokens, *(m.config.max_seq_len for m in models))
-    device, begin, length = model.device, len(row), len(row)
+    device = model.device
+    begin = len(row)
+    length = len(row)
     ids = torch.tensor(row + [0] * (limit - begin), device=device)
     generator = config.generator()
     target = _Reader(model, limit, packed)

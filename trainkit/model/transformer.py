@@ -145,7 +145,8 @@ def _onednn():
     if not fake:
         with _lock:
             if not _blocks[0]:
-                _blocks[1], matmul.fp32_precision = matmul.fp32_precision, "bf16"
+                _blocks[1] = matmul.fp32_precision
+                matmul.fp32_precision = "bf16"
             _blocks[0] += 1
     try:
         yield
@@ -517,14 +518,13 @@ class Block(nn.Module):
         super().__init__()
         self.self_attn = Attention(config, layer)
         self.mlp = MLP(config)
-        self.input_layernorm, self.post_attention_layernorm = make_norm(config), make_norm(config)
+        self.input_layernorm = make_norm(config)
+        self.post_attention_layernorm = make_norm(config)
         if (
             config.sandwich_norm
         ):  # Names of Gemma 2, where `post_attention_layernorm` comes after attention
-            self.pre_feedforward_layernorm, self.post_feedforward_layernorm = (
-                make_norm(config),
-                make_norm(config),
-            )
+            self.pre_feedforward_layernorm = make_norm(config)
+            self.post_feedforward_layernorm = make_norm(config)
         self.pre_norm = config.pre_norm
         self.sandwich = config.sandwich_norm
         self.dropout = nn.Dropout(config.dropout)
@@ -548,7 +548,12 @@ class Block(nn.Module):
         return self.post_attention_layernorm(x + self.dropout(self.mlp(x)))
 
 # %% ../../nbs/03_model/07_transformer.ipynb #bca1f12c
-def _padding(attention_mask: Tensor, rows: int, total: int, past: int) -> Tensor | None:
+def _padding(
+    attention_mask: Tensor,
+    rows: int,
+    total: int,
+    past: int,
+) -> Tensor | None:
     "(rows, total), False at padding; None if plain causal attention is enough."
     if attention_mask.shape != (rows, total):
         raise ValueError(
@@ -564,7 +569,10 @@ def _padding(attention_mask: Tensor, rows: int, total: int, past: int) -> Tensor
 
 
 def _matrix(
-    attention_mask: Tensor | None, new: int, total: int, config: ModelConfig
+    attention_mask: Tensor | None,
+    new: int,
+    total: int,
+    config: ModelConfig,
 ) -> Tensor | None:
     "A mask of four dimensions, for each pair of tokens; None if it has fewer."
     if attention_mask is None or attention_mask.ndim != 4:
@@ -758,7 +766,8 @@ class Transformer(nn.Module):
         super().__init__()
         if not config.vocab_size:
             raise ValueError("vocab_size is 0: set it to the tokenizer's vocab_size")
-        self.config, self.model = config, Decoder(config)
+        self.config = config
+        self.model = Decoder(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.tie_weights()
         self.init_weights()

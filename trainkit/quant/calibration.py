@@ -205,7 +205,12 @@ def hqq(
     return torch.cat(groups, 1)
 
 # %% ../../nbs/06_quant/06_calibration.ipynb #133ea5dd
-def _clip(weight: Tensor, gram: Tensor, bits: int, group: int) -> Tensor:  # Rounded
+def _clip(
+    weight: Tensor,
+    gram: Tensor,
+    bits: int,
+    group: int,
+) -> Tensor:  # Rounded
     "Clip the largest weights of each group, to half its range at most, if that lowers the error."
     groups = []
     places = torch.arange(len(gram)).split(group)
@@ -299,8 +304,9 @@ def gptq(
         for i in range(end - start):
             row = factor[start + i, start:end]
             rounded = to_grid(part[:, i : i + 1], scale, zero, bits)
-            errors[:, i : i + 1] = (part[:, i : i + 1] - rounded) / row[i]
-            part[:, i + 1 :] -= errors[:, i : i + 1] * row[i + 1 :]
+            error = (part[:, i : i + 1] - rounded) / row[i]
+            errors[:, i : i + 1] = error
+            part[:, i + 1 :] -= error * row[i + 1 :]
             part[:, i : i + 1] = rounded
         # All later groups at once: the same sum, and far less to move
         left[:, end:] -= errors @ factor[start:end, end:]

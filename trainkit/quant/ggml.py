@@ -34,11 +34,14 @@ def _floats(blocks: np.ndarray, at: int) -> np.ndarray:
 
 def _halves(blocks: np.ndarray, at: int) -> np.ndarray:
     "(blocks, bytes) uint8 -> (blocks, 32): the codes below 16 from a byte of each block on."
-    return np.concatenate((blocks[:, at:] & 15, blocks[:, at:] >> 4), 1).astype(np.float32)
+    low = blocks[:, at:] & 15
+    high = blocks[:, at:] >> 4
+    return np.concatenate((low, high), 1).astype(np.float32)
 
 
 def _bfloat16(blocks: np.ndarray) -> np.ndarray:  # The upper half of a 32-bit float
-    return (blocks.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    halves = blocks.view(np.uint16).astype(np.uint32)
+    return (halves << 16).view(np.float32)
 
 
 Unpack = Callable[[np.ndarray], np.ndarray]  # (blocks, bytes) uint8 -> (blocks, numbers) float32
@@ -85,7 +88,7 @@ class GGUFTensor:
         return unpack_blocks(self.data, self.kind).reshape(self.shape)
 
 
-def _read(file: BinaryIO, letter: str) -> Any:
+def _read(file: BinaryIO, letter: str) -> Any:  # A value of the file: a number, text, a list
     size = struct.calcsize("<" + letter)
     if size > os.fstat(file.fileno()).st_size:
         raise ValueError(
@@ -163,30 +166,45 @@ def _open_gguf(path: Path) -> tuple[dict, dict[str, GGUFTensor]]:
         begin = start + offset
         if begin + length > len(data):
             raise ValueError(f"{path} is cut short: '{name}' ends beyond its {len(data):,} bytes")
-        stored[name] = GGUFTensor(name, label, tuple(reversed(shape)), data[begin : begin + length])
+        own = data[begin : begin + length]
+        stored[name] = GGUFTensor(name, label, tuple(reversed(shape)), own)
     return metadata, stored
 
 # %% ../../nbs/06_quant/07_k_quants.ipynb #k-unpack
 def _fifth(blocks: np.ndarray, at: int) -> np.ndarray:
     "(blocks, bytes) uint8 -> (blocks, 32): 16 where a bit is set, from four bytes on."
-    return 16.0 * np.unpackbits(blocks[:, at : at + 4], 1, bitorder="little").astype(np.float32)
+    bits = np.unpackbits(blocks[:, at : at + 4], 1, bitorder="little")
+    return 16.0 * bits.astype(np.float32)
+
+
+def _unpack_q5_0(blocks: np.ndarray) -> np.ndarray:
+    codes = _halves(blocks, 6) + _fifth(blocks, 2)
+    return _floats(blocks, 0) * (codes - 16)
+
+
+def _unpack_q5_1(blocks: np.ndarray) -> np.ndarray:
+    codes = _halves(blocks, 8) + _fifth(blocks, 4)
+    return _floats(blocks, 0) * codes + _floats(blocks, 2)
 
 
 def _six_bits(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     "(blocks, bytes) uint8 -> two of (blocks, 8, 1): the scales and minima of a superblock."
-    a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    a = blocks[:, 4:8]
+    b = blocks[:, 8:12]
+    c = blocks[:, 12:16]
     scales = np.concatenate((a & 63, c & 15 | a >> 6 << 4), 1)
     minima = np.concatenate((b & 63, c >> 4 | b >> 6 << 4), 1)
-    return (
-        _floats(blocks, 0)[..., None] * scales[..., None].astype(np.float32),
-        _floats(blocks, 2)[..., None] * minima[..., None].astype(np.float32),
-    )
+    scales = _floats(blocks, 0) * scales.astype(np.float32)
+    minima = _floats(blocks, 2) * minima.astype(np.float32)
+    return scales[..., None], minima[..., None]
 
 
 def _nibbles(blocks: np.ndarray, at: int, width: int) -> np.ndarray:
     "(blocks, bytes) uint8 -> (blocks, 256): low halves of `width` bytes, then their high halves."
     rows = blocks[:, at : at + 128].reshape(len(blocks), -1, 1, width)
-    return (rows >> np.array([[0], [4]], np.uint8) & 15).reshape(len(blocks), 256)
+    shifts = np.array([[0], [4]], np.uint8)
+    codes = rows >> shifts & 15
+    return codes.reshape(len(blocks), 256)
 
 
 def _unpack_q4_k(blocks: np.ndarray) -> np.ndarray:
@@ -198,23 +216,27 @@ def _unpack_q4_k(blocks: np.ndarray) -> np.ndarray:
 def _unpack_q5_k(blocks: np.ndarray) -> np.ndarray:
     scales, minima = _six_bits(blocks)
     # Bit j of byte i is the fifth bit of number 32·j + i
-    high = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    codes = _nibbles(blocks, 48, 32).reshape(-1, 8, 32) | high << 4
+    places = np.arange(8, dtype=np.uint8)[:, None]
+    high = blocks[:, None, 16:48] >> places & 1
+    low = _nibbles(blocks, 48, 32).reshape(-1, 8, 32)
+    codes = low | high << 4
     return (scales * codes - minima).reshape(-1, 256)
 
 
 def _unpack_q6_k(blocks: np.ndarray) -> np.ndarray:
     low = _nibbles(blocks, 0, 64).reshape(-1, 2, 4, 32)
     rows = blocks[:, 128:192].reshape(-1, 2, 1, 32)
-    high = rows >> np.array([[0], [2], [4], [6]], np.uint8) & 3
+    shifts = np.array([[0], [2], [4], [6]], np.uint8)
+    high = rows >> shifts & 3
     codes = (low | high << 4).astype(np.float32).reshape(-1, 16, 16) - 32
-    scales = _floats(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
+    signed = blocks[:, 192:208].view(np.int8).astype(np.float32)
+    scales = _floats(blocks, 208) * signed
     return (scales[..., None] * codes).reshape(-1, 256)
 
 
 BLOCKS |= {
-    6: ("Q5_0", 32, 22, lambda b: _floats(b, 0) * (_halves(b, 6) + _fifth(b, 2) - 16)),
-    7: ("Q5_1", 32, 24, lambda b: _floats(b, 0) * (_halves(b, 8) + _fifth(b, 4)) + _floats(b, 2)),
+    6: ("Q5_0", 32, 22, _unpack_q5_0),
+    7: ("Q5_1", 32, 24, _unpack_q5_1),
     12: ("Q4_K", 256, 144, _unpack_q4_k),
     13: ("Q5_K", 256, 176, _unpack_q5_k),
     14: ("Q6_K", 256, 210, _unpack_q6_k),
@@ -287,22 +309,24 @@ def _fit_scale(
     top: int,  # Codes go from -top to top - 1
 ) -> tuple[np.ndarray, np.ndarray]:  # (groups,) scale, (n, groups) codes
     "The scale with the smallest weighted squared error that a search finds."
-    largest = np.take_along_axis(x, np.abs(x).argmax(0)[None], 0)[0]
+    place = np.abs(x).argmax(0)[None]
+    largest = np.take_along_axis(x, place, 0)[0]
     zero = np.abs(largest) < 1e-15
     weighted = weights * x
-    best: Any = None
-    gain: Any = None
-    scale: Any = None
-    for extra in (0, *range(-9, 0), *range(1, 10)):
+
+    def trial(extra: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        "Codes for a step, and the two sums of a weighted line through them."
         inverse = -(top + np.float32(0.1) * np.float32(extra)) / largest
         codes = _codes(x * inverse, -top, top - 1)
         sum_lx = _dot(weighted, codes)
         sum_l2 = _dot(weights * codes, codes)
-        if best is None:
-            best = codes
-            scale = np.where(sum_l2 > 0, sum_lx / sum_l2, np.float32(0))
-            gain = scale * sum_lx
-            continue
+        return codes, sum_lx, sum_l2
+
+    best, sum_lx, sum_l2 = trial(0)
+    scale = np.where(sum_l2 > 0, sum_lx / sum_l2, np.float32(0))
+    gain = scale * sum_lx
+    for extra in (*range(-9, 0), *range(1, 10)):
+        codes, sum_lx, sum_l2 = trial(extra)
         better = (sum_l2 > 0) & (sum_lx * sum_lx > gain * sum_l2)
         scale = np.where(better, sum_lx / sum_l2, scale)
         gain = np.where(better, scale * sum_lx, gain)
@@ -324,7 +348,8 @@ def _fit_scales(
     lowest = _dot(weights * error, error)
     for extra in (-4, -3, -2, -1, 1, 2, 3, 4):
         trial = (np.float32(0.1) * np.float32(extra) + top) / largest
-        error = x - np.fmin(np.rint(trial * x), top) / trial
+        rounded = np.fmin(np.rint(trial * x), top)
+        error = x - rounded / trial
         new = _dot(weights * error, error)
         better = new < lowest
         lowest = np.where(better, new, lowest)
@@ -334,14 +359,17 @@ def _fit_scales(
     sum_l2 = _dot(weights * codes, codes)
     for _ in range(5):
         for i in range(len(x)):
-            part_lx = sum_lx - weights[i] * x[i] * codes[i]
-            part_l2 = sum_l2 - weights[i] * codes[i] * codes[i]
-            code = _codes(x[i] * part_l2 / part_lx, 0, top)
-            new_lx = part_lx + weights[i] * x[i] * code
-            new_l2 = part_l2 + weights[i] * code * code
-            better = (part_lx > 0) & (part_l2 > 0) & (code != codes[i])
+            weight = weights[i]
+            number = x[i]
+            old = codes[i]
+            part_lx = sum_lx - weight * number * old
+            part_l2 = sum_l2 - weight * old * old
+            code = _codes(number * part_l2 / part_lx, 0, top)
+            new_lx = part_lx + weight * number * code
+            new_l2 = part_l2 + weight * code * code
+            better = (part_lx > 0) & (part_l2 > 0) & (code != old)
             better &= new_lx * new_lx * sum_l2 > sum_lx * sum_lx * new_l2
-            codes[i] = np.where(better, code, codes[i])
+            codes[i] = np.where(better, code, old)
             sum_lx = np.where(better, new_lx, sum_lx)
             sum_l2 = np.where(better, new_l2, sum_l2)
     codes[:, zero] = 0
@@ -351,7 +379,9 @@ def _fit_scales(
 def _pack_low(codes: np.ndarray, width: int) -> np.ndarray:
     "(blocks, n) uint8 codes -> (blocks, n/2): a byte has the codes i and i + width."
     rows = codes.reshape(len(codes), -1, 2, width)
-    return (rows[:, :, 0] & 15 | rows[:, :, 1] << 4).reshape(len(codes), -1)
+    low = rows[:, :, 0] & 15
+    high = rows[:, :, 1] << 4
+    return (low | high).reshape(len(codes), -1)
 
 
 def _half(x: np.ndarray) -> np.ndarray:
@@ -362,6 +392,21 @@ def _half(x: np.ndarray) -> np.ndarray:
     return half[:, None].view(np.uint8)
 
 
+def _half_value(half: np.ndarray) -> np.ndarray:
+    "What `_half` keeps: (blocks, 2) bytes -> (blocks, 1) float32"
+    return half.view(np.float16).astype(np.float32)
+
+
+def _six_bit_codes(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
+    "Two of (blocks, 8) codes -> (blocks, 12) bytes, as `_six_bits` reads them."
+    sc = scales.astype(np.uint8)
+    mc = minima.astype(np.uint8)
+    first = sc[:, :4] | sc[:, 4:] >> 4 << 6
+    second = mc[:, :4] | mc[:, 4:] >> 4 << 6
+    third = sc[:, 4:] & 15 | mc[:, 4:] << 4
+    return np.concatenate((first, second, third), 1)
+
+
 def _pack_range_k(x: np.ndarray, importance: np.ndarray | None, bits: int) -> np.ndarray:
     "(blocks, 256) -> Q4_K or Q5_K"
     top = 2**bits - 1
@@ -370,38 +415,40 @@ def _pack_range_k(x: np.ndarray, importance: np.ndarray | None, bits: int) -> np
     if importance is None:
         size = np.sqrt(squares.reshape(-1, 32).mean(1))
         weights = np.abs(groups) + size
-        tries = np.arange(21) * 0.1 - 1 if bits == 4 else np.arange(16) * 0.1 - 0.5
+        if bits == 4:
+            tries = np.arange(21) * 0.1 - 1
+        else:
+            tries = np.arange(16) * 0.1 - 0.5
         scale, minimum, codes = _fit_range(groups, weights, top, tries)
-        scale, minimum = scale.reshape(-1, 8), minimum.reshape(-1, 8)
-        d, m = scale.max(1) / np.float32(63), np.maximum(minimum.max(1), 0) / np.float32(63)
-        sc = _codes(np.where(d > 0, 63 / scale.max(1), 0)[:, None] * scale, 0, 63)
-        mc = _codes(np.where(m > 0, 63 / minimum.max(1), 0)[:, None] * minimum, 0, 63)
+        scale = scale.reshape(-1, 8)
+        minimum = minimum.reshape(-1, 8)
+        d = scale.max(1) / np.float32(63)
+        m = np.maximum(minimum.max(1), 0) / np.float32(63)
+        per_scale = np.where(d > 0, 63 / scale.max(1), 0)
+        per_minimum = np.where(m > 0, 63 / minimum.max(1), 0)
+        sc = _codes(per_scale[:, None] * scale, 0, 63)
+        mc = _codes(per_minimum[:, None] * minimum, 0, 63)
     else:
         sigma = np.repeat(2 * squares.mean(1), 8)
-        weights = importance.reshape(-1, 32).T * np.sqrt(sigma + np.square(groups))
+        size = np.sqrt(sigma + np.square(groups))
+        weights = importance.reshape(-1, 32).T * size
         tries = np.arange(37) * 0.05 - 0.9
         scale, minimum, codes = _fit_range(groups, weights, top, tries)
         sums = weights.sum(0).reshape(-1, 8).T
         d, sc = _fit_scales(scale.reshape(-1, 8).T.copy(), sums)
         m, mc = _fit_scales(minimum.reshape(-1, 8).T.copy(), sums)
         sc, mc = sc.T, mc.T
-    d, m = _half(d), _half(m)
-    step = (d.view(np.float16).astype(np.float32) * sc).reshape(-1)
-    offset = (m.view(np.float16).astype(np.float32) * mc).reshape(-1)
+    d = _half(d)
+    m = _half(m)
+    step = (_half_value(d) * sc).reshape(-1)
+    offset = (_half_value(m) * mc).reshape(-1)
     again = _codes((groups + offset) / step, 0, top)
-    codes = np.where(step == 0, codes, again).T.astype(np.uint8).reshape(-1, 256)
-    sc, mc = sc.astype(np.uint8), mc.astype(np.uint8)
-    scales = np.concatenate(
-        (
-            sc[:, :4] | sc[:, 4:] >> 4 << 6,
-            mc[:, :4] | mc[:, 4:] >> 4 << 6,
-            sc[:, 4:] & 15 | mc[:, 4:] << 4,
-        ),
-        1,
-    )
-    parts = [d, m, scales, _pack_low(codes, 32)]
+    codes = np.where(step == 0, codes, again)
+    codes = codes.T.astype(np.uint8).reshape(-1, 256)
+    parts = [d, m, _six_bit_codes(sc, mc), _pack_low(codes, 32)]
     if bits == 5:
-        high = codes.reshape(-1, 8, 32) >> 4 << np.arange(8, dtype=np.uint8)[:, None]
+        fifth = codes.reshape(-1, 8, 32) >> 4
+        high = fifth << np.arange(8, dtype=np.uint8)[:, None]
         parts.insert(3, np.bitwise_or.reduce(high, 1))
     return np.concatenate(parts, 1)
 
@@ -409,28 +456,28 @@ def _pack_range_k(x: np.ndarray, importance: np.ndarray | None, bits: int) -> np
 def _pack_q6_k(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
     "(blocks, 256) -> Q6_K"
     groups = x.reshape(-1, 16).T.copy()
-    weights = np.square(groups) if importance is None else importance.reshape(-1, 16).T.copy()
+    if importance is None:
+        weights = np.square(groups)
+    else:
+        weights = importance.reshape(-1, 16).T.copy()
     scale, codes = _fit_scale(groups, weights, 32)
     scale = scale.reshape(-1, 16)
-    largest = np.take_along_axis(scale, np.abs(scale).argmax(1)[:, None], 1)
+    place = np.abs(scale).argmax(1)[:, None]
+    largest = np.take_along_axis(scale, place, 1)
     zero = np.abs(largest[:, 0]) < 1e-15
     inverse = np.where(zero[:, None], np.float32(0), np.float32(-128) / largest)
     d = _half(np.where(zero, np.float32(0), 1 / inverse[:, 0]))
     sc = _codes(inverse * scale, -128, 127)
-    step = (d.view(np.float16).astype(np.float32) * sc).reshape(-1)
+    step = (_half_value(d) * sc).reshape(-1)
     again = _codes(groups / step, -32, 31)
-    codes = (np.where(step == 0, codes, again) + 32).T.astype(np.uint8).reshape(-1, 256)
+    codes = np.where(step == 0, codes, again) + 32
+    codes = codes.T.astype(np.uint8).reshape(-1, 256)
     codes[zero] = 0
-    high = codes.reshape(-1, 2, 4, 32) >> 4 << np.array([[0], [2], [4], [6]], np.uint8)
-    return np.concatenate(
-        (
-            _pack_low(codes, 64),
-            np.bitwise_or.reduce(high, 2).reshape(-1, 64),
-            sc.astype(np.int8).view(np.uint8),
-            d,
-        ),
-        1,
-    )
+    shifts = np.array([[0], [2], [4], [6]], np.uint8)
+    high = codes.reshape(-1, 2, 4, 32) >> 4 << shifts
+    high = np.bitwise_or.reduce(high, 2).reshape(-1, 64)
+    scales = sc.astype(np.int8).view(np.uint8)
+    return np.concatenate((_pack_low(codes, 64), high, scales, d), 1)
 
 # %% ../../nbs/06_quant/07_k_quants.ipynb #k-pack-blocks
 def _pack_32(
@@ -499,5 +546,7 @@ def pack_blocks(
             raise ValueError("importance must be finite and not below 0")
     step = max(1, 2**17 // x.shape[1])  # Rows at a time, so that they stay in the cache
     with np.errstate(all="ignore"):  # A flat group divides by zero, and its result is not used
-        parts = [_pack_rows(x[i : i + step], kind, importance) for i in range(0, len(x), step)]
+        parts = []
+        for i in range(0, len(x), step):
+            parts.append(_pack_rows(x[i : i + step], kind, importance))
     return np.concatenate(parts)

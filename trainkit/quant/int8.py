@@ -86,8 +86,11 @@ def dequantize_int8(
     "The numbers that the codes stand for."
     q = quantized
     values = _grouped(q.codes, q.blocksize).float() if q.blocksize else q.codes.float()
-    step, zero = (t[:, None] if q.blocksize and t is not None else t for t in (q.step, q.zero))
+    step, zero = q.step, q.zero
     assert step is not None
+    if q.blocksize:
+        step = step[:, None]
+        zero = None if zero is None else zero[:, None]
     values = (values if zero is None else values - zero) * step
     return values.reshape(-1)[: q.codes.numel()].view(q.codes.shape).to(dtype or q.dtype)
 
@@ -143,7 +146,9 @@ def _float_product(a: Tensor, b: Tensor) -> Tensor:  # (n, k) and (m, k) int8 ->
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:  # (n, k) and (m, k) int8 -> (n, m) int32, exact
-    return torch.ops.aten._int_mm(a, b.T) if _multiplies_bytes(a, b) else _float_product(a, b)
+    if _multiplies_bytes(a, b):
+        return torch.ops.aten._int_mm(a, b.T)
+    return _float_product(a, b)
 
 
 def int8_linear(

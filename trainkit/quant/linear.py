@@ -110,7 +110,10 @@ def fused_product(
     if interpreted and x.dtype == torch.bfloat16:  # The interpreter multiplies their bits
         return fused_product(x.float(), q, back).to(x.dtype)
     columns = q.shape[1]
-    deep, wide = (q.shape[0], columns) if back else (columns, q.shape[0])
+    if back:
+        deep, wide = q.shape[0], columns
+    else:
+        deep, wide = columns, q.shape[0]
     if x.shape[-1] != deep:
         raise ValueError(f"x has shape {tuple(x.shape)}, and its last dimension must be {deep}")
     flat = x.reshape(-1, deep).contiguous()

@@ -33,7 +33,8 @@ def normal_codebook() -> Tensor:  # (16,) float32, from -1 to 1
         torch.special.ndtri(torch.linspace(outermost, 0.5, n + 1, device="cpu")[:-1].double())
         for n in (8, 7)
     ]
-    values = torch.cat((-quantiles[1], torch.zeros(1, device="cpu"), quantiles[0].flip(0))).float()
+    zero = torch.zeros(1, device="cpu")
+    values = torch.cat((-quantiles[1], zero, quantiles[0].flip(0))).float()
     return values / values.max()
 
 

@@ -109,7 +109,12 @@ def _check(model: nn.Module, config: QuantConfig | None) -> QuantConfig:
     return config
 
 
-def _put(model: nn.Module, name: str, layer: nn.Module, like: nn.Module) -> None:
+def _put(
+    model: nn.Module,
+    name: str,
+    layer: nn.Module,
+    like: nn.Module,
+) -> None:
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, layer.train(like.training))
 

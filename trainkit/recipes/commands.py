@@ -305,7 +305,11 @@ def _calibration(folder: Path, data: str) -> Any:  # (B, T) token ids
 
 
 def _importance_for(
-    folder: Path, quant_type: str, calibrate: str | None, imatrix: Path | None, force: bool
+    folder: Path,
+    quant_type: str,
+    calibrate: str | None,
+    imatrix: Path | None,
+    force: bool,
 ) -> dict | None:
     "The importance matrix from a text or a file, if there is one."
     from trainkit.interop.deploy import collect_importance, read_imatrix, write_imatrix
@@ -476,7 +480,12 @@ def _add_tokens(network: Any, tok: Any, folder: Path | None) -> None:
     )
 
 
-def _check_samples(samples: int, vote: bool, pattern: str, temperature: float) -> None:
+def _check_samples(
+    samples: int,
+    vote: bool,
+    pattern: str,
+    temperature: float,
+) -> None:
     for flag, wrong in (("--vote", vote and samples < 2), ("--pattern", pattern and not samples)):
         if wrong:
             raise ValueError(f"{flag} is for sampled answers: add --samples, such as --samples 8")
@@ -719,7 +728,8 @@ def chat(
         **({} if thinking_budget is None else dict(thinking_budget=thinking_budget)),
     )
     talk.pack(weights)
-    interactive, failed = sys.stdin.isatty(), False
+    interactive = sys.stdin.isatty()
+    failed = False
     if interactive:
         say("/help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat.", err=True)
     while True:

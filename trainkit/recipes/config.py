@@ -65,7 +65,11 @@ def read_method(
     under: str | None = None,  # The method so far, which `finetuning_type` alone is a part of
 ) -> _Values:  # Knob -> value: `method`, and perhaps `use_lora`, `quant.bits` and a loss
     "Read `stage: sft` with `finetuning_type: lora` and the like as one method."
-    said = {k: METHOD_NAMES.get(str(words[k]), str(words[k])) for k in NAMING if k in words}
+    said = {}
+    for key in NAMING:
+        if key in words:
+            word = str(words[key])
+            said[key] = METHOD_NAMES.get(word, word)
     if under and [*said] == ["finetuning_type"]:
         said = {"method": under, **said}
     if len(said) > 1 and words.get("finetuning_type") == "full":
@@ -127,7 +131,8 @@ def depth_knobs(
     except (ConfigError, TypeError):
         return dial
     tokens = TOKENS_PER_PARAMETER * parameters
-    train, told = values.get("train", {}), said.get("train", {})
+    train = values.get("train", {})
+    told = said.get("train", {})
     rows = train.get("per_device_train_batch_size", TrainConfig.per_device_train_batch_size)
     length = values.get("data", {}).get("max_length", DataConfig.max_length)
     batch = 2 ** round(math.log2(DIAL_BATCH * (tokens / 3e9) ** 0.383))
@@ -523,10 +528,9 @@ class RunConfig:
                 ],
                 "RunConfig",
             )
-        self.dpo, self.data = (
-            replace(self.dpo, max_length=(n := lengths.pop())),
-            replace(self.data, max_length=n),
-        )
+        length = lengths.pop()
+        self.dpo = replace(self.dpo, max_length=length)
+        self.data = replace(self.data, max_length=length)
 
     @staticmethod
     def layers(
@@ -782,7 +786,8 @@ PRESETS: dict[str, Preset] = {
 # %% ../../nbs/11_recipes/04_presets.ipynb #286dccf5
 def own_presets() -> dict[str, Preset]:  # Sections `[strategy.NAME]` of settings.ini
     "The presets that a user has written: `doc = …` and a line `group.knob = value` each."
-    ini, paths = ConfigParser(interpolation=None, default_section=""), find_settings()
+    ini = ConfigParser(interpolation=None, default_section="")
+    paths = find_settings()
     ini.optionxform = str  # type: ignore
     try:
         ini.read(paths, encoding="utf-8")
@@ -856,9 +861,10 @@ def preset_knobs(
                 )
             knobs = known[name].knobs
         for group, value in knobs.items():
-            out[group] = (
-                {**out.get(group, {}), **deepcopy(value)} if isinstance(value, Mapping) else value
-            )
+            if isinstance(value, Mapping):
+                out[group] = {**out.get(group, {}), **deepcopy(value)}
+            else:
+                out[group] = value
     return out
 
 

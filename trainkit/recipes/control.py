@@ -130,7 +130,8 @@ def read_state(
     except (OSError, ValueError):
         return {}
     if status["host"] == socket.gethostname():
-        pid, born = status["pid"], status.get("born")
+        pid = status["pid"]
+        born = status.get("born")
         if not is_alive(pid) or (born and abs(born - (_born(pid) or born)) > 5):
             status["state"] = "gone"
     return status
@@ -193,12 +194,16 @@ class Remote:
 
     def on_start(self, trainer: "Trainer", record: dict[str, Any]) -> None:
         "Start to listen."
-        self.done, self.noted = threading.Event(), ""
+        self.done = threading.Event()
+        self.noted = ""
         if read_state(self.folder).get("pid") != os.getpid():  # Orders for a run that was killed
             shutil.rmtree(self.folder / ".control", ignore_errors=True)
         self.look(trainer)
         self.thread = threading.Thread(
-            target=self.watch, args=(trainer, self.done), name="remote", daemon=True
+            target=self.watch,
+            args=(trainer, self.done),
+            name="remote",
+            daemon=True,
         )
         self.thread.start()
 
@@ -255,7 +260,8 @@ class StageReport:
         """Report to this folder; at the end of the block the run has ended, if not its process.
 
         Where a run was refused before it wrote anything, the state is what it was before."""
-        self.folder, born = folder, _born(os.getpid()) or time.time()
+        self.folder = folder
+        born = _born(os.getpid()) or time.time()
         state = folder / ".control" / "state.json"
         records = folder / "metrics.jsonl"
         before = state.read_text(encoding="utf-8") if state.is_file() else None

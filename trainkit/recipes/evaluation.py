@@ -78,7 +78,8 @@ class TextEvaluator:
     "Text in bits per byte; it also serves examples of which nothing can be asked."
 
     def __init__(self, inputs: RunInputs):
-        config, tokenizer = inputs.config, inputs.tokenizer
+        config = inputs.config
+        tokenizer = inputs.tokenizer
         self.inputs = inputs
         self.before = []
         self.after = []
@@ -158,7 +159,8 @@ def answering(
     inputs: RunInputs, most: int = 2
 ) -> Callable:  # What `Trainer` calls to let the model speak
     "Lets a model answer prompts of the config, or held-out questions."
-    tokenizer, chat = inputs.tokenizer, bool(getattr(inputs.tokenizer, "chat_template", None))
+    tokenizer = inputs.tokenizer
+    chat = bool(getattr(inputs.tokenizer, "chat_template", None))
 
     def encode(text: str) -> list[int]:
         if not chat:
@@ -181,7 +183,8 @@ def sampled_accuracy(
     model: nn.Module,  # After training
 ) -> dict[str, Interval]:  # Empty where the config asks for no samples
     "pass@k, and the accuracy of a vote, over the held-out questions (see `align.search`)."
-    c, asked = inputs.config, [q for q in inputs.questions if q["expected"]]
+    c = inputs.config
+    asked = [q for q in inputs.questions if q["expected"]]
     if not c.sft.samples or not asked:
         return {}
     most = math.ceil(1.5 * max(q["tokens"] for q in asked))
@@ -209,9 +212,9 @@ def _check_samples(inputs: "AnswerInputs | PromptInputs") -> None:
 
 
 def _sampled_words(sampled: Mapping[str, Interval]) -> list[str]:
-    return (
-        ["Sampled answers: " + ", ".join(f"{k} {v}" for k, v in sampled.items())] if sampled else []
-    )
+    if sampled:
+        return ["Sampled answers: " + ", ".join(f"{k} {v}" for k, v in sampled.items())]
+    return []
 
 
 class AnswerEvaluator(TextEvaluator):
@@ -237,7 +240,8 @@ class AnswerEvaluator(TextEvaluator):
         ]
 
     def end(self, evaluation: dict) -> tuple[dict[str, float], list[str]]:
-        p, (metrics, words) = self.inputs, super().end(evaluation)
+        p = self.inputs
+        metrics, words = super().end(evaluation)
         self.after = ask(p.model, p.tokenizer, p.questions)
         marks = {
             "base_exact_match": count_exact(self.before, p.questions),
@@ -263,11 +267,10 @@ class AnswerEvaluator(TextEvaluator):
         return metrics | marks, words + _sampled_words(self.sampled)
 
     def sections(self, run: Run | None = None) -> list[tuple[str, str]]:
-        answers = (
-            [("Answers", answer_table(self.inputs.questions, self.before, self.after))]
-            if self.after
-            else []
-        )
+        if self.after:
+            answers = [("Answers", answer_table(self.inputs.questions, self.before, self.after))]
+        else:
+            answers = []
         return [*answers, *_sampled_section(self.sampled), *super().sections(run)]
 
 
@@ -282,7 +285,8 @@ def preference_accuracy(
     batch_size: int = 8,
 ) -> float:  # From 0 to 1; a tie is a half
     "In how many pairs a language model finds the chosen answer likelier."
-    right, device = 0.0, next(model.parameters()).device
+    right = 0.0
+    device = next(model.parameters()).device
     with evaluating(model):
         for at in range(0, len(pairs), batch_size):
             found = pair_log_probs(
@@ -308,20 +312,21 @@ class PairEvaluator(TextEvaluator):
             self.before = []
             self.after = []
             self.callbacks = []
-            self.sample = (
-                self.scored if isinstance(inputs.model, RewardModel) else answering(inputs)
-            )
+            if isinstance(inputs.model, RewardModel):
+                self.sample = self.scored
+            else:
+                self.sample = answering(inputs)
         else:
             super().__init__(inputs)
 
     def scored(self, model: Any, step: int, *own: str) -> list[tuple[str, str]]:
         "Two held-out pairs with their rewards; a reward model says nothing else."
-        some, decode = (
-            self.inputs.eval_pairs[:2],
-            lambda ids: self.inputs.tokenizer.decode(
-                [int(i) for i in ids], skip_special_tokens=True
-            ),
-        )
+        some = self.inputs.eval_pairs[:2]
+
+        def decode(ids: Sequence[int]) -> str:
+            whole = [int(i) for i in ids]
+            return self.inputs.tokenizer.decode(whole, skip_special_tokens=True)
+
         rewards = score_pairs(model, some)[0].tolist()
         return [
             (decode(pair["prompt"]), f" {decode(pair[side])}  [{reward:+.2f}]")
@@ -332,11 +337,9 @@ class PairEvaluator(TextEvaluator):
     def right(self) -> float:
         "The share of held-out pairs that the model sees as the people did."
         some = self.inputs.eval_pairs[: self.most]
-        return (
-            score_pairs(self.inputs.model, some)[1]
-            if isinstance(self.inputs.model, RewardModel)
-            else preference_accuracy(self.inputs.model, some)
-        )
+        if isinstance(self.inputs.model, RewardModel):
+            return score_pairs(self.inputs.model, some)[1]
+        return preference_accuracy(self.inputs.model, some)
 
     def begin(self) -> list[str]:
         self.before = [self.right()]
@@ -346,14 +349,10 @@ class PairEvaluator(TextEvaluator):
         ]
 
     def end(self, evaluation: dict) -> tuple[dict[str, float], list[str]]:
-        self.after, found = (
-            [self.right()],
-            {
-                k[5:]: v
-                for k, v in evaluation.items()
-                if k.startswith(("eval_rewards/", "eval_kl/"))
-            },
-        )
+        self.after = [self.right()]
+        found = {
+            k[5:]: v for k, v in evaluation.items() if k.startswith(("eval_rewards/", "eval_kl/"))
+        }
         metrics = {
             "eval_loss": evaluation["eval_loss"],
             "base_accuracy": self.before[0] if self.before else float("nan"),
@@ -421,7 +420,9 @@ def pairwise_auc(
             )
             for value, row in zip((total / count.clamp(min=1)).tolist(), part, strict=True):
                 found[not row["label"]].append(value)
-    twos = [(a > b) + (a == b) / 2 for a in found[0] for b in found[1]]
+    twos = []
+    for liked in found[0]:
+        twos += [(liked > other) + (liked == other) / 2 for other in found[1]]
     return sum(twos) / len(twos) if twos else float("nan")
 
 
@@ -473,11 +474,13 @@ class PromptEvaluator(TextEvaluator):
         self.before = []
         self.after = []
         self.callbacks = []
-        self.sample, self.marks = answering(inputs), {}
+        self.sample = answering(inputs)
+        self.marks = {}
 
     def marked(self) -> tuple[Sequence[str], dict[str, float]]:  # Answers; the mean of each reward
         "Answer and score; in an environment, play held-out episodes."
-        p, asked = self.inputs, self.inputs.questions
+        p = self.inputs
+        asked = self.inputs.questions
         if not asked:
             return [], self.played()
         answers = ask(p.causal, p.tokenizer, asked)
@@ -512,17 +515,18 @@ class PromptEvaluator(TextEvaluator):
         self.before, found = self.marked()
         self.marks = {f"base_{name}": value for name, value in found.items()}
         asked = f"{len(self.before)} held-out prompts" if self.before else "held-out episodes"
-        return (
-            [f"Before training, {asked}: " + ", ".join(f"{k} {v:.3f}" for k, v in found.items())]
-            if found
-            else []
-        )
+        if found:
+            return [
+                f"Before training, {asked}: " + ", ".join(f"{k} {v:.3f}" for k, v in found.items())
+            ]
+        return []
 
     def end(self, evaluation: dict) -> tuple[dict[str, float], list[str]]:
         self.after, found = self.marked()
-        sampled = (
-            {"sampled_reward": evaluation["eval_reward"]} if "eval_reward" in evaluation else {}
-        )
+        if "eval_reward" in evaluation:
+            sampled = {"sampled_reward": evaluation["eval_reward"]}
+        else:
+            sampled = {}
         metrics = {
             "eval_loss": evaluation["eval_loss"],
             **self.marks,
@@ -745,7 +749,8 @@ def is_exact(
     question: Mapping,  # From `questions`
 ) -> bool:
     "Whether an answer is the expected one to the letter, but for thoughts and outer blanks."
-    said, expected = (_content(text).strip() for text in (answer, question["expected"]))
+    said = _content(answer).strip()
+    expected = _content(question["expected"]).strip()
     return said == expected
 
 # %% ../../nbs/11_recipes/08_evaluation.ipynb #56c0aae2
@@ -810,7 +815,8 @@ def write_run_report(
     "`report.html`: the verdict, then curves, samples, timings, config and machine."
     shown = run_sections(read_run(folder.path))
     narrow = '<div style="max-width:560px">{}</div>'.format
-    own, words = ("eval_loss", "perplexity", "bits_per_byte"), ""
+    own = ("eval_loss", "perplexity", "bits_per_byte")
+    words = ""
     if "bits_per_byte" in metrics:
         bits = {"this model": metrics["bits_per_byte"]} | {
             k: v for k, v in metrics.items() if k not in own

@@ -290,7 +290,12 @@ _PROCESS_WORDS = (
 )
 
 
-def _contradiction(name: str, value: object, other: str, expected: object) -> Problem:
+def _contradiction(
+    name: str,
+    value: object,
+    other: str,
+    expected: object,
+) -> Problem:
     return Problem(name, value, f"contradicts {other} = {expected}")
 
 
@@ -407,7 +412,9 @@ def translate_launch(
         wrong.append(Problem("distributed_backend", backend, remedy))
     if wrong:
         raise ConfigError(wrong, "processes")
-    strategy, knobs, left = "", {}, {}
+    strategy = ""
+    knobs = {}
+    left = {}
     if settings:
         strategy, knobs, left = translate_deepspeed(settings, number * nodes, notes)
     half = settings.get("fp16") if strategy not in ("", "ddp") else None
@@ -461,7 +468,10 @@ def rank_env(
 
 # %% ../../nbs/11_recipes/13_launch.ipynb #f52f7dad
 def _child(
-    function: Callable[..., object], args: tuple, env: dict[str, str], pipe: Connection
+    function: Callable[..., object],
+    args: tuple,
+    env: dict[str, str],
+    pipe: Connection,
 ) -> None:
     import torch
 
@@ -555,7 +565,8 @@ def notebook_launch(
 ) -> list[Any]:  # What each process returned
     "The same function in several processes on this machine, as accelerate's `notebook_launcher`."
     gpus = _check_forks(num_processes)
-    context, port = multiprocessing.get_context("fork"), free_port()
+    context = multiprocessing.get_context("fork")
+    port = free_port()
     pipes: list[Connection] = []
     processes: list[ForkProcess] = []
     results: dict[int, object] = {}
@@ -715,7 +726,11 @@ class WorkerFailed(RuntimeError):
     "A process of the job ended with an error; `rank`, `exit_code`, `log`."
 
     def __init__(
-        self, rank: int | None, exit_code: int | None, log: Path | None, restarts: int = 0
+        self,
+        rank: int | None,
+        exit_code: int | None,
+        log: Path | None,
+        restarts: int = 0,
     ):
         self.rank = rank
         self.exit_code = exit_code

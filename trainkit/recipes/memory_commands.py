@@ -58,7 +58,8 @@ def _gguf_shape(
     if family not in ("llama", "qwen2", "qwen3"):
         raise ValueError(f"{file}: the shape of a model of kind {family!r} is not read from GGUF")
     about = {k.removeprefix(f"{family}."): v for k, v in facts.items()}
-    heads, width = about["attention.head_count"], about["embedding_length"]
+    heads = about["attention.head_count"]
+    width = about["embedding_length"]
     return ModelConfig(
         vocab_size=tensors["token_embd.weight"].shape[0],
         d_model=width,
@@ -202,7 +203,8 @@ def predict_needs(
     "The peak of a step, without data and weights."
     from trainkit.memory.planner import predict_setup
 
-    needs, teacher = read_setup(config), _teacher_bytes(config)
+    needs = read_setup(config)
+    teacher = _teacher_bytes(config)
     if not resident:
         found = predict_setup(needs.model, needs.setup)
     else:
@@ -290,7 +292,8 @@ def plan_knobs(
     config: "RunConfig",  # The config that was planned
 ) -> dict[str, Any]:  # Knob -> value, those that change
     "A plan in the words of a config."
-    old, new = read_setup(config).setup, plan.setup
+    old = read_setup(config).setup
+    new = plan.setup
     rows = 2 if config.method in ("dpo", "reward") else 1
     words: dict[str, Any] = {}
 
@@ -427,7 +430,8 @@ def predict(
     from trainkit.files import show_bytes
     from trainkit.memory.planner import MACHINES
 
-    needs, report = read_setup(whole), predict_needs(whole)
+    needs = read_setup(whole)
+    report = predict_needs(whole)
     run = predict_needs(whole, resident=True)
     setup = needs.setup
     fits = {name: report.peak <= machine.usable for name, machine in MACHINES.items()}
@@ -516,7 +520,10 @@ def plan(
     else:
         say(str(result))
         if words and result.fits:
-            changes = [f"{k}={v if isinstance(v, str) else to_json(v)}" for k, v in words.items()]
+            changes = []
+            for name, value in words.items():
+                text = value if isinstance(value, str) else to_json(value)
+                changes.append(f"{name}={text}")
             say(f"Set     {' '.join(changes)}")
     if not result.fits:
         raise typer.Exit(1)

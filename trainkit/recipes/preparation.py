@@ -516,21 +516,19 @@ def prepare_shards(
         raise ValueError(
             f"the shards have {tokenizer.vocab_size} tokens and the model {model.config.vocab_size}"
         )
-    size = (
-        min(max(2, int(len(shards) * config.data.eval_fraction)), _HELD_OUT)
-        if config.data.eval_fraction
-        else 0
-    )
+    if config.data.eval_fraction:
+        size = min(max(2, int(len(shards) * config.data.eval_fraction)), _HELD_OUT)
+    else:
+        size = 0
     ends = (
         np.zeros(0)
         if not size
         else np.flatnonzero(shards[len(shards) - 2 * size : -1] == tokenizer.eos_token_id)
     )  # hold out whole documents where that is possible
-    cut = (
-        len(shards) - 2 * size + int(ends[np.abs(ends - size).argmin()])
-        if len(ends)
-        else len(shards) - size
-    )
+    if len(ends):
+        cut = len(shards) - 2 * size + int(ends[np.abs(ends - size).argmin()])
+    else:
+        cut = len(shards) - size
 
     def decode(ids):
         return [text for text in tokenizer.decode(ids).split(tokenizer.eos_token) if text]
@@ -596,29 +594,25 @@ def prepare_sft(
         model = model or prepare_model(config.model, tokenizer)
     length = int(min(c.max_length, context_length(model)))
     with timed(seconds, "encoding"):
-        train, test = (
-            tokenize_examples(
-                rows[part],
-                tokenizer,
-                length,
-                data.kind,
-                sft.train_on,
-                sft.truncation,
-                reasoning=sft.reasoning,
-                chat_template_kwargs=sft.chat_template_kwargs,
-                min_length=max(1, c.min_length),
-                num_workers=c.preprocessing_num_workers,
-                cache=c.cache or None,
-            )
-            if rows[part]
-            else Examples()
-            for part in ("train", "eval")
+        encode = partial(
+            tokenize_examples,
+            tokenizer=tokenizer,
+            max_length=length,
+            kind=data.kind,
+            train_on=sft.train_on,
+            truncation=sft.truncation,
+            reasoning=sft.reasoning,
+            chat_template_kwargs=sft.chat_template_kwargs,
+            min_length=max(1, c.min_length),
+            num_workers=c.preprocessing_num_workers,
+            cache=c.cache or None,
         )
-        packed = (
-            _with_lengths(train, rows["train"], c)
-            if sft.packing == "none"
-            else pack(train, length, sft.packing)
-        )
+        train = encode(rows["train"]) if rows["train"] else Examples()
+        test = encode(rows["eval"]) if rows["eval"] else Examples()
+        if sft.packing == "none":
+            packed = _with_lengths(train, rows["train"], c)
+        else:
+            packed = pack(train, length, sft.packing)
     asked = []
     if data.kind != "text" and sft.questions:
         reasoning = sft.reasoning != "drop"
@@ -629,7 +623,10 @@ def prepare_sft(
             train_reasoning=reasoning,
             chat_template_kwargs=sft.chat_template_kwargs,
         )[: sft.questions]
-    longest = length if sft.packing != "none" else min(length, int(train.report.lengths.max()))
+    if sft.packing != "none":
+        longest = length
+    else:
+        longest = min(length, int(train.report.lengths.max()))
     full = packing_efficiency(packed, length)
     form = "a row each"
     if sft.packing != "none":
@@ -710,7 +707,10 @@ def _base(
 
 
 def _asked(
-    rows: Sequence[Mapping], tokenizer: "AnyTokenizer", model: nn.Module, most: int
+    rows: Sequence[Mapping],
+    tokenizer: "AnyTokenizer",
+    model: nn.Module,
+    most: int,
 ) -> list[dict]:
     "Held-out prompts as questions, with the chosen answer as what is expected."
     if not most or not getattr(tokenizer, "chat_template", None):
@@ -761,19 +761,16 @@ def _prepare_labels(
         timed(seconds, "encoding"),
     ):  # Filters belong to the process: two that put them back would do so in the wrong order
         warnings.simplefilter("always")
-        train, test = (
-            tokenize_unpaired(
-                some,
-                tokenizer,
-                length,
-                d.max_prompt_length,
-                d.truncation,
-                num_workers=c.preprocessing_num_workers,
-            )
-            if some
-            else []
-            for some in (rows["train"], rows["eval"])
+        encode = partial(
+            tokenize_unpaired,
+            tokenizer=tokenizer,
+            max_length=length,
+            max_prompt_length=d.max_prompt_length,
+            truncation=d.truncation,
+            num_workers=c.preprocessing_num_workers,
         )
+        train = encode(rows["train"]) if rows["train"] else []
+        test = encode(rows["eval"]) if rows["eval"] else []
     liked = [dict(row, chosen=row["completion"]) for row in rows["eval"] if row["label"]]
     asked = _asked(liked, tokenizer, model, config.sft.questions)
     causal = adapt(model, config, new_tokens)
@@ -831,7 +828,9 @@ def prepare_pairs(
 ) -> PairInputs:
     "Preferences: read, encode, adapt, ask the reference."
     seconds: dict[str, float] = {}
-    c, d, (model, tokenizer, new) = config.data, config.dpo, _base(config, base)
+    c = config.data
+    d = config.dpo
+    model, tokenizer, new = _base(config, base)
     with timed(seconds, "reading"):
         rows, data = load_splits(c)
     if (
@@ -873,26 +872,26 @@ def prepare_pairs(
     with timed(seconds, "encoding"):
         train = encode(rows["train"])
         test = encode(rows["eval"]) if rows["eval"] else Pairs()
-    asked = (
-        _asked(rows["eval"], tokenizer, model, config.sft.questions)
-        if config.method == "dpo"
-        else []
-    )
+    most = config.sft.questions if config.method == "dpo" else 0
+    asked = _asked(rows["eval"], tokenizer, model, most)
     causal = model = adapt(model, config, new)
-    files, callbacks, reference, kind = {}, [], None, "none is needed"
+    files = {}
+    callbacks = []
+    reference = None
+    kind = "none is needed"
     if config.method == "reward":
-        model, objective, kind = RewardModel(causal), reward_objective(), ""
+        model = RewardModel(causal)
+        objective = reward_objective()
+        kind = ""
     else:
         if d.converged_patience:
             callbacks = [
                 Converged("eval_rewards/margins", d.converged_patience, d.converged_threshold)
             ]
         if d.needs_reference and d.precompute_ref_log_probs:
-            there = (
-                saved / _NUMBERS
-                if saved and (saved / _NUMBERS).is_file()
-                else Path(tempfile.mkdtemp()) / _NUMBERS
-            )
+            is_known = saved is not None and (saved / _NUMBERS).is_file()
+            folder = saved if saved and is_known else Path(tempfile.mkdtemp())
+            there = folder / _NUMBERS
             with timed(seconds, "reference"):
                 reference = precompute_reference(model, [*train, *test], there)
             files = {_NUMBERS: there}
@@ -993,7 +992,8 @@ def _by_name(
     try:
         args = [ast.literal_eval(a) for a in getattr(call, "args", ())]
         keywords = getattr(call, "keywords", ())
-        make = partial(table[name], *args, **{k.arg: ast.literal_eval(k.value) for k in keywords})
+        values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in keywords}
+        make = partial(table[name], *args, **values)
         make()
     except (TypeError, ValueError, RuntimeError, ImportError) as error:
         raise ValueError(f"{knob}: {text!r} cannot be called: {error}") from None
@@ -1052,7 +1052,9 @@ def as_prompt(
 
 def _episodes_alone() -> tuple[dict[str, list[dict]], DataFacts]:
     "Rows for an environment that needs none, since it chooses its tasks by a seed."
-    rows = dict(train=[dict(row=i) for i in range(1024)], eval=[dict(row=i) for i in range(64)])
+    train = [dict(row=i) for i in range(1024)]
+    held = [dict(row=i) for i in range(64)]
+    rows = dict(train=train, eval=held)
     facts = DataFacts("no data", "prompt", "", train_rows=1024, eval_rows=64)
     return rows | dict(test=[]), facts
 
@@ -1069,7 +1071,8 @@ def prepare_prompts(
     # Most environments choose their own task
     alone = environment is not None and config.data.path == "auto"
     seconds: dict[str, float] = {}
-    c, (model, tokenizer, new) = config.train, _base(config, base)
+    c = config.train
+    model, tokenizer, new = _base(config, base)
     with timed(seconds, "reading"):
         rows, data = _episodes_alone() if alone else load_splits(config.data)
     if data.kind == "text":
@@ -1229,7 +1232,9 @@ def _teacher_rows(
     saved: Path | None,
 ) -> tuple[dict[str, list[dict]], DataFacts, Path, str]:  # Rows, facts, a file, a line of the plan
     "The rows with the teacher's answers; held-out rows keep their own, where they have some."
-    (model, tokenizer), (rows, data), d = teacher, loaded, config.distill
+    model, tokenizer = teacher
+    rows, data = loaded
+    d = config.distill
     if data.kind == "text":
         raise ValueError("distill.seq_kd asks the teacher something: give rows with a prompt")
     chat = bool(getattr(tokenizer, "chat_template", None))
@@ -1248,7 +1253,8 @@ def _teacher_rows(
         there = Path(tempfile.mkdtemp()) / _ANSWERS
         there.write_text(to_json(dict(about=about, answers=answers)), encoding="utf-8")
     assert there is not None
-    written, texts = iter(answers), {}
+    written = iter(answers)
+    texts = {}
     for part, some in asked.items():
         said = [next(written) if part in parts else row.get("answer") for row in some]
         pairs = zip(some, said, strict=True)
@@ -1268,7 +1274,10 @@ def _teacher_rows(
 
 
 def _on_policy(
-    config: RunConfig, inputs: DistillInputs, rows: Sequence[Mapping], held: Sequence[Mapping] = ()
+    config: RunConfig,
+    inputs: DistillInputs,
+    rows: Sequence[Mapping],
+    held: Sequence[Mapping] = (),
 ) -> None:
     "Let the student of prepared inputs write a share of the answers itself."
     c, d = config.train, config.distill
@@ -1283,7 +1292,8 @@ def _on_policy(
                 "the student writes some: leave it out, or set distill.lmbda=0"
             )
     inputs.model = disable_dropout(inputs.model)
-    size, count = c.per_device_train_batch_size, c.gradient_accumulation_steps
+    size = c.per_device_train_batch_size
+    count = c.gradient_accumulation_steps
     make = partial(DistillBatches, inputs.model, inputs.tokenizer)
     inputs.train_batches = make(rows, replace(d, teacher_cache=""), size * count, size)
     if held:
@@ -1297,7 +1307,8 @@ def _prepare_questions(
     loaded: tuple[dict[str, list[dict]], DataFacts],
 ) -> DistillInputs:
     "Prompts without answers: the student writes them all."
-    (rows, data), (model, tokenizer, new) = loaded, _base(config, base)
+    rows, data = loaded
+    model, tokenizer, new = _base(config, base)
     if config.distill.lmbda < 1:
         raise ValueError(
             f"data.path = {data.path!r} holds prompts without answers, and distill.lmbda = "
@@ -1381,7 +1392,8 @@ def prepare_distill(
                 asked.release()
         if d.lmbda:
             _on_policy(config, inputs, inputs.examples)
-    inputs.teacher, inputs.objective = asked, distill_objective(asked)
+    inputs.teacher = asked
+    inputs.objective = distill_objective(asked)
     kept = f", top {d.top_k} and the rest" * bool(d.top_k)
     inputs.plan.append(
         f"Teacher    {d.teacher}: {size:,} parameters, {d.divergence}{kept}; "

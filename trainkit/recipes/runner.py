@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -54,6 +55,7 @@ from .config import RunConfig
 from .control import Remote, StageReport
 from .evaluation import TextEvaluator, make_judge, write_run_report
 from trainkit.recipes.preparation import (
+    _Base,
     AnswerInputs,
     PromptInputs,
     RunInputs,
@@ -84,7 +86,7 @@ from ..train.trainer import Trainer
 # %% ../../nbs/11_recipes/01_recipes.ipynb #8db0c820
 def open_trained(
     config: RunConfig,  # With `init_from`
-) -> tuple[Any, Any]:  # The model in float32, and its tokenizer
+) -> _Base:  # The model in float32, and its tokenizer
     "A trained model to continue with; one that will be quantized is loaded a layer at a time."
     from trainkit.interop.hf import load_pretrained  # transformers takes seconds to import
 
@@ -114,7 +116,7 @@ def open_trained(
 def prepare(
     config: RunConfig,
     saved: Path | None = None,  # The folder of an interrupted run, whose tokenizer is used again
-    base: tuple[Any, Any] | None = None,  # A loaded model and its tokenizer, instead of `init_from`
+    base: _Base | None = None,  # A loaded model and its tokenizer, instead of `init_from`
     rewards: Sequence[Callable] = (),  # Reward functions in addition to `config.rl.rewards`
     environment: Callable[[], Environment] | None = None,  # Instead of `config.rl.environment`
 ) -> RunInputs:
@@ -236,7 +238,8 @@ def plan_lines(
     trainer: Trainer,
 ) -> list[str]:
     "The plan of the run, in a few lines."
-    c, model = inputs.config.train, inputs.model.config
+    c = inputs.config.train
+    model = inputs.model.config
     rows = c.per_device_train_batch_size * trainer.window_size
     kind = (
         hf_architecture(model)
@@ -393,9 +396,10 @@ def _add_own(
 ) -> None:
     "Put the loss and the metrics that were given to `run` into its inputs."
     if objective:
-        inputs.objective = (
-            with_reward_metrics(objective) if isinstance(inputs, PromptInputs) else objective
-        )
+        if isinstance(inputs, PromptInputs):
+            inputs.objective = with_reward_metrics(objective)
+        else:
+            inputs.objective = objective
     if compute_metrics:
         inputs.callbacks.append(own_metrics(inputs, compute_metrics))
 
@@ -536,8 +540,7 @@ def run(
     control: Control | None = None,  # To pause or stop the loop from outside
     verbose: bool = True,  # Print the plan, the progress and the results
     force_resume: bool = False,  # Resume even if config or data are not those of the folder's run
-    base: tuple[Any, Any]
-    | None = None,  # A loaded model and its tokenizer, instead of `config.init_from`
+    base: _Base | None = None,  # A loaded model and its tokenizer, instead of `config.init_from`
     rewards: Sequence[Callable] = (),  # Reward functions in addition to `config.rl.rewards`
     # A class of your own, instead of the one that `config.rl.environment` names
     environment: Callable[[], Environment] | None = None,
@@ -572,7 +575,8 @@ def run(
         hearing.enter_context(listen(control.hear))
         inputs = prepare(config, config.folder if resume else None, base, rewards, environment)
         _add_own(inputs, objective, compute_metrics)
-        facts, judge = collect_facts(), make_judge(inputs)
+        facts = collect_facts()
+        judge = make_judge(inputs)
         seconds = inputs.seconds
         model = inputs.model
         tokenizer = inputs.tokenizer
@@ -594,10 +598,8 @@ def run(
         stack.push(folder)
         remote = None
         if main:
-            trainer.folder, trainer.config = (
-                folder.path,
-                replace(trainer.config, output_dir=str(folder.path)),
-            )
+            trainer.folder = folder.path
+            trainer.config = replace(trainer.config, output_dir=str(folder.path))
             remote = stack.enter_context(stages.followed(folder.path))
         say = _printer(folder, verbose)
         _save_inputs(inputs, folder.path)
@@ -618,7 +620,9 @@ def run(
         with timed(seconds, "training"):
             result = trainer.train("auto" if resume else None, force_resume)
         stages.state = "finishing"
-        metrics, samples, words = {}, [], []
+        metrics = {}
+        samples = []
+        words = []
         if result.stop_reason in (*EXIT_CODES, AT_RUNG):
             say(f"Resume with: trainkit train --resume {folder.path}")
         else:
@@ -688,18 +692,16 @@ class Rehearsal:
     def __str__(self) -> str:
         if self.step_seconds is None or self.seconds is None:
             return "\n".join([*self.plan, *(f"Note       {note}" for note in self.notes)])
-        hours = (
-            f"{self.seconds:.0f} s"
-            if self.seconds < 120
-            else f"{self.seconds / 60:.0f} min"
-            if self.seconds < 7200
-            else f"{self.seconds / 3600:.1f} h"
-        )
-        memory = (
-            "could not be predicted"
-            if self.memory is None
-            else f"{show_bytes(self.memory)} at the peak of a step, predicted"
-        )
+        if self.seconds < 120:
+            hours = f"{self.seconds:.0f} s"
+        elif self.seconds < 7200:
+            hours = f"{self.seconds / 60:.0f} min"
+        else:
+            hours = f"{self.seconds / 3600:.1f} h"
+        if self.memory is None:
+            memory = "could not be predicted"
+        else:
+            memory = f"{show_bytes(self.memory)} at the peak of a step, predicted"
         return "\n".join(
             [
                 *self.plan,
@@ -774,10 +776,12 @@ def rehearse(
     clock = _Clock()
     inputs.config = replace(config, train=short)
     tried = make_trainer(inputs)
-    tried.config, tried.callbacks, tried.folder = short, [clock], None
+    tried.config = short
+    tried.callbacks = [clock]
+    tried.folder = None
     if tried.train().stop_reason in EXIT_CODES:
         raise KeyboardInterrupt  # Stopped by hand: there is nothing to tell
-    each = median(b - a for a, b in zip(clock.at[1:], clock.at[2:], strict=False))
+    each = median(b - a for a, b in pairwise(clock.at[1:]))
     return Rehearsal(
         plan, total, total * rows * length, rows, each, each * total, clock.losses[0], memory, notes
     )
@@ -785,7 +789,8 @@ def rehearse(
 
 def _elsewhere(config: RunConfig) -> Rehearsal:
     "What another program would be given."
-    engine, c = engine_line(config), config.train
+    engine = engine_line(config)
+    c = config.train
     lines, steps = llamafactory_plan(config, config.folder)
     rows = c.per_device_train_batch_size * c.gradient_accumulation_steps
     plan = [

@@ -80,7 +80,8 @@ def save_reward_model(
 
     from trainkit.interop.families import to_hf  # transformers takes seconds to import
 
-    net, shell = merged_copy(model), copy(causal)
+    net = merged_copy(model)
+    shell = copy(causal)
     if isinstance(causal, Transformer):
         shell._modules = dict(causal._modules)
         shell.model = net.body
@@ -90,9 +91,11 @@ def save_reward_model(
         exported = to_hf(shell)
         body = exported.base_model.state_dict()
     else:
-        exported, body = causal, net.body.state_dict()
+        exported = causal
+        body = net.body.state_dict()
     config = deepcopy(exported.config)
-    config.num_labels, config.pad_token_id = 1, _padding(tokenizer)
+    config.num_labels = 1
+    config.pad_token_id = _padding(tokenizer)
     try:
         with making_model():
             classifier: Any = transformers.AutoModelForSequenceClassification.from_config(config)
@@ -186,7 +189,9 @@ def score_answers(
         )  # An answer may be empty
         for p, c in zip(prompts, completions, strict=True)
     ]
-    texts, limit, cut = [], context_length(model), 0
+    texts = []
+    limit = context_length(model)
+    cut = 0
     bos = getattr(tokenizer, "bos_token_id", None)
     for row in tokenize_examples(rows, tokenizer):
         places = (row["labels"] != -100).nonzero()[0]  # What follows an answer is not scored
@@ -195,7 +200,10 @@ def score_answers(
         if len(prompt) + len(answer) > limit:  # As `tokenize_pairs` cuts the training rows
             cut += 1
             rest = max(1, int(limit) - len(answer))
-            first = prompt[:1] if rest > 1 and prompt[0] == bos else prompt[:0]
+            if rest > 1 and prompt[0] == bos:
+                first = prompt[:1]
+            else:
+                first = prompt[:0]
             prompt = np.concatenate((first, prompt[len(prompt) - rest + len(first) :]))
             answer = answer[: int(limit) - rest]
         texts.append(torch.as_tensor(np.concatenate((prompt, answer)).astype("int64")))

@@ -179,10 +179,16 @@ def run_timed(
     count = str(_thread_count(threads))
     own = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "HF_HUB_OFFLINE": "1"}
     own |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}  # A GPU's time is not counted
-    log, taken, status = Path(folder) / "log.txt", 0.0, 0
+    log = Path(folder) / "log.txt"
+    taken = 0.0
+    status = 0
     with _exit_on_sigterm(), log.open("wb") as out, Progress(int(limit), title, "CPU s") as bar:
         process = subprocess.Popen(
-            words, cwd=folder, env={**os.environ, **own}, stdout=out, stderr=subprocess.STDOUT
+            words,
+            cwd=folder,
+            env={**os.environ, **own},
+            stdout=out,
+            stderr=subprocess.STDOUT,
         )
         try:
             while True:
@@ -229,9 +235,10 @@ def judge_model(
 ) -> tuple[float, int]:  # Bits per byte, parameters
     "Score held-out text in rows of as many tokens as the model can read at once."
     own = Path(folder) / "model.py"
-    model, tokenizer = (
-        runpy.run_path(str(own))["load"](folder) if own.is_file() else load_pretrained(folder)
-    )
+    if own.is_file():
+        model, tokenizer = runpy.run_path(str(own))["load"](folder)
+    else:
+        model, tokenizer = load_pretrained(folder)
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer, so its text cannot be scored")
     context = int(min(context_length(model), max_context))
@@ -268,7 +275,8 @@ def p_below(
     if len(values) < 2:
         raise ValueError("one value says nothing about chance: give at least two seeds")
     x = np.asarray(values, dtype=np.float64)
-    n, spread = len(x), x.std(ddof=1)
+    n = len(x)
+    spread = x.std(ddof=1)
     if not spread:
         return float(x.mean() >= target)
     t = (target - x.mean()) / (spread / math.sqrt(n))
@@ -277,7 +285,8 @@ def p_below(
 
     def area(low: float) -> float:  # From this angle to a right angle
         half = (math.pi / 2 - low) / 2
-        return float(half * (weights * np.cos(low + half * (points + 1)) ** (n - 2)).sum())
+        angles = low + half * (points + 1)
+        return float(half * (weights * np.cos(angles) ** (n - 2)).sum())
 
     return area(math.atan(t / math.sqrt(n - 1))) / area(-math.pi / 2)
 
@@ -425,8 +434,14 @@ def ledger_rows(
     records = [] if target is None else find_records(ledger, target)
     rows = []
     for r in ledger:
-        p = "" if target is None or len(r.attempts) < 2 else f"{p_below(r.bits, target):.2g}"
-        spread = f" ± {np.std(r.bits, ddof=1):.3f}" if len(r.bits) > 1 else ""
+        if target is None or len(r.attempts) < 2:
+            p = ""
+        else:
+            p = f"{p_below(r.bits, target):.2g}"
+        if len(r.bits) > 1:
+            spread = f" ± {np.std(r.bits, ddof=1):.3f}"
+        else:
+            spread = ""
         rows.append(
             {
                 "entry": f"**{r.name}**" if r in records else r.name,
@@ -466,12 +481,13 @@ def describe_track(
     target: float | None,
 ) -> str:
     "The rules in two sentences."
-    goal = (
-        "No baseline was run yet."
-        if target is None
-        else f"The target is {target:.3f} bits per byte, the mean of the baseline; a record beats "
-        "it (p < 0.05) in fewer CPU seconds than all before it."
-    )
+    if target is None:
+        goal = "No baseline was run yet."
+    else:
+        goal = (
+            f"The target is {target:.3f} bits per byte, the mean of the baseline; a record beats "
+            "it (p < 0.05) in fewer CPU seconds than all before it."
+        )
     return (
         f"An entry learns from the text '{track.corpus}' without {track.held_out:.0%} of its rows, "
         f"on which it is judged, in a process of at most {track.cpu_seconds:g} CPU seconds on "

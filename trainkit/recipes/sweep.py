@@ -74,9 +74,11 @@ class Space:
         "The value at a fraction of the way through the space; floats have three digits."
         u = min(max(u, 0.0), 1.0)
         if self.scale == "list":
-            return self.values[min(int(u * len(self.values)), len(self.values) - 1)]
+            count = len(self.values)
+            return self.values[min(int(u * count), count - 1)]
         if self.integer and self.scale == "linear":
-            return min(int(self.low + u * (self.high - self.low + 1)), int(self.high))
+            count = self.high - self.low + 1
+            return min(int(self.low + u * count), int(self.high))
         if self.scale == "log":
             value = self.low * (self.high / self.low) ** u
         else:
@@ -103,7 +105,10 @@ class Space:
         "Values that lie evenly in the space, both ends included."
         if self.scale == "list":
             return list(self.values)
-        spread = [i / (count - 1) for i in range(count)] if count > 1 else [0.5]
+        if count > 1:
+            spread = [i / (count - 1) for i in range(count)]
+        else:
+            spread = [0.5]
         if self.integer and self.scale == "linear":
             values = [round(self.low + u * (self.high - self.low)) for u in spread]
         else:
@@ -117,7 +122,7 @@ class Space:
         return f"{self.path} = {self.low:g} to {self.high:g} ({kind})"
 
 # %% ../../nbs/11_recipes/19_sweeps.ipynb #sweep-parse
-def _kinds(kind: Any) -> tuple:  # Of `float | None`: float
+def _kinds(kind: object) -> tuple:  # Of `float | None`: float
     inner = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     return tuple(get_origin(k) or k for k in inner if k is not type(None))
 
@@ -145,10 +150,12 @@ def _find(key: str) -> tuple[str, Knob, str]:  # Dotted name, knob, a remark
             if is_dataclass(group.type)
             for k in knobs(group.type)
         ]
-        hint = nearest(key, every) or nearest(last, [n.rpartition(".")[2] for n in every])
+        last_words = [name.rpartition(".")[2] for name in every]
+        hint = nearest(key, every) or nearest(last, last_words)
         raise ConfigError([Problem(key, ..., f"unknown knob.{hint}")], "sweep")
     moved = "." in key and names[0] != key
-    return names[0], places[0].knob, f"({key} is {names[0]})" if moved else ""
+    remark = f"({key} is {names[0]})" if moved else ""
+    return names[0], places[0].knob, remark
 
 
 def _number(text: str, key: str, whole: bool) -> float:
@@ -164,14 +171,20 @@ def _number(text: str, key: str, whole: bool) -> float:
     return value
 
 
-def _range(key: str, path: str, knob: Knob, text: str) -> Space:
+def _range(
+    key: str,
+    path: str,
+    knob: Knob,
+    text: str,
+) -> Space:
     "A range of numbers."
     prefix, colon, rest = text.partition(":")
     asked = {"log": "log", "lin": "linear", "linear": "linear"}.get(prefix) if colon else None
     text = rest if asked else text
     whole = float not in _kinds(knob.type)
     start, _, stop = text.partition("..")
-    low, high = _number(start, key, whole), _number(stop, key, whole)
+    low = _number(start, key, whole)
+    high = _number(stop, key, whole)
     wrong = ""
     if low >= high:
         wrong = f"a range goes from the smaller to the larger number, and {low:g} is not below"
@@ -240,14 +253,19 @@ def parse_spaces(
     return list(spaces.values()), fixed, remarks
 
 
-def _frozen(value: Any) -> Any:
+def _frozen(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 # %% ../../nbs/11_recipes/19_sweeps.ipynb #sweep-sample
 SEARCHES = ("sobol", "random", "grid")
 
 
-def _unit_points(search: str, count: int, dims: int, seed: int) -> list[list[float]]:
+def _unit_points(
+    search: str,
+    count: int,
+    dims: int,
+    seed: int,
+) -> list[list[float]]:
     "Points in the unit cube."
     if search == "random":
         generator = random.Random(seed)
@@ -257,7 +275,7 @@ def _unit_points(search: str, count: int, dims: int, seed: int) -> list[list[flo
     return SobolEngine(dims, scramble=True, seed=seed).draw(count).tolist()
 
 
-def _grid(spaces: Sequence[Space], runs: int) -> list[dict[str, Any]]:
+def _grid(spaces: Sequence[Space], runs: int) -> list[dict[str, object]]:
     "Every combination of evenly spread values."
     lists = math.prod(len(s.values) for s in spaces if s.scale == "list")
     ranges = sum(s.scale != "list" for s in spaces)
@@ -267,7 +285,8 @@ def _grid(spaces: Sequence[Space], runs: int) -> list[dict[str, Any]]:
             [Problem("runs", runs, f"the grid has at least {lists * 2**ranges} points")], "sweep"
         )
     levels = [s.levels(each) for s in spaces]
-    return [dict(zip([s.path for s in spaces], v, strict=True)) for v in product(*levels)]
+    paths = [space.path for space in spaces]
+    return [dict(zip(paths, values, strict=True)) for values in product(*levels)]
 
 
 def sample_points(
@@ -275,13 +294,16 @@ def sample_points(
     runs: int,
     search: str = "sobol",  # One of `SEARCHES`
     seed: int = 0,
-) -> list[dict[str, Any]]:  # Knob -> value; fewer than `runs` if the space has fewer points
+) -> list[dict[str, object]]:  # Knob -> value; fewer than `runs` if the space has fewer points
     "Different points of the spaces; the same for the same seed."
     if search == "grid":
         return _grid(spaces, runs)
-    points: dict[str, dict[str, Any]] = {}
+    points: dict[str, dict[str, object]] = {}
     # Integers and lists repeat; of a small space a few hundred draws find every point
-    draws = 64 * runs if all(s.integer or s.values for s in spaces) else 2 * runs
+    if all(s.integer or s.values for s in spaces):
+        draws = 64 * runs
+    else:
+        draws = 2 * runs
     for unit in _unit_points(search, draws, len(spaces), seed):
         point = {s.path: s.at(u) for s, u in zip(spaces, unit, strict=True)}
         points.setdefault(json.dumps(point), point)
@@ -320,14 +342,16 @@ class SweepConfig:
         "How much of its steps a run has taken at each rung."
         if self.scheduler == "full":
             return [1.0]
-        most = int(math.log(self.runs) / math.log(self.eta) + 1e-9) + 1
+        steps = math.log(self.runs) / math.log(self.eta)
+        most = int(steps + 1e-9) + 1
         count = min(self.rungs, most) if self.rungs else most
         return [float(self.eta) ** -(count - 1 - i) for i in range(count)]
 
     @property
     def sizes(self) -> list[int]:
         "How many runs reach each rung."
-        return [max(1, self.runs // self.eta**i) for i in range(len(self.fractions))]
+        count = len(self.fractions)
+        return [max(1, self.runs // self.eta**i) for i in range(count)]
 
     def steps(
         self,
@@ -353,7 +377,7 @@ class Trial:
     "One point of the search, and its result."
 
     number: int
-    values: dict[str, Any]  # Knob -> value
+    values: dict[str, object]  # Knob -> value
     metrics: list[float] = field(default_factory=list)  # At each rung so far; inf if it failed
     step: int = 0  # How far it has trained
     seconds: float = 0.0
@@ -366,7 +390,8 @@ class Trial:
 
 def _ranked(trials: Sequence[Trial], rung: int) -> list[Trial]:  # The best first
     "The trials that have reached a rung and can continue; a lower metric is better."
-    there = [t for t in trials if len(t.metrics) > rung and math.isfinite(t.metrics[rung])]
+    reached = [trial for trial in trials if len(trial.metrics) > rung]
+    there = [trial for trial in reached if math.isfinite(trial.metrics[rung])]
     return sorted(there, key=lambda t: (t.metrics[rung], t.number))
 
 
@@ -397,7 +422,7 @@ def next_job(
 # %% ../../nbs/11_recipes/19_sweeps.ipynb #sweep-importance
 def knob_importance(
     spaces: Sequence[Space],
-    points: Sequence[Mapping[str, Any]],  # Knob -> value
+    points: Sequence[Mapping[str, object]],  # Knob -> value
     metrics: Sequence[float],  # Of each point, lower is better; inf where it failed
 ) -> dict[str, float]:  # Knob -> from 0 to 1; empty for fewer than 6 points
     "The share of the variance of the ranks that each knob explains alone (adjusted R²)."
@@ -409,7 +434,8 @@ def knob_importance(
     order = sorted(range(n), key=lambda i: metrics[i])
     ranks = np.empty(n)
     for i in range(n):  # Equal metrics share the mean of their ranks
-        same = [k for k, j in enumerate(order) if metrics[j] == metrics[order[i]]]
+        metric = metrics[order[i]]
+        same = [k for k, j in enumerate(order) if metrics[j] == metric]
         ranks[order[i]] = sum(same) / len(same)
     ranks -= ranks.mean()
     total = float(ranks @ ranks)
@@ -424,7 +450,10 @@ def knob_importance(
         rest = ranks - design @ np.linalg.lstsq(design, ranks, rcond=None)[0]
         free = n - design.shape[1]
         unexplained = float(rest @ rest) / max(total, 1e-12)
-        shares[space.path] = max(0.0, 1 - unexplained * (n - 1) / free) if free > 0 else 0.0
+        if free > 0:
+            shares[space.path] = max(0.0, 1 - unexplained * (n - 1) / free)
+        else:
+            shares[space.path] = 0.0
     return shares
 
 # %% ../../nbs/11_recipes/19_sweeps.ipynb #sweep-class
@@ -494,7 +523,7 @@ class Sweep:
             return None
         return -trial.metrics[-1] if self.greater else trial.metrics[-1]
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, object]]:
         "One dictionary a trial, the best first."
         return [
             {
@@ -545,7 +574,8 @@ class Sweep:
 
     def best_line(self) -> str:
         "The best values as a line for the shell."
-        values = [f"{path}={json.dumps(value)}" for path, value in self.best.values.items()]
+        best = self.best.values
+        values = [f"{path}={json.dumps(value)}" for path, value in best.items()]
         config = self.command or [str(self.folder / "base.yaml")]
         return shlex.join(["trainkit", "train", *config, *values])
 
@@ -613,7 +643,8 @@ def knob_chart(
     for value, metric, rungs in points:
         x = places[_frozen(value)] if places else value
         strong = 0.35 + 0.65 * rungs / most
-        ax.plot([x], [metric], "o", color=PALETTE[0], alpha=strong, markersize=4 + 2 * rungs)
+        size = 4 + 2 * rungs
+        ax.plot([x], [metric], "o", color=PALETTE[0], alpha=strong, markersize=size)
     if places:
         ax.set_xticks(range(len(places)), [str(v) for v in places])
         ax.set_xlim(-0.5, len(places) - 0.5)
@@ -625,7 +656,9 @@ def knob_chart(
     ax.set_title(title, loc="left", fontweight="bold")
     best = min(points, key=lambda p: p[1], default=None)
     words = f"{title}: {plural(len(points), 'run')}"
-    ax.set_label(words + (f", the least {number(best[1])} at {best[0]}" if best else ""))
+    if best:
+        words += f", the least {number(best[1])} at {best[0]}"
+    ax.set_label(words)
     figure: Any = ax.figure
     figure.set_layout_engine("tight")
     return ax
@@ -672,7 +705,9 @@ def sweep_sections(
                 f"<pre>{clean(chr(10).join(lines))}</pre>",
             )
         )
-    cells = "".join(f"<div><dt>{clean(k)}</dt><dd>{clean(str(v))}</dd></div>" for k, v in tiles)
+    cells = ""
+    for name, value in tiles:
+        cells += f"<div><dt>{clean(name)}</dt><dd>{clean(str(value))}</dd></div>"
     sections.insert(0, ("Result", f'<dl class="tiles">{cells}</dl>'))
     sections.append(("Runs", str(table(sweep.rows()))))
     pictures = [_over_knob(sweep, space) for space in sweep.spaces]
@@ -715,8 +750,17 @@ def _curves(sweep: Sweep, most: int = 8) -> str:
 class _Rung:
     "A callback that measures at a rung, and stops the run there, or when the sweep has to end."
 
-    def __init__(self, sweep: Sweep, rung: int, control: Control, over: Callable[[], bool]):
-        self.sweep, self.rung, self.control, self.over = sweep, rung, control, over
+    def __init__(
+        self,
+        sweep: Sweep,
+        rung: int,
+        control: Control,
+        over: Callable[[], bool],
+    ):
+        self.sweep = sweep
+        self.rung = rung
+        self.control = control
+        self.over = over
         self.metric: float | None = None
         self.step = 0
 
@@ -758,7 +802,7 @@ class _Rung:
                     measure(trainer, record)
         trainer.notify("on_eval", **record, best=False)
 
-    def _of(self, record: Mapping[str, Any]) -> float:  # Lower is better
+    def _of(self, record: Mapping[str, float]) -> float:  # Lower is better
         name = self.sweep.metric
         if name not in record:
             names = [n for n in record if n.startswith("eval_")]
@@ -767,10 +811,19 @@ class _Rung:
                 f"{', '.join(names)}.{nearest(name, names)}"
             )
         value = float(record[name])
-        return math.inf if math.isnan(value) else -value if self.sweep.greater else value
+        if math.isnan(value):
+            return math.inf
+        if self.sweep.greater:
+            return -value
+        return value
 
 
-def _take_step(sweep: Sweep, trial: Trial, rung: int, over: Callable[[], bool]) -> int:  # Exit code
+def _take_step(
+    sweep: Sweep,
+    trial: Trial,
+    rung: int,
+    over: Callable[[], bool],
+) -> int:  # Exit code
     "Train one trial up to a rung, and write down its result."
     from trainkit.recipes.runner import run
 
@@ -788,7 +841,8 @@ def _take_step(sweep: Sweep, trial: Trial, rung: int, over: Callable[[], bool]) 
         if reason == "early stopping" and watch.metric is None and result.best_metric is not None:
             watch.metric = -result.best_metric if sweep.greater else result.best_metric
     except (TrainingError, MemoryError, RuntimeError) as error:
-        reason, watch.metric = str(error).splitlines()[0], math.inf
+        reason = str(error).splitlines()[0]
+        watch.metric = math.inf
         trial.ended = reason
     trial.step = watch.step
     trial.seconds += time.monotonic() - began
@@ -894,7 +948,8 @@ def run_sweep(
 
     sweep = config if isinstance(config, Sweep) else start_sweep(config, changes, settings, folder)
     limits = sweep.settings
-    began, before = time.monotonic(), sweep.seconds
+    began = time.monotonic()
+    before = sweep.seconds
     until = began + 60 * limits.minutes if limits.minutes else math.inf
     sweep.exit_code = 0
 
@@ -929,7 +984,8 @@ def run_sweep(
 
 def _progress_line(sweep: Sweep, trial: Trial, rung: int) -> str:
     "What one job came to, and how long the rest will take."
-    values = ", ".join(f"{_short(k)} {v}" for k, v in trial.values.items())
+    settings = [f"{_short(name)} {value}" for name, value in trial.values.items()]
+    values = ", ".join(settings)
     value = sweep.value(trial)
     result = trial.ended if value is None else f"{sweep.metric} {number(value)}"
     where = f"rung {rung + 1} of {len(sweep.settings.fractions)}"
@@ -964,5 +1020,7 @@ def find_rate(
     short = replace(config.train, **quiet, early_stopping_patience=0, load_best_model_at_end=False)
     inputs.config = replace(config, train=short)
     trainer = make_trainer(inputs)
-    trainer.config, trainer.callbacks, trainer.folder = short, [], None
+    trainer.config = short
+    trainer.callbacks = []
+    trainer.folder = None
     return lr_find(trainer, start, end, steps)

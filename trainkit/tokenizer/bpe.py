@@ -213,9 +213,13 @@ def _first_pairs(words: list[bytes], freq: np.ndarray, number: np.ndarray) -> tu
     word = word[order]
     starts = np.flatnonzero(np.diff(code, prepend=-1)) if len(code) else code
     totals = np.add.reduceat(freq[word], starts) if len(code) else code
-    pairs = [chr(c >> 8) + chr(c & 255) for c in code[starts].tolist()]
+    pairs = []
+    for both in code[starts].tolist():
+        pairs.append(chr(both >> 8) + chr(both & 255))
     words_of = np.split(word, starts[1:]) if pairs else []
-    return dict(zip(pairs, totals.tolist(), strict=True)), dict(zip(pairs, words_of, strict=True))
+    count = dict(zip(pairs, totals.tolist(), strict=True))
+    where = dict(zip(pairs, words_of, strict=True))
+    return count, where
 
 # %% ../../nbs/01_tokenizer/03_bpe.ipynb #91c7d0ab
 def _pop_best(heap: list[tuple[int, str]], count: dict[str, int]) -> tuple[int, str] | None:
@@ -254,7 +258,10 @@ def _join_long(word: str, pair: str, new: str) -> tuple[str, list[str], list[str
 
 
 def _join_pair(
-    words: list[str], numbers: Iterable[int], pair: str, new: str
+    words: list[str],
+    numbers: Iterable[int],
+    pair: str,
+    new: str,
 ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
     "Join a pair in its words; for each character to its left or right, the words where they meet."
     left = defaultdict(list)
@@ -310,11 +317,13 @@ def _learn_python(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, 
         for y, numbers in right.items():
             n = sum(map(weight, numbers))
             count[b + y] -= n
-            count[new + y], where[new + y] = n, numbers
+            count[new + y] = n
+            where[new + y] = numbers
         for x, numbers in left.items():  # after `right`: `x` may be `new` itself, as in abab
             n = sum(map(weight, numbers))
             count[x + a] -= n
-            count[x + new], where[x + new] = n, numbers
+            count[x + new] = n
+            where[x + new] = numbers
         del count[pair]
         for new_pair in (*(new + y for y in right), *(x + new for x in left)):
             if count[new_pair] > 0:
@@ -338,7 +347,9 @@ def _count_pairs(sym, word, freq, keys, count, head, node_at, node_next):
             keys[at] = key
             used += 1
         count[at] += freq[word[p]]
-        node_at[n_nodes], node_next[n_nodes], head[at] = p, head[at], n_nodes
+        node_at[n_nodes] = p
+        node_next[n_nodes] = head[at]
+        head[at] = n_nodes
         n_nodes += 1
     return used, n_nodes
 
@@ -352,7 +363,9 @@ def _grow_table(old_keys, old_count, old_head):
     for k in range(len(old_keys)):
         if old_keys[k] >= 0 and old_count[k] > 0:
             at = find_key(keys, old_keys[k])
-            keys[at], count[at], head[at] = old_keys[k], old_count[k], old_head[k]
+            keys[at] = old_keys[k]
+            count[at] = old_count[k]
+            head[at] = old_head[k]
             used += 1
     return keys, count, head, used
 
@@ -420,7 +433,9 @@ def _join_places(
             else:
                 node = n_nodes
                 n_nodes += 1
-            node_at[node], node_next[node], head[at] = start, head[at], node
+            node_at[node] = start
+            node_next[node] = head[at]
+            head[at] = node
     return n_fresh, used, free, n_nodes
 
 # %% ../../nbs/01_tokenizer/03_bpe.ipynb #2ecfff4f
@@ -565,7 +580,8 @@ def learn_merges(
         raise ValueError(f"n_merges={n_merges}: use 0 or more")
     start = perf_counter()
     # As for counting: from a megabyte of text on, of which the words may be far less
-    backend = pick_backend(backend, sum(len(word) * n for word, n in counts.items()))
+    size = sum(len(word) * n for word, n in counts.items())
+    backend = pick_backend(backend, size)
     with Progress(n_merges, "Learning merges", "merge", enabled=progress) as bar:
         learn = _learn_numba if backend == "numba" else _learn_python
         pairs, tops = learn(counts, n_merges, bar)

@@ -50,7 +50,9 @@ def byte_letters() -> dict[int, str]:  # 256 bytes -> as many characters
     GPT-2's `bytes_to_unicode`."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [b for b in range(256) if b not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(hidden)}
+    shown = {b: chr(b) for b in printable}
+    moved = {b: chr(256 + i) for i, b in enumerate(hidden)}
+    return shown | moved
 
 
 @functools.cache
@@ -109,7 +111,10 @@ def tokenizer_json(
     flags = dict(single_word=False, lstrip=False, rstrip=False)
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
     split = dict(
-        type="Split", pattern={"Regex": find_pattern(pattern)}, behavior="Isolated", invert=False
+        type="Split",
+        pattern={"Regex": find_pattern(pattern)},
+        behavior="Isolated",
+        invert=False,
     )
     return dict(
         version="1.0",
@@ -449,11 +454,10 @@ class BPETokenizer:
             )
         if len({*special}) < len(special):
             raise ValueError(f"special_tokens={special}: each may appear only once")
-        counts = (
-            texts
-            if isinstance(texts, Mapping)
-            else count_words(texts, pattern, num_proc, backend, progress)
-        )
+        if isinstance(texts, Mapping):
+            counts = texts
+        else:
+            counts = count_words(texts, pattern, num_proc, backend, progress)
         merges = learn_merges(counts, n_merges, backend, progress)
         if len(merges.pairs) < n_merges:
             raise ValueError(
@@ -665,11 +669,10 @@ class BPETokenizer:
                 raise error
         template = folder / "chat_template.jinja"
         with reading(template):
-            tok.chat_template = (
-                template.read_text("utf-8")
-                if template.is_file()
-                else default_template(config.get("chat_template"))
-            )
+            if template.is_file():
+                tok.chat_template = template.read_text("utf-8")
+            else:
+                tok.chat_template = default_template(config.get("chat_template"))
         return tok
 
     @classmethod

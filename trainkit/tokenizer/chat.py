@@ -116,12 +116,15 @@ def _bytes_at(pieces: Sequence[str], places: Iterable[int], nfc: bool) -> list[i
 
     Ordinary text, which may be normalized, and special tokens in turn."""
     first = [0, *accumulate(map(len, pieces))]
-    sizes = [_bytes_until(piece, len(piece), nfc and k % 2 == 0) for k, piece in enumerate(pieces)]
+    sizes = []
+    for k, piece in enumerate(pieces):
+        sizes.append(_bytes_until(piece, len(piece), nfc and k % 2 == 0))
     before = [0, *accumulate(sizes)]
     out = []
     for at in places:
         k = min(bisect_right(first, at), len(pieces)) - 1
-        out.append(before[k] + _bytes_until(pieces[k], at - first[k], nfc and k % 2 == 0))
+        inside = _bytes_until(pieces[k], at - first[k], nfc and k % 2 == 0)
+        out.append(before[k] + inside)
     return out
 
 
@@ -154,8 +157,10 @@ def encode_spans(
         codes = _backend(tokenizer).encode_batch([*texts], add_special_tokens=False)
         for code, stretches in zip(codes, spans, strict=True):
             offsets = np.array(code.offsets, np.int64).reshape(-1, 2)
-            starts, ends = (np.maximum.accumulate(offsets[:, side]) for side in (0, 1))
-            out.append((np.array(code.ids, np.int64), _touched(starts, ends, stretches)))
+            starts = np.maximum.accumulate(offsets[:, 0])
+            ends = np.maximum.accumulate(offsets[:, 1])
+            ids = np.array(code.ids, np.int64)
+            out.append((ids, _touched(starts, ends, stretches)))
         return out
     # Python loops over texts and spans, never over tokens
     flat, rows, sizes = _encode_flat(texts, tokenizer)
@@ -165,12 +170,14 @@ def encode_spans(
         for text, stretches in zip(texts, spans, strict=True)
     ]
     counts = [len(stretches) for stretches in inside]
-    both = np.array([span for stretches in inside for span in stretches], np.int64).reshape(-1, 2)
+    flat_spans = [span for stretches in inside for span in stretches]
+    both = np.array(flat_spans, np.int64).reshape(-1, 2)
     # Bytes from the beginning of the first text
     both += np.repeat(ends[rows[:-1]], counts)[:, None]
     first = ends[1:].searchsorted(both[:, 0], "right")
     last = ends[:-1].searchsorted(both[:, 1], "left")
-    touched = iter(np.stack((first, last), 1) - np.repeat(rows[:-1], counts)[:, None])
+    before = np.repeat(rows[:-1], counts)  # Tokens of the texts before
+    touched = iter(np.stack((first, last), 1) - before[:, None])
     return [
         (flat[a:b], [tuple(next(touched).tolist()) for _ in range(n)])
         for a, b, n in zip(rows[:-1].tolist(), rows[1:].tolist(), counts, strict=True)
@@ -189,9 +196,11 @@ def _encode_flat(
         split = re.compile(f"({_any_of(tokenizer.special_tokens)})").split
         # Plain text at the even places, special tokens at the odd ones
         cut = [split(text) for text in texts]
-    ids, sizes = tokenizer.encoder.encode_flat([piece for pieces in cut for piece in pieces[::2]])
+    ordinary = [piece for pieces in cut for piece in pieces[::2]]
+    ids, sizes = tokenizer.encoder.encode_flat(ordinary)
     many = np.array([len(pieces) for pieces in cut], np.int64)
-    plain = (np.arange(many.sum()) - np.repeat(many.cumsum() - many, many)) % 2 == 0
+    before = np.repeat(many.cumsum() - many, many)  # Pieces of the texts before
+    plain = (np.arange(many.sum()) - before) % 2 == 0
     lengths = np.ones(len(plain), np.int64)
     lengths[plain] = sizes
     ends = np.concatenate(([0], lengths.cumsum()))
@@ -377,7 +386,10 @@ def _cut_marked(text: str, controls: Iterable[str]) -> list[str]:
 
 
 def _encode_marked(
-    text: str, spans: list, tokenizer: "AnyTokenizer", controls: Mapping[str, int]
+    text: str,
+    spans: list,
+    tokenizer: "AnyTokenizer",
+    controls: Mapping[str, int],
 ) -> tuple[np.ndarray, list[tuple[int, int]]]:
     "`encode_spans` for a text with marks, which are plain text."
     pieces = _cut_marked(text, controls)
@@ -387,10 +399,13 @@ def _encode_marked(
         return _encode_marked_theirs(bare, places, tokenizer, controls)
     others = {*tokenizer.special_tokens} - {*controls}
     plain = iter(tokenizer.encode_batch(bare[::2], others, ()))
-    codes = [[controls[piece]] if k % 2 else next(plain) for k, piece in enumerate(bare)]
+    codes = []
+    for k, piece in enumerate(bare):
+        codes.append([controls[piece]] if k % 2 else next(plain))
     ids = np.array(sum(codes, []), np.int64)
     sizes = tokenizer.token_sizes[ids]
-    special = np.repeat(np.arange(len(codes)) % 2 == 1, [len(code) for code in codes])
+    lengths = [len(code) for code in codes]
+    special = np.repeat(np.arange(len(codes)) % 2 == 1, lengths)
     sizes[special] = [len(piece.encode()) for piece in bare[1::2]]
     ends = sizes.cumsum()
     at = _bytes_at(bare, places, tokenizer.nfc)
@@ -425,11 +440,12 @@ def _guarded(
     if isinstance(model.get("unk_token"), str):
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
     if model.get("merges"):
-        pairs = [
-            (merge, merge.split(" ") if isinstance(merge, str) else merge)
-            for merge in model["merges"]
-        ]
-        model["merges"] = [merge for merge, (a, b) in pairs if not names.keys() & {a, b, a + b}]
+        merges = []
+        for merge in model["merges"]:
+            a, b = merge.split(" ") if isinstance(merge, str) else merge
+            if not names.keys() & {a, b, a + b}:
+                merges.append(merge)
+        model["merges"] = merges
     copy = type(backend).from_str(json.dumps(data))
     _GUARDED[tokenizer] = key, copy, names
     return copy, names
@@ -456,8 +472,10 @@ def _encode_marked_theirs(
         at.append(begins[k] + offset)
     code = copy.encode("".join(renamed), add_special_tokens=False)
     offsets = np.array(code.offsets, np.int64).reshape(-1, 2)
-    starts, ends = (np.maximum.accumulate(offsets[:, side]) for side in (0, 1))
-    return np.array(code.ids, np.int64), _touched(starts, ends, zip(at[::2], at[1::2], strict=True))
+    starts = np.maximum.accumulate(offsets[:, 0])
+    ends = np.maximum.accumulate(offsets[:, 1])
+    spans = zip(at[::2], at[1::2], strict=True)
+    return np.array(code.ids, np.int64), _touched(starts, ends, spans)
 
 
 def _forgeable(tokenizer: "AnyTokenizer", controls: Mapping[str, int]) -> bool:

@@ -119,7 +119,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             raise SecurityError(f"the template makes a text of more than {most:,} characters")
         return value
 
-    def call_binop(self, context: "Context", operator: str, left: Any, right: Any) -> object:
+    def call_binop(
+        self,
+        context: "Context",
+        operator: str,
+        left: Any,
+        right: Any,
+    ) -> object:
         if operator == "**" and (abs(left) > 1e6 or abs(right) > 64):
             raise SecurityError(f"the template asks for {left} ** {right}")
         if operator == "*":
@@ -173,7 +179,11 @@ def _raise(message: str) -> None:
 
 def _tojson(x: object, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     return json.dumps(
-        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        x,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
     )
 
 
@@ -586,7 +596,11 @@ def _simple(message: object) -> bool:
 
 @lru_cache(maxsize=1024)
 def _skeleton(
-    template: str, roles: tuple, names: tuple, train_on: str, ask: bool
+    template: str,
+    roles: tuple,
+    names: tuple,
+    train_on: str,
+    ask: bool,
 ) -> tuple[list[str], list[tuple]]:
     """The text between the contents, and the place of each span.
 
@@ -607,7 +621,10 @@ def _skeleton(
 
 
 def _fill(
-    between: list[str], spans: list[tuple], contents: list[str], strip: bool
+    between: list[str],
+    spans: list[tuple],
+    contents: list[str],
+    strip: bool,
 ) -> tuple[str, list[tuple[int, int]]]:
     if strip:
         contents = [content.strip() for content in contents]
@@ -615,7 +632,10 @@ def _fill(
     text = "".join(
         [piece for pair in zip(between, contents, strict=False) for piece in pair] + between[-1:]
     )
-    return text, [(ends[n] + at, ends[m] + to) for (n, at), (m, to) in spans]
+    places = []
+    for (first, start), (last, end) in spans:
+        places.append((ends[first] + start, ends[last] + end))
+    return text, places
 
 
 @lru_cache(maxsize=64)
@@ -744,8 +764,11 @@ class _Watch(threading.Thread):
 
     def __init__(self, process: subprocess.Popen[bytes], seconds: float, given: int):
         super().__init__(daemon=True)
-        self.process, self.seconds, self.given = process, seconds, given
-        self.done, self.reason = threading.Event(), ""
+        self.process = process
+        self.seconds = seconds
+        self.given = given
+        self.done = threading.Event()
+        self.reason = ""
 
     def run(self) -> None:
         used = None if _LIMITED else self.memory()
@@ -788,7 +811,8 @@ class _Workers:
     It starts with the first job, and again after a job has ended it."""
 
     def __init__(self):
-        self.lock, self.parent = threading.Lock(), os.getpid()
+        self.lock = threading.Lock()
+        self.parent = os.getpid()
         self.process: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> subprocess.Popen[bytes]:
@@ -1501,7 +1525,8 @@ def _hermes_calls(words: str) -> _Calls:
 
 
 def _llama_calls(words: str) -> _Calls:
-    words, calls = words.replace(_PYTHON_TAG, "", 1), []
+    words = words.replace(_PYTHON_TAG, "", 1)
+    calls = []
     end = 0
     while words[end:].strip():
         value, end = _json(words, end)
@@ -1632,7 +1657,12 @@ class AnswerReader:
     ):
         if isinstance(tools, str) and tools not in TOOL_FORMATS:
             raise ValueError(f"tool_format = {tools!r}: must be one of {[*TOOL_FORMATS]}")
-        names = [tools] if isinstance(tools, str) else TOOL_FORMATS if tools else ()
+        if isinstance(tools, str):
+            names = [tools]
+        elif tools:
+            names = TOOL_FORMATS
+        else:
+            names = ()
         self.formats = [TOOL_FORMATS[name] for name in names]
         self.strict = strict
         self.state = "content"
@@ -1672,12 +1702,10 @@ class AnswerReader:
         return self.push("", last=True)
 
     def _think(self, closing: str) -> None:
-        self.state, self.closing, self.fresh, self.may_think = (
-            "reasoning_content",
-            closing,
-            True,
-            False,
-        )
+        self.state = "reasoning_content"
+        self.closing = closing
+        self.fresh = True
+        self.may_think = False
 
     # Each of the following reads up to the next mark, and returns whether there may be more to read
 
@@ -1740,7 +1768,8 @@ class AnswerReader:
 
     def _read_call(self, parts: _Parts, last: bool) -> bool:
         assert self.format is not None
-        opening, closing = self.format.opening, self.format.closing
+        opening = self.format.opening
+        closing = self.format.closing
         at = self.pending.find(closing) if closing else -1
         if at < 0 and not last:
             return False

@@ -65,7 +65,8 @@ def _merge_long(ids: list[int], ranks: Mapping, merged_ids: Mapping | Sequence) 
         j = after[i]
         if ids[i] < 0 or j == len(ids) or ranks.get((ids[i], ids[j])) != rank:
             continue  # the pair is gone
-        ids[i], ids[j] = merged_ids[rank], -1
+        ids[i] = merged_ids[rank]
+        ids[j] = -1
         after[i] = j = after[j]
         if j < len(ids):
             before[j] = i
@@ -99,9 +100,11 @@ def merge_short(out, k, m, keys, ranks, merged_ids, order):
         for j in range(i, m - 1):
             order[j] = order[j + 1]
         if i < m - 1:
-            order[i] = ranks[find_key(keys, np.int64(out[k + i]) << 32 | out[k + i + 1])]
+            pair = np.int64(out[k + i]) << 32 | out[k + i + 1]
+            order[i] = ranks[find_key(keys, pair)]
         if i > 0:
-            order[i - 1] = ranks[find_key(keys, np.int64(out[k + i - 1]) << 32 | out[k + i])]
+            pair = np.int64(out[k + i - 1]) << 32 | out[k + i]
+            order[i - 1] = ranks[find_key(keys, pair)]
     return m
 
 
@@ -113,7 +116,8 @@ def merge_long(out, k, m, keys, ranks, merged_ids):
     after = np.arange(1, m + 1)
     before = np.arange(-1, m - 1)
     for j in range(m - 1):
-        rank = ranks[find_key(keys, np.int64(out[k + j]) << 32 | out[k + j + 1])]
+        pair = np.int64(out[k + j]) << 32 | out[k + j + 1]
+        rank = ranks[find_key(keys, pair)]
         if rank < 0x7FFFFFFF:
             heap_push(first, second, n, rank, j)
             n += 1
@@ -125,16 +129,19 @@ def merge_long(out, k, m, keys, ranks, merged_ids):
         j = after[i]
         if out[k + i] < 0 or j >= m:
             continue
-        if ranks[find_key(keys, np.int64(out[k + i]) << 32 | out[k + j])] != best:
+        pair = np.int64(out[k + i]) << 32 | out[k + j]
+        if ranks[find_key(keys, pair)] != best:
             continue  # the pair is gone
-        out[k + i], out[k + j] = merged_ids[best], -1
+        out[k + i] = merged_ids[best]
+        out[k + j] = -1
         after[i] = j = after[j]
         if j < m:
             before[j] = i
         for left, right in ((before[i], i), (i, j)):
             if left < 0 or right >= m:
                 continue
-            rank = ranks[find_key(keys, np.int64(out[k + left]) << 32 | out[k + right])]
+            pair = np.int64(out[k + left]) << 32 | out[k + right]
+            rank = ranks[find_key(keys, pair)]
             if rank < 0x7FFFFFFF:
                 heap_push(first, second, n, rank, left)
                 n += 1
@@ -229,7 +236,8 @@ def fill_tables(slots, hashes, starts, tokens, keys, ranks, pairs, pair_ranks):
         slots[at] = k
     for k in range(len(pairs)):
         place = find_key(keys, pairs[k])
-        keys[place], ranks[place] = pairs[k], pair_ranks[k]
+        keys[place] = pairs[k]
+        ranks[place] = pair_ranks[k]
 
 
 def recall(out, k, recent, at, a, b, size):
@@ -252,8 +260,14 @@ def remember(out, k, n, recent, at, a, b, size):
     recent[at, 1] = b
     recent[at, 2] = np.uint64(n) << np.uint64(8) | np.uint64(size)
     for j in range(2):
-        first = np.uint64(out[k + 2 * j]) if 2 * j < n else np.uint64(0)
-        second = np.uint64(out[k + 2 * j + 1]) if 2 * j + 1 < n else np.uint64(0)
+        if 2 * j < n:
+            first = np.uint64(out[k + 2 * j])
+        else:
+            first = np.uint64(0)
+        if 2 * j + 1 < n:
+            second = np.uint64(out[k + 2 * j + 1])
+        else:
+            second = np.uint64(0)
         recent[at, 3 + j] = first | second << np.uint64(32)
 
 
@@ -298,7 +312,10 @@ def encode_kernel(
     for d in range(len(ends)):
         before = k
         while i < ends[d]:
-            e = word_end(data, i, ends[d], classes, kind) if kind >= 0 else ends[d]
+            if kind >= 0:
+                e = word_end(data, i, ends[d], classes, kind)
+            else:
+                e = ends[d]
             size = e - i
             a, b = word_key(eights, i, size)
             n = 0
@@ -324,7 +341,10 @@ def encode_kernel(
                         n = merge_long(out, k, size, keys, ranks, merged_ids)
                 if size > 16:
                     at = h & places_mask
-                    places[at, 0], places[at, 1], places[at, 2], places[at, 3] = i, size, k, n
+                    places[at, 0] = i
+                    places[at, 1] = size
+                    places[at, 2] = k
+                    places[at, 3] = n
                 elif n <= 4:
                     remember(out, k, n, recent, h & recent_mask, a, b, size)
             i = e
@@ -374,11 +394,10 @@ class _Words(dict):
         tokens, byte_ids, ranks, merged_ids = self.parts
         data = word.encode()
         whole = tokens.get(data)
-        ids = (
-            [whole]
-            if whole is not None
-            else merge_word([byte_ids[b] for b in data], ranks, merged_ids)
-        )
+        if whole is not None:
+            ids = [whole]
+        else:
+            ids = merge_word([byte_ids[b] for b in data], ranks, merged_ids)
         if len(word) <= 64:
             if len(self) >= 1 << 19:
                 self.clear()
@@ -517,9 +536,9 @@ class Encoder:
 
         For a corpus, where a Python object for each id would cost too much."""
         if self._begin(texts) == "numba":
-            return (
-                self._encode_threads(texts, threads) if threads > 1 else self._encode_numba(texts)
-            )
+            if threads > 1:
+                return self._encode_threads(texts, threads)
+            return self._encode_numba(texts)
         rows = [self._encode_python(text) for text in texts]
         sizes = np.array([len(row) for row in rows], np.int64)
         return np.array([*chain.from_iterable(rows)], np.int32), sizes

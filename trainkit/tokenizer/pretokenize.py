@@ -104,7 +104,9 @@ def _with_gaps(text: str, pattern: str) -> list[str]:
     for m in regex.finditer(find_pattern(pattern), text):
         if not m[0]:
             continue
-        words += [text[at : m.start()], m[0]] if at < m.start() else [m[0]]
+        if at < m.start():
+            words.append(text[at : m.start()])
+        words.append(m[0])
         at = m.end()
     return words + ([text[at:]] if at < len(text) else [])
 
@@ -141,7 +143,9 @@ def split_words(
             for w in (ascii_only if piece.isascii() else find)(piece)
         ]
     words = find(text)
-    return words if all(words) and sum(map(len, words)) == len(text) else _with_gaps(text, pattern)
+    if all(words) and sum(map(len, words)) == len(text):
+        return words
+    return _with_gaps(text, pattern)
 
 # %% ../../nbs/01_tokenizer/01_pretokenization.ipynb #a67dbaa2
 _PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
@@ -207,11 +211,10 @@ def cut_specials(
                 f"{unknown[0]!r} is not a special token of this tokenizer: "
                 f"choose from {[*special_tokens]}"
             )
-        refused = (
-            [t for t in special_tokens if t not in allowed]
-            if disallowed_special == "all"
-            else disallowed_special
-        )
+        if disallowed_special == "all":
+            refused = [t for t in special_tokens if t not in allowed]
+        else:
+            refused = disallowed_special
     if among is not None:
         allowed, refused = (
             [token for token in some if token in among] for some in (allowed, refused)

@@ -30,7 +30,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -343,6 +343,30 @@ def check_weights(
         raise ValueError("The checkpoint is of another model: " + "; ".join(wrong))
 
 
+def _parameter_names(groups: Sequence) -> set[str]:
+    "Of groups that name their parameters; else what is known of the groups."
+    if all(isinstance(group, list) for group in groups):
+        return {name for group in groups for name in group}
+    return {str(groups)}
+
+
+def _other_groups(before: Sequence, now: Sequence) -> str:
+    "How the groups of a checkpoint differ from those of the optimizer."
+    old = _parameter_names(before)
+    new = _parameter_names(now)
+    differences = []
+    for title, names in (("only there:", old - new), ("only here:", new - old)):
+        if names:
+            more = ", …" if len(names) > 3 else ""
+            differences.append(f"{title} {', '.join(sorted(names)[:3])}{more}")
+    if differences:
+        return "The checkpoint trained other parameters, " + "; ".join(differences)
+    return (
+        f"The checkpoint had the same parameters in other groups ({len(before)} there, "
+        f"{len(now)} here): the patterns of lr_factors and weight_decays must be the same"
+    )
+
+
 def check_optimizer(
     saved: StateDict,  # `state_dict` from the checkpoint
     saved_class: str,  # Its optimizer's class
@@ -361,23 +385,7 @@ def check_optimizer(
     before = names(saved["param_groups"])
     now = names(groups)
     if before != now:
-        old, new = (
-            {name for group in groups_of for name in group}
-            if all(isinstance(group, list) for group in groups_of)
-            else {str(groups_of)}
-            for groups_of in (before, now)
-        )
-        what = [
-            f"{title} {', '.join(sorted(some)[:3])}{', …' if len(some) > 3 else ''}"
-            for title, some in (("only there:", old - new), ("only here:", new - old))
-            if some
-        ]
-        raise ValueError(
-            "The checkpoint trained other parameters, " + ("; ".join(what))
-            if what
-            else f"The checkpoint had the same parameters in other groups ({len(before)} there, "
-            f"{len(now)} here): the patterns of lr_factors and weight_decays must be the same"
-        )
+        raise ValueError(_other_groups(before, now))
     for index, p in enumerate(p for group in groups for p in group["params"]):
         for key, value in saved["state"].get(index, {}).items():
             if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:
@@ -562,7 +570,10 @@ def untie(
     once = {}
     shared = {}
     for name, t in tensors.items():
-        place = (t.device, t.dtype, t.data_ptr(), t.shape, t.stride()) if t.numel() else name
+        if t.numel():
+            place = t.device, t.dtype, t.data_ptr(), t.shape, t.stride()
+        else:
+            place = name
         if (own := first.setdefault(place, name)) == name:
             once[name] = t
         else:
@@ -589,7 +600,8 @@ def pack_tree(
             tensors[path], leaf = tree, {"$tensor": path}
         else:  # Unsigned numbers as signed ones, because old readers know no others
             signed = tree.view(tree.dtype.str.replace("u", "i")).copy()
-            tensors[path], leaf = torch.from_numpy(signed), {"$array": [path, tree.dtype.str]}
+            tensors[path] = torch.from_numpy(signed)
+            leaf = {"$array": [path, tree.dtype.str]}
         return leaf
     if isinstance(tree, (list, tuple)):
         items = [pack_tree(item, tensors, f"{path}.{i}") for i, item in enumerate(tree)]

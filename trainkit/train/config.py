@@ -293,7 +293,8 @@ def update_best(
     greater_is_better = config.greater_is_better
     if greater_is_better is None:
         greater_is_better = not name.endswith("loss")
-    value, best = record[name], state.best_metric
+    value = record[name]
+    best = state.best_metric
     gain = (value - (best or 0.0)) * (1 if greater_is_better else -1)
     if best is None and not math.isnan(value):
         gain = math.inf
@@ -337,7 +338,8 @@ class Control:
         reason: str = "",  # Becomes the result's `stop_reason`
     ):
         "Finish this step, save, and end; a second call leaves the step, and before it all ends."
-        self.reason, self.stopping = reason or "stopped", True
+        self.reason = reason or "stopped"
+        self.stopping = True
         self.presses += 1
 
     @property

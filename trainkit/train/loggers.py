@@ -48,7 +48,12 @@ class Tracker(NamedTuple):
     rewinds: bool = False  # Whether it forgets what a resume has undone
 
 
-def open_tensorboard(folder: RunFolder, project: str, config: dict, start: int) -> Tracker:
+def open_tensorboard(
+    folder: RunFolder,
+    project: str,
+    config: dict,
+    start: int,
+) -> Tracker:
     "Event files in the run folder: `tensorboard --logdir runs`."
     from torch.utils.tensorboard import SummaryWriter
 
@@ -65,7 +70,12 @@ def open_tensorboard(folder: RunFolder, project: str, config: dict, start: int) 
     return Tracker(log, writer.add_text, writer.close, True)
 
 
-def open_trackio(folder: RunFolder, project: str, config: dict, start: int) -> Tracker:
+def open_trackio(
+    folder: RunFolder,
+    project: str,
+    config: dict,
+    start: int,
+) -> Tracker:
     "A database on this machine: `trackio show`."
     import trackio
     import trackio.context_vars as current
@@ -92,7 +102,12 @@ def open_trackio(folder: RunFolder, project: str, config: dict, start: int) -> T
     )
 
 
-def open_wandb(folder: RunFolder, project: str, config: dict, start: int) -> Tracker:
+def open_wandb(
+    folder: RunFolder,
+    project: str,
+    config: dict,
+    start: int,
+) -> Tracker:
     "Weights & Biases; stays on this machine until `wandb sync` unless somebody has logged in."
     import wandb  # pyright: ignore[reportMissingImports]
 
@@ -150,11 +165,10 @@ def check_report_to(
     report_to: str | Sequence[str] | None,
 ) -> list[str]:  # Names of trackers that are installed
     "Resolve the names of trackers; an unknown or a missing one is an error that says what to do."
-    names = (
-        [n.strip() for n in report_to.split(",")]
-        if isinstance(report_to, str)
-        else list(report_to or [])
-    )
+    if isinstance(report_to, str):
+        names = [n.strip() for n in report_to.split(",")]
+    else:
+        names = list(report_to or [])
     names = [n for n in names if n and n != "none"]
     if "all" in names:
         return [n for n in TRACKERS if find_spec(n)]
@@ -189,7 +203,10 @@ class MetricsLog:
         self.names = check_report_to(report_to)
         self.trackers = []
         self.opened = False
-        self.current_step, self.sent, self.drawn, self.drawing = 0, -1, time.monotonic(), 0.0
+        self.current_step = 0
+        self.sent = -1
+        self.drawn = time.monotonic()
+        self.drawing = 0.0
 
     def open(self, start: int):
         "Open the trackers, once; `start` is the step that the run begins after."

@@ -62,7 +62,8 @@ def valley(
     lengths = [1] * len(losses)
     last = 0  # Where the longest decreasing subsequence ends
     for i in range(1, len(losses)):
-        lengths[i] = 1 + max((lengths[j] for j in range(i) if losses[i] < losses[j]), default=0)
+        before = [lengths[j] for j in range(i) if losses[i] < losses[j]]
+        lengths[i] = 1 + max(before, default=0)
         if lengths[last] < lengths[i]:
             last = i
     first = last - lengths[last]
@@ -107,7 +108,8 @@ class LRCurve:
         smooth = self.smooth
         begin = len(smooth) // 10
         end = len(smooth) - 5 if len(smooth) - begin > 10 else len(smooth)
-        rates, losses = self.rates[begin:end], smooth[begin:end]
+        rates = self.rates[begin:end]
+        losses = smooth[begin:end]
         if len(losses) < 2 or min(losses) >= losses[0]:
             return {}
         lowest = losses.index(min(losses))
@@ -159,7 +161,8 @@ class LRCurve:
 
         where = [math.log10(rate) for rate in self.rates]
         # Where it explodes, the rest of the curve would be a flat line
-        lowest, first = min(self.smooth), self.smooth[0]
+        lowest = min(self.smooth)
+        first = self.smooth[0]
         limit = first + max(first - lowest, 0.1 * abs(first))
         shown = [y if y <= limit else math.nan for y in self.smooth]
         ax = curves({"loss": (where, shown)}, title, "learning rate", ax=ax)
@@ -201,7 +204,8 @@ _LABELS = {  # Points from the dot to its name, and the side of it that stands t
 
 def _height(rates: Sequence[float], losses: Sequence[float], rate: float) -> float:
     "The loss at the nearest rate."
-    return losses[min(range(len(rates)), key=lambda i: abs(math.log(rates[i] / rate)))]
+    closest = min(range(len(rates)), key=lambda i: abs(math.log(rates[i] / rate)))
+    return losses[closest]
 
 # %% ../../nbs/04_train/29_lr_finder.ipynb #lr-untouched
 def _changeable(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -215,7 +219,8 @@ def untouched(
     trainer: Trainer,
 ) -> Iterator[None]:
     "Put weights, gradients, data, random numbers and scaler back as they were, to the last bit."
-    batches, scaler = trainer.train_batches, trainer.accelerator.scaler
+    batches = trainer.train_batches
+    scaler = trainer.accelerator.scaler
     if hasattr(batches, "__next__") and not hasattr(batches, "state_dict"):
         raise ValueError(
             "train_batches is an iterator, and the batches of the test would be missing from the "
@@ -247,7 +252,9 @@ def untouched(
 # %% ../../nbs/04_train/29_lr_finder.ipynb #lr-find
 def _diverged(smooth: Sequence[float]) -> bool:
     "Whether the last loss is far above the best one."
-    first, best, now = smooth[0], min(smooth), smooth[-1]
+    first = smooth[0]
+    best = min(smooth)
+    now = smooth[-1]
     climbed = now - first > max(first - best, 0.1 * abs(first))
     return climbed or now > 4 * best > 0
 

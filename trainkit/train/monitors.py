@@ -29,9 +29,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import mean, median
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..display import Picture, number, table
@@ -72,7 +73,7 @@ def usage() -> dict[str, float]:  # GiB; only what this machine can tell
     return record
 
 # %% ../../nbs/04_train/20_monitors.ipynb #02f07860
-def _open_nvml(nvml: Any = None) -> tuple[Any, Any, str]:
+def _open_nvml(nvml: ModuleType | None = None) -> tuple[Any, Any, str]:
     "NVML, its handle of the GPU of this process, and what can be seen; None without NVML or a GPU."
     torch = sys.modules.get("torch")
     uuid = None
@@ -87,11 +88,10 @@ def _open_nvml(nvml: Any = None) -> tuple[Any, Any, str]:
         uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
     try:
         nvml.nvmlInit()
-        handle = (
-            nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-            if uuid
-            else nvml.nvmlDeviceGetHandleByIndex(0)
-        )
+        if uuid:
+            handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        else:
+            handle = nvml.nvmlDeviceGetHandleByIndex(0)
         nvml.nvmlDeviceGetUtilizationRates(handle)
     except Exception as error:  # a driver of another version, a container without rights
         return None, None, f"cuda (limited: NVML says {error})"
@@ -100,7 +100,8 @@ def _open_nvml(nvml: Any = None) -> tuple[Any, Any, str]:
 
 
 def open_gpu(
-    nvml: Any = None,  # The module; None: `pynvml`, if torch uses a GPU and the library is there
+    nvml: ModuleType
+    | None = None,  # The module; None: `pynvml`, if torch uses a GPU and the library is there
 ) -> tuple[
     Callable[[], dict[str, float]] | None, str
 ]:  # A function that looks at the GPU, and what can be seen
@@ -196,7 +197,8 @@ class _Counter:
         return int(self.path.read_text(encoding="ascii"))
 
     def joules(self) -> float:  # Since the last call
-        now, before = self.now(), self.last
+        now = self.now()
+        before = self.last
         self.last = now
         return (now - before + (self.most if now < before else 0)) / 1e6
 
@@ -230,7 +232,7 @@ class EnergyMeter:
 
     def __init__(
         self,
-        nvml: Any = None,  # See `open_gpu`
+        nvml: ModuleType | None = None,  # See `open_gpu`
         powercap: str | Path | None = None,  # Linux's folder of counters; None: `POWERCAP`
     ):
         self.totals: dict[str, float] = {}  # 'cpu_joules' and 'gpu_joules', where there is a meter
@@ -275,7 +277,8 @@ class EnergyMeter:
                 self.totals["gpu_joules"] += max(0, now - self.millijoules) / 1000
                 self.millijoules = now
                 return
-            watts, clock = self.nvml.nvmlDeviceGetPowerUsage(self.gpu) / 1000, time.perf_counter()
+            watts = self.nvml.nvmlDeviceGetPowerUsage(self.gpu) / 1000
+            clock = time.perf_counter()
             self.totals["gpu_joules"] += (watts + self.watts) / 2 * (clock - self.clock)
             self.watts, self.clock = watts, clock
 
@@ -293,7 +296,7 @@ class SystemMonitor:
         every: float = 1.0,  # Seconds between two samples
         # Operations a second of the device, from its data sheet; None: `matmul_peak`
         peak_flops: float | None = None,
-        nvml: Any = None,  # See `open_gpu`
+        nvml: ModuleType | None = None,  # See `open_gpu`
         powercap: str | Path | None = None,  # See `EnergyMeter`
     ):
         self.every = every
@@ -301,7 +304,9 @@ class SystemMonitor:
         self.nvml = nvml
         self.powercap = powercap
         self.peaks: dict[str, float] = {}  # The most of each number
-        self.sees, self.thread, self.lock = "", None, threading.Lock()
+        self.sees = ""
+        self.thread = None
+        self.lock = threading.Lock()
         self.flops, self.passes, self.all_work = None, 3.0, 0.0  # Of a run
 
     def start(self):
@@ -309,13 +314,19 @@ class SystemMonitor:
         self.stop()
         self.gpu, self.sees = open_gpu(self.nvml)
         self.energy = EnergyMeter(self.nvml, self.powercap)
-        self.samples, self.peaks, self.done = [], {}, threading.Event()
-        self.cores, self.process = os.cpu_count() or 1, _process()
+        self.samples = []
+        self.peaks = {}
+        self.done = threading.Event()
+        self.cores = os.cpu_count() or 1
+        self.process = _process()
         if self.process is not None:
             self.process.cpu_percent()  # counts from here
         self.sample()
         self.thread = threading.Thread(
-            target=self.watch, args=(self.done,), name="monitor", daemon=True
+            target=self.watch,
+            args=(self.done,),
+            name="monitor",
+            daemon=True,
         )
         self.thread.start()
         return self
@@ -455,7 +466,8 @@ def noise(
     "How much a series jitters around its own trend: the median size of its second differences."
     if len(values) < 3:
         return 0.0
-    bends = [abs(a - 2 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)]
+    triples = zip(values, values[1:], values[2:], strict=False)
+    bends = [abs(a - 2 * b + c) for a, b, c in triples]
     # A normal's median size; variance of a − 2b + c is 1 + 4 + 1
     return median(bends) / 0.6745 / math.sqrt(6)
 
@@ -513,7 +525,8 @@ def overfitting(records: Sequence[dict]) -> HealthFinding | None:
     ):
         return None
     times, losses = series(records, "loss")
-    then = [x for t, x in zip(times, losses, strict=True) if t <= steps[low]][-3:]
+    earlier = [loss for t, loss in zip(times, losses, strict=True) if t <= steps[low]]
+    then = earlier[-3:]
     if not then or mean(losses[-3:]) >= mean(then):
         return None
     return HealthFinding(
@@ -533,14 +546,11 @@ def trend(
     "Slope of the straight line through a series (least squares)."
     middle = (len(values) - 1) / 2
     center = mean(values)
-    return (
-        (
-            sum((i - middle) * (v - center) for i, v in enumerate(values))
-            / sum((i - middle) ** 2 for i in range(len(values)))
+    if len(values) > 1:
+        return sum((i - middle) * (v - center) for i, v in enumerate(values)) / sum(
+            (i - middle) ** 2 for i in range(len(values))
         )
-        if len(values) > 1
-        else 0.0
-    )
+    return 0.0
 
 
 def most_change(
@@ -558,7 +568,8 @@ def small_rate(records: Sequence[dict]) -> HealthFinding | None:
     losses = series(records, "loss")[1]
     if len(rates) < 6 or len(losses) < 6 or rates[-1] > rates[-2] or max(rates) >= 2e-7:
         return None  # or still warming up
-    path = sum(rate * (b - a) for a, b, rate in zip([0, *steps], steps, rates, strict=False))
+    stretches = zip(pairwise([0, *steps]), rates, strict=False)
+    path = sum(rate * (b - a) for (a, b), rate in stretches)
     return HealthFinding(
         "small_rate",
         steps[-1],

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw as adamw_update
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import ParamsT
 
 from ..model.config import ModelConfig, mup_scales
 from ..numba_utils import compile_kernels, pick_backend
@@ -46,7 +47,11 @@ def adamw(
     "torch's AdamW (Loshchilov and Hutter 2019)."
     betas = (config.adam_beta1, config.adam_beta2)
     return torch.optim.AdamW(
-        groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=fused or None
+        groups,
+        lr=config.learning_rate,
+        betas=betas,
+        eps=config.adam_epsilon,
+        fused=fused or None,
     )
 
 
@@ -104,7 +109,9 @@ def restarts(
 ) -> float:
     "`num_cycles` half cosine waves, each from 1 to 0 (Loshchilov and Hutter 2017)."
     cycles = 1 if config.num_cycles is None else config.num_cycles
-    return 0.5 * (1 + math.cos(math.pi * (cycles * p % 1))) if p < 1 else 0.0
+    if p < 1:
+        return 0.5 * (1 + math.cos(math.pi * (cycles * p % 1)))
+    return 0.0
 
 
 def stable_decay(
@@ -112,7 +119,9 @@ def stable_decay(
     config: "OptimConfig",
 ) -> float:
     "1 until the last `decay_ratio` of the steps, then half a cosine wave to 0 (Hu et al. 2024)."
-    return cosine(max(0.0, 1 - (1 - p) / config.decay_ratio), config) if p < 1 else 0.0
+    if p < 1:
+        return cosine(max(0.0, 1 - (1 - p) / config.decay_ratio), config)
+    return 0.0
 
 
 SCHEDULES: dict[str, Callable[[float, "OptimConfig"], float]] = {
@@ -352,7 +361,7 @@ class Muon(Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],  # As for any optimizer
+        params: ParamsT,  # As for any optimizer
         lr: float = 1e-3,
         weight_decay: float = 0.1,  # Per unit of learning rate
         momentum: float = 0.95,
@@ -438,9 +447,9 @@ def adamw_step(
                 exp_avg=torch.zeros_like(p),
                 exp_avg_sq=torch.zeros_like(p),
             )
-    means, squares, steps = (
-        [states[p][key] for p in params] for key in ("exp_avg", "exp_avg_sq", "step")
-    )
+    means = [states[p]["exp_avg"] for p in params]
+    squares = [states[p]["exp_avg_sq"] for p in params]
+    steps = [states[p]["step"] for p in params]
     adamw_update(
         params,
         cast(list[Tensor], [p.grad for p in params]),
@@ -679,9 +688,10 @@ class AdamW8bit(Optimizer):
         for index, p in zip(saved, order, strict=True):
             if index not in state_dict["state"]:
                 continue
-            device = (
-                torch.device("cpu") if self.paged and p.numel() >= self.min_8bit_size else p.device
-            )
+            if self.paged and p.numel() >= self.min_8bit_size:
+                device = torch.device("cpu")
+            else:
+                device = p.device
             self.state[p] = {
                 k: x.to(device, copy=True) if isinstance(x, Tensor) else x
                 for k, x in state_dict["state"][index].items()

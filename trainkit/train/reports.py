@@ -248,7 +248,9 @@ def write_curves(
 ) -> Path:
     "The same pictures as one file that any browser and any notebook shows."
     run = read_run(folder.path if isinstance(folder, RunFolder) else folder)
-    drawn, wide, high = draw_run(run), 500, 280
+    drawn = draw_run(run)
+    wide = 500
+    high = 280
     rows = -(-len(drawn) // 2)
 
     def place(i: int, picture: Picture) -> str:
@@ -288,7 +290,8 @@ def samples_html(
     cards = []
     chosen = range(len(run.samples))
     if len(samples) > most:
-        chosen = sorted({round(i * (len(samples) - 1) / max(1, most - 1)) for i in range(most)})
+        last = len(samples) - 1
+        chosen = sorted({round(i * last / max(1, most - 1)) for i in range(most)})
     for prompt in dict.fromkeys(p for _, pairs in samples for p, _ in pairs):
         inner = ""
         for i in chosen:

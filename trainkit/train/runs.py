@@ -113,7 +113,9 @@ def to_jsonable(
         return value
     if isinstance(value, Mapping):
         return {str(k): to_jsonable(v) for k, v in value.items()}
-    return [to_jsonable(v) for v in value] if isinstance(value, (list, tuple, set)) else str(value)
+    if isinstance(value, (list, tuple, set)):
+        return [to_jsonable(v) for v in value]
+    return str(value)
 
 
 def to_line(

@@ -58,7 +58,8 @@ def slope(
     ys: Sequence[float],
 ) -> float:  # The exponent b of y = a·x^b
     "The exponent of a power law through points, by least squares of their logarithms."
-    x, y = (np.log(np.asarray(values, dtype=np.float64)) for values in (xs, ys))
+    x = np.log(np.asarray(xs, dtype=np.float64))
+    y = np.log(np.asarray(ys, dtype=np.float64))
     x = x - x.mean()
     return float((x * y).sum() / (x * x).sum())
 
@@ -155,7 +156,8 @@ def _solve(
 ) -> tuple[np.ndarray, np.ndarray]:  # Coefficients (G, K), all at least 0, and errors (G,)
     "Least squares for each exponent pair, where a negative coefficient is left out."
     G, _, K = columns.shape
-    best, errors = np.zeros((G, K)), np.full(G, np.inf)
+    best = np.zeros((G, K))
+    errors = np.full(G, np.inf)
     for used in ([0, 1, 2], [1, 2], [0, 1], [0, 2]):
         part = columns[:, :, used]
         gram = part.mT @ part + 1e-12 * np.eye(len(used))
@@ -186,7 +188,9 @@ class ScalingLaw:
         tokens: float,
     ) -> float:
         "The loss of a model of so many parameters after so many tokens."
-        return self.E + self.A * parameters**-self.alpha + self.B * tokens**-self.beta
+        of_size = self.A * parameters**-self.alpha
+        of_tokens = self.B * tokens**-self.beta
+        return self.E + of_size + of_tokens
 
     def best_split(
         self,
@@ -215,7 +219,9 @@ def fit_law(
     count: int = 24,  # Exponents that are tried at a time
 ) -> ScalingLaw:
     "The law with the least relative error: both exponents by search, the rest by least squares."
-    N, D, L = (np.asarray(values, dtype=np.float64) for values in (parameters, tokens, losses))
+    N = np.asarray(parameters, dtype=np.float64)
+    D = np.asarray(tokens, dtype=np.float64)
+    L = np.asarray(losses, dtype=np.float64)
     if len(L) < 6:
         raise ValueError(f"{len(L)} runs: a law of five numbers needs at least 6")
     if len({*N.tolist()}) < 2 or len({*D.tolist()}) < 2:
@@ -224,16 +230,24 @@ def fit_law(
         np.sqrt(np.ones_like(L) if weights is None else np.asarray(weights, dtype=np.float64)) / L
     )
     n, d = N / N.min(), D / D.min()  # So that the coefficients are of one size
-    centre, reach = np.full((2, 1), (low + high) / 2), (high - low) / 2
+    centre = np.full((2, 1), (low + high) / 2)
+    reach = (high - low) / 2
     for _ in range(5):  # Each time around the best, eight times finer
         pairs = np.clip(centre + _grid(-reach, reach, count), low, high)  # (2, G)
-        powers = [n[None] ** -pairs[0][:, None], d[None] ** -pairs[1][:, None]]
-        columns = np.stack([np.ones_like(powers[0]), *powers], -1) * root[:, None]  # (G, R, 3)
+        alphas, betas = pairs[:, :, None]  # (G, 1) each
+        of_size = n[None] ** -alphas
+        of_tokens = d[None] ** -betas
+        columns = np.stack([np.ones_like(of_size), of_size, of_tokens], -1)
+        columns = columns * root[:, None]  # (G, R, 3)
         found, errors = _solve(columns, root * L)
         best = int(errors.argmin())
-        centre, reach = pairs[:, [best]], reach / 8
-    (alpha, beta), (E, A, B) = pairs[:, best].tolist(), found[best].tolist()
-    return ScalingLaw(E, A * float(N.min()) ** alpha, alpha, B * float(D.min()) ** beta, beta)
+        centre = pairs[:, [best]]
+        reach = reach / 8
+    alpha, beta = pairs[:, best].tolist()
+    E, A, B = found[best].tolist()
+    A = A * float(N.min()) ** alpha
+    B = B * float(D.min()) ** beta
+    return ScalingLaw(E, A, alpha, B, beta)
 
 # %% ../../nbs/04_train/31_scaling_laws.ipynb #laws-boot
 def interval(
@@ -241,7 +255,8 @@ def interval(
     level: float = 0.95,
 ) -> tuple[float, float]:
     "The middle part of some values, such as those of a bootstrap."
-    low, high = np.quantile(np.asarray(values), [(1 - level) / 2, (1 + level) / 2])
+    ends = [(1 - level) / 2, (1 + level) / 2]
+    low, high = np.quantile(np.asarray(values), ends)
     return float(low), float(high)
 
 
@@ -297,9 +312,11 @@ def fit_power(
     if len(xs) < 3:
         raise ValueError(f"{len(xs)} points: a line with an error needs at least 3")
     b = slope(xs, ys)
-    x, y = np.log(np.asarray(xs, dtype=np.float64)), np.log(np.asarray(ys, dtype=np.float64))
+    x = np.log(np.asarray(xs, dtype=np.float64))
+    y = np.log(np.asarray(ys, dtype=np.float64))
     log_a = float(y.mean() - b * x.mean())
     rest = y - log_a - b * x
     spread = math.sqrt(float((rest**2).sum()) / (len(x) - 2))
     centre = float(x.mean())
-    return PowerLaw(math.exp(log_a), b, spread, centre, float(((x - centre) ** 2).sum()), len(x))
+    squares = float(((x - centre) ** 2).sum())
+    return PowerLaw(math.exp(log_a), b, spread, centre, squares, len(x))

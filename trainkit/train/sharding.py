@@ -485,7 +485,10 @@ class ZeRO(ShardedModel):
                     "install libaio-dev (and ninja), or take device 'cpu'"
                 )
         self.wrapped, *_ = deepspeed.initialize(
-            model=self.sharded, optimizer=optimizer, config=wanted, dist_init_required=False
+            model=self.sharded,
+            optimizer=optimizer,
+            config=wanted,
+            dist_init_required=False,
         )  # type: ignore
         if self.wrapped.zero_optimization_stage() != self.stage:  # type: ignore
             raise RuntimeError(

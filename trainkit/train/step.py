@@ -168,7 +168,10 @@ def make_accelerator(
 
     if mixed_precision == "auto":
         dtype = pick_dtype(pick_device())
-        halves = {p.dtype for p in model.parameters()} & set(HALVES) if model is not None else set()
+        if model is not None:
+            halves = {p.dtype for p in model.parameters()} & set(HALVES)
+        else:
+            halves = set()
         if dtype == torch.float32 and len(halves) == 1:  # On a CPU, the format of the model
             dtype = halves.pop()
         mixed_precision = HALVES.get(dtype, "no")
@@ -187,9 +190,9 @@ def precision(
 ) -> AbstractContextManager:
     "Where the forward pass is computed in the accelerator's number format."
     ours = accelerator.scaler is not None and not accelerator.native_amp
-    return (
-        torch.autocast(accelerator.device.type, torch.float16) if ours else accelerator.autocast()
-    )
+    if ours:
+        return torch.autocast(accelerator.device.type, torch.float16)
+    return accelerator.autocast()
 
 # %% ../../nbs/04_train/06_mixed_precision.ipynb #7241e393
 @contextmanager
@@ -576,7 +579,9 @@ def read_steps(
             [s.grad_norm for s in steps if s.grad_norm is not None] or [stack[0, 0]]
         ).tolist()
     )
-    sums = {name: [sum(columns[2 * i]), sum(columns[2 * i + 1])] for i, name in enumerate(names)}
+    sums = {}
+    for i, name in enumerate(names):
+        sums[name] = [sum(columns[2 * i]), sum(columns[2 * i + 1])]
     return losses, [None if s.grad_norm is None else next(norms) for s in steps], sums
 
 # %% ../../nbs/04_train/07_training_step.ipynb #a65df806

@@ -142,7 +142,7 @@ class Trainer:
     ):
         self.model = model
         self.objective = objective
-        self.callbacks: list[Any] = list(callbacks)
+        self.callbacks: list[object] = list(callbacks)
         self.config = config or TrainConfig()
         self.optim = optim or OptimConfig()
         self.build_optimizer = build_optimizer or make_optimizer
@@ -158,7 +158,8 @@ class Trainer:
 
         self.train_batches: Any = train_batches
         self.eval_batches: Any = eval_batches
-        self.train_start, self.eval_start = _position(train_batches), _position(eval_batches)
+        self.train_start = _position(train_batches)
+        self.eval_start = _position(eval_batches)
         self.window_size = self.config.gradient_accumulation_steps * self.accelerator.num_processes
         self.total_steps = count_steps(train_batches, self.window_size, self.config)
         sized = hasattr(train_batches, "__len__")
@@ -325,7 +326,8 @@ class Trainer:
                     return reason
             self.left_step = False
             if self.state.batch:  # The epoch was shorter than its length, or had none
-                self.state.epoch, self.state.batch = self.state.epoch + 1, 0
+                self.state.epoch = self.state.epoch + 1
+                self.state.batch = 0
         once = (
             " (an iterator gives its batches only once: make it a list, or a class with __iter__)"
         )
@@ -1166,10 +1168,10 @@ def config_differences(
     now: Mapping[str, object],
 ) -> dict[str, tuple[object, object]]:  # Path -> (then, now)
     "The knobs that both know, and that are not the same."
-    old, new = (
-        dict(tree_leaves(json.loads(json.dumps(tree, default=str)))) for tree in (before, now)
-    )
-    return {path: (old[path], new[path]) for path in old if path in new and old[path] != new[path]}
+    old = dict(tree_leaves(json.loads(json.dumps(before, default=str))))
+    new = dict(tree_leaves(json.loads(json.dumps(now, default=str))))
+    both = [path for path in old if path in new]
+    return {path: (old[path], new[path]) for path in both if old[path] != new[path]}
 
 # %% ../../nbs/04_train/14_resume.ipynb #aad143a4
 LOGGING_KEYS = (

@@ -221,7 +221,11 @@ class RemoteModel:
             connection.close()
 
     def _request(
-        self, method: str, path: str, body: Mapping | None = None, timeout: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: Mapping | None = None,
+        timeout: float | None = None,
     ) -> tuple[HTTPConnection, HTTPResponse, socket.socket]:
         "A response with the status 200, and the line on which it comes."
         parts = urlsplit(self.base_url)
@@ -655,7 +659,8 @@ class ChatCompareState:
         self.models = open_models(_with_server(models, base_url), tell)
         self.system = system
         self.seed = seed
-        self.max_new_tokens, self.knobs = max_new_tokens, knobs
+        self.max_new_tokens = max_new_tokens
+        self.knobs = knobs
         self.turns: list[Turn] = []
         self.stopping = threading.Event()
         first = self.models[0]
@@ -718,7 +723,10 @@ class ChatCompareState:
             try:
                 while streams and not self.stopping.is_set():
                     # Where models here are busy writing, nobody waits for a server
-                    wait = 0.0 if len(streams) > len([s for s in streams if s in remote]) else 0.05
+                    if len(streams) > len([s for s in streams if s in remote]):
+                        wait = 0.0
+                    else:
+                        wait = 0.05
                     streams = [s for s in streams if self._next_token(s, turn, wait)]
                     yield turn
             finally:
@@ -839,7 +847,8 @@ def _same_vocabulary(a: "Tokenizer", b: "Tokenizer") -> bool:
     if a is b:
         return True
     if is_bpe_tokenizer(a) and is_bpe_tokenizer(b):
-        x, y = cast("BPETokenizer", a), cast("BPETokenizer", b)
+        x = cast("BPETokenizer", a)
+        y = cast("BPETokenizer", b)
         return (x.tokens, x.special_tokens) == (y.tokens, y.special_tokens)
     return _vocabulary(a) == _vocabulary(b)
 
@@ -931,7 +940,9 @@ def answer_html(
     first: str = "",  # Name of the model that the KL is taken from
 ) -> str:
     "An answer with its numbers, as HTML."
-    thinks, thought, words = answer.thought_tokens, "", ""
+    thinks = answer.thought_tokens
+    thought = ""
+    words = ""
     # A server without probabilities may send several tokens at once
     unit = "token" if answer.ids or answer.log_probs else "piece"
     for text, tokens in characters(answer):
@@ -1001,7 +1012,8 @@ class ChatCompare:
     ):
         models = _with_server(models, base_url, api_key_env)
         _check_count(models)
-        self.sources, self.settings = dict(models), settings
+        self.sources = dict(models)
+        self.settings = settings
         self.lock = threading.RLock()  # The models are opened once
         self._state: ChatCompareState | None = None
         if not any(isinstance(source, (str, Path)) for source in models.values()):
@@ -1076,7 +1088,9 @@ class ChatCompare:
         self.xray_button = page.button(
             "X-ray", "eye", "The tokens that this model has read and written", self.xray
         )
-        self.chat, self.inside, self.status = W.HTML(), W.HTML(), W.HTML()
+        self.chat = W.HTML()
+        self.inside = W.HTML()
+        self.status = W.HTML()
         page.fill(
             self.system,
             self.question,
@@ -1094,7 +1108,8 @@ class ChatCompare:
             self.chat,
             self.inside,
         )
-        self.widget, self.close = page.widget, page.close
+        self.widget = page.widget
+        self.close = page.close
         self.refresh()
 
     @property
@@ -1136,10 +1151,16 @@ class ChatCompare:
 
     def refresh(self, live: Turn | None = None, busy: bool = False):
         "Show the state of the chat."
-        put, state = self.page.put, self._state
+        put = self.page.put
+        state = self._state
         ready = state is not None
         some = state is not None and bool(state.turns)
-        word = "The models are writing." if busy else "Ready." if ready else "No model is open."
+        if busy:
+            word = "The models are writing."
+        elif ready:
+            word = "Ready."
+        else:
+            word = "No model is open."
         put(self.chat, str(chat_html(state, live)) if state is not None else "")
         put(self.status, _STATUS.format(word))
         for button, enabled in (
@@ -1214,7 +1235,8 @@ class ChatCompare:
         if isinstance(m, ServedModel):
             raise ValueError(f"{m.name} is on a server, and only that knows its tokens")
         a = self.state.turns[-1].answers[m.name]
-        row = dict(input_ids=[*a.prompt, *a.ids], labels=[-100] * len(a.prompt) + [*a.ids])
+        labels = [-100] * len(a.prompt) + [*a.ids]
+        row = dict(input_ids=[*a.prompt, *a.ids], labels=labels)
         title = f"{m.name}: grey is what it read, green what it wrote"
         mask = str(show_mask(row, m.tokenizer, title=title))
         # Spaces in tokens are dots, so this replaces only the words of the legend

@@ -44,19 +44,19 @@ def ticks(
         marks = [m * 10.0**e for e in tens for m in (1, 2, 5)]
         marks = [m for m in marks if low * (1 - 1e-9) <= m <= high * (1 + 1e-9)]
         powers = [m for m in marks if abs(math.log10(m) % 1 - 0.5) > 0.49]
-        marks = marks if len(marks) <= count + 1 or len(powers) < 2 else powers
+        if len(marks) > count + 1 and len(powers) >= 2:
+            marks = powers
         return marks[:: -(-len(marks) // (count + 1))]
     if high <= low:
         return [low]
     size = 10.0 ** math.floor(math.log10((high - low) / count))
-    step = min(
-        (size * m for m in (1, 2, 5, 10)), key=lambda s: abs(math.log((high - low) / count / s))
-    )
+    wanted = (high - low) / count
+    sizes = [size * m for m in (1, 2, 5, 10)]
+    step = min(sizes, key=lambda s: abs(math.log(wanted / s)))
     first = math.ceil(low / step - 1e-9)
-    return [
-        round(i * step, 12 - math.floor(math.log10(step)))
-        for i in range(first, math.floor(high / step + 1e-9) + 1)
-    ]
+    last = math.floor(high / step + 1e-9)
+    decimals = 12 - math.floor(math.log10(step))
+    return [round(i * step, decimals) for i in range(first, last + 1)]
 
 
 def tick_labels(
@@ -69,9 +69,10 @@ def tick_labels(
     top = max(map(abs, values))
     step = steps[0]
     power = math.floor(math.log10(top))
-    unit, size = next(
-        ((u, s) for u, s in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if top >= max(1e4, s)), ("", 1.0)
-    )
+    unit, size = "", 1.0
+    for larger, numbers in (("k", 1e3), ("M", 1e6), ("G", 1e9)):
+        if top >= max(1e4, numbers):
+            unit, size = larger, numbers
     if not -3 <= power < 12:
         unit = f"e{power}"
         size = 10.0**power
@@ -79,6 +80,12 @@ def tick_labels(
     return [f"{v / size:.{decimals}f}{unit}" if v else "0" for v in values]
 
 # %% ../../nbs/12_widgets/16_drawing.ipynb #live-d6145e9a
+_LINE = (
+    '<path d="{d}" fill="none" stroke="{colour}" stroke-width="{width}" '
+    'stroke-linejoin="round" {more}/>'
+)
+
+
 def line_path(
     points: list[tuple[float, float]],  # In drawing units; NaN is a gap
     colour: str,
@@ -99,13 +106,12 @@ def line_path(
             circles.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>')
         pieces.append(f"{'M' if start else 'L'}{x:.1f} {y:.1f}")
         start = False
-    path = (
-        f'<path d="{"".join(pieces)}" fill="none" stroke="{colour}" stroke-width="{width}" '
-        f'stroke-linejoin="round" {more}/>'
-    )
     if not pieces:
         return ""
-    return path + (f'<g fill="{colour}">{"".join(circles)}</g>' if circles else "")
+    line = _LINE.format(d="".join(pieces), colour=colour, width=width, more=more)
+    if circles:
+        line += f'<g fill="{colour}">{"".join(circles)}</g>'
+    return line
 
 # %% ../../nbs/12_widgets/16_drawing.ipynb #live-6c07df47
 def legend(
@@ -153,13 +159,19 @@ class _Axes(NamedTuple):
             return y
         scale = math.log10 if self.log_y else float
         low, high = map(scale, self.y)
-        return self.bottom - (scale(y) - low) / (high - low) * (self.bottom - self.top - 8)
+        room = self.bottom - self.top - 8
+        return self.bottom - (scale(y) - low) / (high - low) * room
 
     def place(self, points: list[tuple[float, float]]) -> list[tuple[float, float]]:
         return [(self.across(x), self.down(y)) for x, y in points]
 
 
-def _limits(low: float, high: float, log_y: bool, zero: bool) -> tuple[float, float]:
+def _limits(
+    low: float,
+    high: float,
+    log_y: bool,
+    zero: bool,
+) -> tuple[float, float]:
     "The ends of a vertical axis: a little more than the values need."
     if log_y:
         pad = 0.04 * (math.log10(high) - math.log10(low)) or 0.5
@@ -194,10 +206,8 @@ def live_curves(
         raise ValueError(f"smooth={smooth}: it is at least 0 and less than 1")
     lines = {str(name): as_points(data) for name, data in series.items()}
     if log_y:
-        lines = {
-            name: [(x, y if y > 0 else math.nan) for x, y in points]
-            for name, points in lines.items()
-        }
+        for name, points in lines.items():
+            lines[name] = [(x, y if y > 0 else math.nan) for x, y in points]
     real = [p for points in lines.values() for p in points if math.isfinite(p[1])]
     head = text(0, 13, title, more='font-weight="600"') if title else ""
     if not real:
@@ -209,13 +219,19 @@ def live_curves(
         names = names + text(0, top + 12, y_label, more='opacity=".75"')
         top = top + 16
 
-    (x0, x1), (y0, y1) = ((min(v), max(v)) for v in zip(*real, strict=True))
-    low, high = _limits(y0, y1, log_y, zero)
+    xs = [x for x, _ in real]
+    ys = [y for _, y in real]
+    x0 = min(xs)
+    x1 = max(xs)
+    low, high = _limits(min(ys), max(ys), log_y, zero)
     y_marks = ticks(low, high, 4, log_y)
     x_marks = ticks(x0, x1)
-    if all(x == int(x) for x, _ in real):
+    if all(x == int(x) for x in xs):
         x_marks = [x for x in x_marks if x == int(x)]
-    y_names = [number(y) for y in y_marks] if log_y and high >= 10 * low else tick_labels(y_marks)
+    if log_y and high >= 10 * low:
+        y_names = [number(y) for y in y_marks]
+    else:
+        y_names = tick_labels(y_marks)
     x_names = tick_labels(x_marks)
     left = 10 + 7 * max(map(len, y_names))
     right = width - max(4, 4 * len(x_names[-1]))
@@ -230,9 +246,9 @@ def live_curves(
             points = running_mean(points, smooth * len(points))
         body += line_path(axes.place(thin(points, limit)), colour, dots=len(points) <= 32)
     words = "; ".join(describe(name, points, x_label) for name, points in lines.items())
-    frame = _frame(
-        axes, dict(zip(x_marks, x_names, strict=True)), dict(zip(y_marks, y_names, strict=True))
-    )
+    x_labels = dict(zip(x_marks, x_names, strict=True))
+    y_labels = dict(zip(y_marks, y_names, strict=True))
+    frame = _frame(axes, x_labels, y_labels)
     frame = f'<g opacity=".8">{frame}{text(right, height - 4, x_label, "end")}</g>'
     return svg(width, height, f"{title}: {words}" if title else words, head + names + frame + body)
 
@@ -260,6 +276,9 @@ def _with_unit(value: float, unit: str) -> str:
     return f"{number(value)} {unit}" if unit else number(value)
 
 
+_BAR = '<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="18" rx="2" fill="{colour}"{more}/>'
+
+
 def live_bars(
     values: Mapping[str, float],  # Name -> number; NaN or None means that there is none
     title: str = "",
@@ -273,35 +292,41 @@ def live_bars(
     labels = [_with_unit(v, unit) for _, v in rows]
     low = min([0.0, *real])
     high = max([0.0, *real])
-    left = min(0.4 * width, 10 + 6.7 * max([4, *(len(name) for name, _ in rows)]))
-    ends = 12 + 6.7 * max([0, *map(len, labels)])
-    zero = left + (ends if low < 0 else 0)
-    room = width - left - ends * (2 if low < 0 else 1)
+    longest_name = max([4, *(len(name) for name, _ in rows)])
+    longest_label = max([0, *map(len, labels)])
+    left = min(0.4 * width, 10 + 6.7 * longest_name)
+    ends = 12 + 6.7 * longest_label
+    zero = left
+    room = width - left - ends
+    if low < 0:  # Numbers at the left, too
+        zero += ends
+        room = width - left - ends * 2
+    span = (high - low) or 1
+    fits = int((left - 10) / 6.7 + 1e-6)  # Characters of a name
     top = 26 if title else 2
     body = text(0, 13, title, more='font-weight="600"') if title else ""
     if not rows:
         body += text(width / 2, top + 16, "no data yet", "middle")
-    origin = zero + (0 - low) / ((high - low) or 1) * room
+    origin = zero + (0 - low) / span * room
     for i, ((name, v), label) in enumerate(zip(rows, labels, strict=True)):
         y = top + 26 * i
-        fits = int((left - 10) / 6.7 + 1e-6)
-        body += text(left - 8, y + 15, name if len(name) <= fits else name[: fits - 1] + "…", "end")
+        short = name if len(name) <= fits else name[: fits - 1] + "…"
+        body += text(left - 8, y + 15, short, "end")
         at = origin
         if math.isfinite(v):
-            at = zero + (v - low) / ((high - low) or 1) * room
+            at = zero + (v - low) / span * room
             start, end = sorted((origin, at))
             faint = ' opacity=".55"' if highlight and name != highlight else ""
-            body += (
-                f'<rect x="{start:.1f}" y="{y + 2}" width="{max(end - start, 1):.1f}" height="18" '
-                f'rx="2" fill="{PALETTE[0]}"{faint}/>'
-            )
+            wide = max(end - start, 1)
+            body += _BAR.format(x=start, y=y + 2, width=wide, colour=PALETTE[0], more=faint)
         anchor = "end" if v < 0 else "start"
         bold = 'font-weight="600"' if name == highlight else ""
         body += text(at + (-6 if v < 0 else 6), y + 15, label, anchor, bold)
     names = [name for name, _ in rows]
     words = "; ".join(f"{n} {label}" for n, label in zip(names, labels, strict=True))
     words = words or "no data yet"
-    return svg(width, top + 26 * max(1, len(rows)), f"{title}: {words}" if title else words, body)
+    words = f"{title}: {words}" if title else words
+    return svg(width, top + 26 * max(1, len(rows)), words, body)
 
 # %% ../../nbs/12_widgets/16_drawing.ipynb #live-39b8f6f2
 _RECTS = '<rect x="{x}" y="{y}" width="1" height="1"><title>{title}</title></rect>'
@@ -330,9 +355,12 @@ def _colour_cells(matrix: list[list[float]], limit: float) -> str:
         j = 0
         while j < len(row):
             level = shades[j]
-            end = next((k for k in range(j + 1, len(row)) if shades[k] != level), len(row))
+            end = j + 1
+            while end < len(row) and shades[end] == level:
+                end += 1
             if level:
-                paths[level] = paths.get(level, "") + f"M{j} {i}h{end - j}v1h{j - end}z"
+                rectangle = f"M{j} {i}h{end - j}v1h{j - end}z"
+                paths[level] = paths.get(level, "") + rectangle
             j = end
     cells = ""
     for level, path in sorted(paths.items()):
@@ -342,7 +370,12 @@ def _colour_cells(matrix: list[list[float]], limit: float) -> str:
     return cells
 
 
-def _colour_key(left: float, y: float, limit: float, negative: bool) -> str:
+def _colour_key(
+    left: float,
+    y: float,
+    limit: float,
+    negative: bool,
+) -> str:
     "Which colours stand for which values."
     key = ""
     for k in range(8):
@@ -356,6 +389,30 @@ def _colour_key(left: float, y: float, limit: float, negative: bool) -> str:
 def _short(label: str) -> str:
     label = visible(label)
     return label if len(label) <= 14 else label[:13] + "…"
+
+
+def _hover_titles(
+    values: list[list[float]],
+    rows: Sequence[str],
+    columns: Sequence[str],
+) -> str:
+    "Invisible cells that show their number under the pointer."
+    cells = []
+    for i, row in enumerate(values):
+        for j, v in enumerate(row):
+            place = f"{clean(rows[i])} → {clean(columns[j])}"
+            cells.append(_RECTS.format(x=j, y=i, title=f"{place}: {_with_unit(v, '')}"))
+    return f'<g fill-opacity="0">{"".join(cells)}</g>'
+
+
+def _strongest(values: list[list[float]]) -> tuple[int, int]:
+    "Row and column of the largest number, whatever its sign."
+    strongest = (-1.0, 0, 0)
+    for i, row in enumerate(values):
+        for j, v in enumerate(row):
+            if math.isfinite(v):
+                strongest = max(strongest, (abs(v), i, j))
+    return strongest[1:]
 
 
 def live_heatmap(
@@ -398,16 +455,7 @@ def live_heatmap(
     column_names = columns or [*map(str, range(w))]
     cells = _colour_cells(values, limit)
     if h * w <= 400:
-        rects = [
-            _RECTS.format(
-                x=j,
-                y=i,
-                title=f"{clean(row_names[i])} → {clean(column_names[j])}: {_with_unit(v, '')}",
-            )
-            for i, row in enumerate(values)
-            for j, v in enumerate(row)
-        ]
-        cells += f'<g fill-opacity="0">{"".join(rects)}</g>'
+        cells += _hover_titles(values, row_names, column_names)
     body += (
         f'<g transform="translate({left:.1f} {top:.1f}) scale({size:.4f})" '
         f'shape-rendering="crispEdges">{cells}</g>'
@@ -416,12 +464,7 @@ def live_heatmap(
         f'<rect x="{left:.1f}" y="{top:.1f}" width="{w * size:.1f}" height="{h * size:.1f}" '
         'fill="none" stroke="currentColor" opacity=".4"/>'
     )
-    _, i, j = max(
-        (abs(v), i, j)
-        for i, row in enumerate(values)
-        for j, v in enumerate(row)
-        if math.isfinite(v)
-    )
+    i, j = _strongest(values)
     words = (
         f"{h} rows by {w} columns, from {number(min(real))} to {number(max(real))}, "
         f"strongest {number(values[i][j])} in row {row_names[i]}, column {column_names[j]}"

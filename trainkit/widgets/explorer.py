@@ -67,7 +67,9 @@ def _problem(k: Knob) -> Problem | None:
     if k.low is None or k.high is None or not isinstance(k.value, (int, float)):
         return None
     remedy = f"must be ≥ {k.low:g} and ≤ {k.high:g} ({k.doc})"
-    return None if k.low <= k.value <= k.high else Problem(k.name, k.value, remedy)
+    if k.low <= k.value <= k.high:
+        return None
+    return Problem(k.name, k.value, remedy)
 
 
 # Charts that stand side by side, and whose words can still be read on a phone
@@ -242,7 +244,11 @@ class ExplorerControl(Field):
             and knob.low is not None
             and knob.high is not None
         ):
-            low, high = (int(knob.low), int(knob.high)) if self.whole else (0, NOTCHES)
+            if self.whole:
+                low = int(knob.low)
+                high = int(knob.high)
+            else:
+                low, high = 0, NOTCHES
             self.slider = W.IntSlider(
                 min=low,
                 max=high,
@@ -278,7 +284,10 @@ class ExplorerControl(Field):
         value = min(max(value, k.low), k.high)
         self.quiet = True
         try:
-            self.slider.value = round(value) if self.whole else value_notch(value, k.low, k.high)
+            if self.whole:
+                self.slider.value = round(value)
+            else:
+                self.slider.value = value_notch(value, k.low, k.high)
         finally:
             self.quiet = quiet
 
@@ -325,13 +334,17 @@ class ExplorerView:
 
     def __init__(self, explorer: Explorer):
         W = widgets()
-        self.explorer, self.closed, self.lock = explorer, False, threading.RLock()
-        self.last, self.waiting = -math.inf, None
+        self.explorer = explorer
+        self.closed = False
+        self.lock = threading.RLock()
+        self.last = -math.inf
+        self.waiting = None
         self.values = {k.name: k.value for k in explorer.knobs()}
         self.controls = {
             k.name: ExplorerControl(k, self.change, self.lock) for k in explorer.knobs()
         }
-        self.alert, self.picture = W.HTML(), W.HTML()
+        self.alert = W.HTML()
+        self.picture = W.HTML()
         self.button = W.Button(
             description="Compute",
             icon="play",

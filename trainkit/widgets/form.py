@@ -128,10 +128,12 @@ class Page:
         self.closed = False
         self.handle = None
         claim_cell(self, self.pages, key, str(id(self)))
-        self.lock, self.worker = threading.RLock(), None
+        self.lock = threading.RLock()
+        self.worker = None
         self.turn = threading.RLock()  # One click at a time, as kernels may take them in threads
         W = widgets()
-        self.alert, self.widget = W.HTML(), W.VBox([]).add_class("trainkit-page")
+        self.alert = W.HTML()
+        self.widget = W.VBox([]).add_class("trainkit-page")
 
     def button(
         self,
@@ -191,7 +193,10 @@ class Page:
             if self.closed or (self.worker is not None and self.worker.is_alive()):
                 return False
             self.worker = threading.Thread(
-                target=self._shown, args=(do,), name="trainkit-page", daemon=True
+                target=self._shown,
+                args=(do,),
+                name="trainkit-page",
+                daemon=True,
             )
             self.worker.start()
             return True
@@ -264,7 +269,8 @@ def flatten(
     config: object,  # An instance of a config class
 ) -> dict[str, object]:  # Dotted name -> value, as a file would have it
     "The values of a config without its groups."
-    tree, flat = to_dict(config), {}
+    tree = to_dict(config)
+    flat = {}
     for path in config_fields(config):
         value: Any = tree
         for name in path.split("."):
@@ -282,7 +288,8 @@ def read_value(
     kind: object,  # The declared type of the knob
 ) -> object:  # The text itself where it cannot be read: the config then explains the problem
     "The value of a typed text."
-    kinds, text = _kinds(kind), text.strip()
+    kinds = _kinds(kind)
+    text = text.strip()
     if not text and type(None) in kinds:
         return None
     if str in kinds:
@@ -378,7 +385,8 @@ def claim_cell(
     new_key = f"{cell} {run} {id(widget)}" if cell else key or name
     for old in replaced_by(claimed, key, name):
         old.close()
-    widget.cell, widget.key = (cell, run), new_key
+    widget.cell = (cell, run)
+    widget.key = new_key
     claimed[new_key] = widget
 
 
@@ -465,7 +473,8 @@ class Field:
         self.quiet = False
         # A kernel with subshells handles the messages of two widgets in two threads at once
         self.turn = turn or threading.RLock()
-        self.words, self.pick = words or {}, None
+        self.words = words or {}
+        self.pick = None
         # A value with words of its own is an empty field that shows them
         self.blank = next(iter(self.words), None) if not knob.choices else None
         name = path.rpartition(".")[2]
@@ -644,7 +653,8 @@ class PartsField(Field):
         self.label = label or path
         self.pick = None
         self.parts: dict[str, "Dropdown"] = {}
-        self.widget, self.wrong = _grid(), W.HTML(layout=W.Layout(display="none"))
+        self.widget = _grid()
+        self.wrong = W.HTML(layout=W.Layout(display="none"))
         self.box = W.VBox([self.widget, self.wrong]).add_class("trainkit-knob")
         self.offer_parts(options, value)
 
@@ -674,7 +684,10 @@ class PartsField(Field):
                 options = (("choose …", ""), *((name, name) for name in names))
                 if self.parts[key].options != options:
                     self.parts[key].options = options
-                self.parts[key].value = value.get(key, "") if value.get(key) in names else ""
+                if value.get(key) in names:
+                    self.parts[key].value = value.get(key, "")
+                else:
+                    self.parts[key].value = ""
         finally:
             self.quiet = False
 
@@ -702,7 +715,8 @@ class Form:
     ):
         W = widgets()
         self.turn = threading.RLock()  # Held while a change is handled: each builds on the last one
-        self.kind, self.knobs = type(config), config_fields(config)
+        self.kind = type(config)
+        self.knobs = config_fields(config)
         self.changed = changed or (lambda form: None)
         self.guide = guide or Guide()
         self.fixed = list(first) or [*self.knobs][:8]
@@ -715,7 +729,8 @@ class Form:
         self.advice: list[Advice] = []
         self.config: Any = config  # The last valid one
         groups = list(dict.fromkeys(path.rpartition(".")[0] for path in self.knobs))
-        self.near, self.first = _grid("480px"), []
+        self.near = _grid("480px")
+        self.first = []
         self.preset = W.Dropdown(
             description="Preset",
             layout=W.Layout(width="240px"),
@@ -747,9 +762,8 @@ class Form:
             layout=W.Layout(width="280px"),
             style=dict(description_width="60px"),
         )
-        self.load, self.save = (
-            W.Button(description=word, layout=W.Layout(width="80px")) for word in ("Load", "Save")
-        )
+        self.load = W.Button(description="Load", layout=W.Layout(width="80px"))
+        self.save = W.Button(description="Save", layout=W.Layout(width="80px"))
         self.load.on_click(lambda _: self._file(self.load_file))
         self.save.on_click(lambda _: self._file(self.save_file))
         self.rest = _grid()
@@ -927,7 +941,8 @@ class Form:
     ) -> None:
         "Fill in the form from a config."
         with self.turn:
-            self.values, self.config = flatten(config), config
+            self.values = flatten(config)
+            self.config = config
             for path, field in self.fields.items():
                 field.show(self.values[path])
             self.look_again()

@@ -236,7 +236,9 @@ class PreferenceLabels:
         provenance: Mapping[str, object] | None = None,
         who: str = "",  # The judge
     ):
-        self.path, self.who, self.asked = Path(path), who, time.monotonic()
+        self.path = Path(path)
+        self.who = who
+        self.asked = time.monotonic()
         self.journal = self.path.with_suffix(".journal.jsonl")
         if not self.journal.exists() or not self.journal.stat().st_size:
             self._begin(pairs, seed, repeat, provenance)
@@ -614,7 +616,9 @@ class PreferenceLabeler:
         self.labels = PreferenceLabels(path, pairs, **options)
         self.page = page = Page(lambda: labels_html(self.labels), key)
         W = widgets()
-        self.pair, self.status, self.note = W.HTML(), W.HTML(), W.HTML()
+        self.pair = W.HTML()
+        self.status = W.HTML()
+        self.note = W.HTML()
         self.pressed_at = float("-inf")
         self.buttons = {
             word: page.button(text, icon, tip, partial(self._press, word), style, "120px")

@@ -196,7 +196,8 @@ def _thumbnails(maps: Tensor, chosen: int) -> Picture:
     heads = len(maps)
     size = maps.shape[-1]
     side = 60
-    columns, body = min(heads, 8), ""
+    columns = min(heads, 8)
+    body = ""
     for h, weights in enumerate(maps):
         x = (h % columns) * (side + 10) + 3
         y = (h // columns) * (side + 24) + 16
@@ -204,7 +205,11 @@ def _thumbnails(maps: Tensor, chosen: int) -> Picture:
         stroke = _CHOSEN_STROKE if h == chosen else _STROKE
         body += text(x, y - 4, f"head {h}", more=style)
         body += _HEAD_CELLS.format(
-            x=x, y=y, scale=side / size, colour=PALETTE[0], cells=_cells(weights)
+            x=x,
+            y=y,
+            scale=side / size,
+            colour=PALETTE[0],
+            cells=_cells(weights),
         )
         body += _HEAD_FRAME.format(x=x, y=y, side=side, stroke=stroke)
     width = columns * (side + 10) + 6

@@ -255,7 +255,10 @@ class Exported(NamedTuple):
 
 
 def _export_gguf(
-    run: TrainedRun, kind: str, where: Path, told: Callable[[int, int], object]
+    run: TrainedRun,
+    kind: str,
+    where: Path,
+    told: Callable[[int, int], object],
 ) -> Exported:
     from trainkit.interop.gguf import export_gguf, write_modelfile
 
@@ -369,7 +372,8 @@ class NextAction(Page):
             _WHAT.format(what),
             layout=W.Layout(flex="1 1 240px", min_width="0", margin="2px 2px 2px 8px"),
         )
-        self.says, self.opened = W.HTML(), W.VBox([]).add_class("trainkit-opened")
+        self.says = W.HTML()
+        self.opened = W.VBox([]).add_class("trainkit-opened")
         self.fields = self.row(*fields)
         head = self.row(self.start_button, self.what)
         self.widget.children = [head, self.fields, self.says, self.alert, self.opened]
@@ -413,7 +417,8 @@ class NextAction(Page):
         "Close what was opened, with its widgets."
         if (close := self.close_opened) is None:
             return
-        children, self.close_opened = self.opened.children, None
+        children = self.opened.children
+        self.close_opened = None
         self.put(self.opened, [], "children")
         close()
         for child in children:
@@ -657,7 +662,8 @@ class NextSteps:
         from trainkit.align.reference import model_fingerprint
         from trainkit.widgets.labeler import sample_pairs
 
-        asked, count = self._questions(), self.pairs.value
+        asked = self._questions()
+        count = self.pairs.value
         knobs = dict(temperature=self.temperature.value, max_new_tokens=self.length.value)
         model, tokenizer = self.load(self.run.model, action)
         prompts = [asked[i % len(asked)] for i in range(count)]

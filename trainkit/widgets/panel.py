@@ -141,7 +141,8 @@ class TrainerPanel:
         self.rehearsing = ""  # What is being tried, in a sentence
         self.taking_rate = False  # While a click on a rate fills in the form
         self.blocked = ""  # Why no click arrives while a cell waits for the run
-        self.lock, self.handle = threading.RLock(), None
+        self.lock = threading.RLock()
+        self.handle = None
         # Version and stage of the snapshot that was drawn last
         self.drawn: tuple[int, str] | None = None
         self.click_error = ""  # Of the last button, as HTML
@@ -265,7 +266,8 @@ class TrainerPanel:
         return button
 
     def _build(self, config: "RunConfig"):
-        W, button = widgets(), self._button
+        W = widgets()
+        button = self._button
 
         def row(*children: "Widget") -> "Widget":
             layout = W.Layout(flex_flow="row wrap", align_items="center")
@@ -306,7 +308,8 @@ class TrainerPanel:
             self.find_rate_soon,
             width="130px",
         )
-        self.rate_curve, self.rate_row = W.HTML(), W.HBox(layout=W.Layout(flex_flow="row wrap"))
+        self.rate_curve = W.HTML()
+        self.rate_row = W.HBox(layout=W.Layout(flex_flow="row wrap"))
         self.rates = W.VBox([self.rate_curve, self.rate_row])
         if "optim.learning_rate" in self.form.knobs:
             box: Any = self.form.field("optim.learning_rate").box
@@ -353,12 +356,20 @@ class TrainerPanel:
             style=dict(description_width="45px"),
         )
         self.place.observe(lambda _: self.refresh(force=True), names="value")
-        self.obstacle, self.time, self.rows = W.HTML(), W.HTML(), W.HTML()
+        self.obstacle = W.HTML()
+        self.time = W.HTML()
+        self.rows = W.HTML()
         self.rows_of: object = None  # The settings whose first rows are shown
-        self.memory, self.head, self.state_line, self.alert = W.HTML(), W.HTML(), W.HTML(), W.HTML()
+        self.memory = W.HTML()
+        self.head = W.HTML()
+        self.state_line = W.HTML()
+        self.alert = W.HTML()
         self.stages = W.HTML()
-        self.chart, self.others = W.HTML(), W.HTML()
-        self.samples, self.log, self.data = W.HTML(), W.HTML(), W.HTML()
+        self.chart = W.HTML()
+        self.others = W.HTML()
+        self.samples = W.HTML()
+        self.log = W.HTML()
+        self.data = W.HTML()
         self.prompt = W.Text(
             value=(config.prompts or [""])[0],
             placeholder="What the model continues",
@@ -469,7 +480,10 @@ class TrainerPanel:
         "Refresh the panel in a thread until the session ends."
         self.finished, self.drawn = False, None
         threading.Thread(
-            target=self._refresh_loop, args=(self.session,), name="trainkit-panel", daemon=True
+            target=self._refresh_loop,
+            args=(self.session,),
+            name="trainkit-panel",
+            daemon=True,
         ).start()
 
     def _refresh_loop(self, session: TrainSession):
@@ -584,7 +598,10 @@ class TrainerPanel:
             self.rehearsing = _REHEARSING
             self._put(self.time, notice(_REHEARSING, _GREY, "status"))
         threading.Thread(
-            target=self.rehearse, args=(config,), name="trainkit-rehearsal", daemon=True
+            target=self.rehearse,
+            args=(config,),
+            name="trainkit-rehearsal",
+            daemon=True,
         ).start()
         return True
 
@@ -592,10 +609,12 @@ class TrainerPanel:
         "Show how long a run of this config will take."
         try:
             with capture_output(self.session.run_state.add_log):
-                text, colour = expect_time(config), _GREEN
+                text = expect_time(config)
+                colour = _GREEN
         except Exception as error:
             text = "".join(traceback.format_exception_only(error)).strip()
-            text, colour = f"The first steps failed: {text}", _RED
+            text = f"The first steps failed: {text}"
+            colour = _RED
         with self.lock:
             self.rehearsing = ""
             self._put(self.time, notice(text, colour, "status"))
@@ -611,7 +630,10 @@ class TrainerPanel:
             self._show_rates(None)
             self._put(self.rate_curve, notice(_FINDING_RATE, _GREY, "status"))
         threading.Thread(
-            target=self.find_rate, args=(config,), name="trainkit-rates", daemon=True
+            target=self.find_rate,
+            args=(config,),
+            name="trainkit-rates",
+            daemon=True,
         ).start()
         return True
 
@@ -691,7 +713,8 @@ class TrainerPanel:
                     return
                 text, colour = _MEMORY_TOO_LATE, _GREY
             else:
-                config, self.memory_known = self.form.config, True
+                config = self.form.config
+                self.memory_known = True
                 text, colour = self._memory_text(config)
                 if self.form.config != config:
                     return  # The forecast for what it is now comes next
@@ -765,7 +788,8 @@ class TrainerPanel:
 
     def _show_found(self, now: RunSnapshot):
         "What an earlier kernel has left, and what can be done with it."
-        found, active = self.found, now.state in ACTIVE
+        found = self.found
+        active = now.state in ACTIVE
         offers = found is not None and found.state != "running"
         self._put(self.found_box.layout, None if found else "none", "display")
         self._put(self.resume_button.layout, "none" if offers else None, "display")
@@ -903,10 +927,12 @@ class TrainerPanel:
         folder: str | Path,  # Of a run in a process, or of one that has ended
     ) -> "TrainerPanel":
         "A panel for an existing run."
-        session, found = TrainSession.attach(folder), look_at_run(folder)
+        session = TrainSession.attach(folder)
+        found = look_at_run(folder)
         panel = cls(session.config)
         panel.found = found if found is not None and found.state == "running" else None
-        panel.session, panel.place.value = session, PROCESS
+        panel.session = session
+        panel.place.value = PROCESS
         if panel.form.config != session.config:  # That of a later run
             panel.form.set(session.config)
         panel._watch()
@@ -954,7 +980,10 @@ _IN_PHASE = {  # What a run does where no stage is known
 
 def _doing(s: RunSnapshot) -> str:
     "The state of a run, and what it does besides taking steps."
-    stage = f"{str(s.stage)[:1].lower()}{str(s.stage)[1:]}" if s.stage else ""
+    if s.stage:
+        stage = f"{str(s.stage)[:1].lower()}{str(s.stage)[1:]}"
+    else:
+        stage = ""
     if s.state == "stopping":
         if s.phase == "training" and not stage.startswith("saving"):
             ends = f"leaving {stage or f'step {s.step + 1:,}'}" if s.at_once else stage
@@ -1250,7 +1279,8 @@ def config_changes(
     config: "RunConfig",  # Or an instance of another config class
 ) -> dict[str, object]:  # Nested, as in a file
     "The values that `load_config` needs to build the same config."
-    kind, whole = type(config), to_dict(config)
+    kind = type(config)
+    whole = to_dict(config)
     base = {"method": whole["method"]} if "method" in whole else {}
     fresh = to_dict(load_config(kind, base))
     small = dict(base)
@@ -1366,7 +1396,8 @@ class SweepTab:
 
     def __init__(self, panel: TrainerPanel):
         W = widgets()
-        self.panel, self.stopping = panel, threading.Event()
+        self.panel = panel
+        self.stopping = threading.Event()
         self.sweep: Sweep | None = None
         wide = dict(layout=W.Layout(width="min(100%, 560px)"), style=dict(description_width="60px"))
         self.spaces = W.Textarea(
@@ -1391,7 +1422,8 @@ class SweepTab:
         self.take_button = panel._button(
             "Take the best", "check", "Put the best values into the form", self.take, width="130px"
         )
-        self.state, self.results = W.HTML(), W.HTML()
+        self.state = W.HTML()
+        self.results = W.HTML()
         row = W.HBox(
             [self.start_button, self.stop_button, self.take_button],
             layout=W.Layout(flex_flow="row wrap"),
@@ -1406,7 +1438,8 @@ class SweepTab:
         panel = self.panel
         if panel.rehearsing or panel.session.state in ACTIVE:
             raise ValueError("a run or a test is at work: stop it first, or wait for its end")
-        config, changes = panel.form.read(), shlex.split(self.spaces.value)
+        config = panel.form.read()
+        changes = shlex.split(self.spaces.value)
         config = dataclasses.replace(
             config, train=dataclasses.replace(config.train, progress=False)
         )
@@ -1546,7 +1579,8 @@ def _preview_tokenizer(
         if tokenizer is None:
             raise ValueError(f"{source} has no tokenizer: set tokenizer.path")
     else:
-        tokenizer, remark = _small_tokenizer(rows), _TOKENIZER_LATER
+        tokenizer = _small_tokenizer(rows)
+        remark = _TOKENIZER_LATER
     compared = kind in ("preference", "unpaired")
     if kind != "text" and (config.sft.template or not (compared or tokenizer.chat_template)):
         set_template(tokenizer, config.sft.template or "chatml")

@@ -48,7 +48,8 @@ def _knobs(config: str) -> dict[str, object]:  # Dotted name -> value
 
 
 def _facts(run: Run) -> dict[str, object]:  # Dotted name -> value: knobs, and final numbers
-    numbers = {k: v for k, v in run.final().items() if not isinstance(v, (Mapping, list))}
+    final = run.final()
+    numbers = {k: v for k, v in final.items() if not isinstance(v, (Mapping, list))}
     return _knobs(run.config) | numbers
 
 
@@ -175,7 +176,9 @@ class RunBrowser:
         root: str | Path = "runs",  # The folder with the run folders
         key: str = "",  # A page with the same key is closed; empty: that of the same cell
     ):
-        self.root, self.runs, self.listed = Path(root), list_runs(root), []
+        self.root = Path(root)
+        self.runs = list_runs(root)
+        self.listed = []
         self.page = page = Page(self.html, key)
         W = widgets()
         self.words = W.Text(

@@ -165,7 +165,9 @@ class RunState:
         lines: int = 200,  # Lines of log that are kept
         log_events: bool = True,  # Add a log line for each evaluation, checkpoint and warning
     ):
-        self.log_events, self.lock, self.version = log_events, threading.RLock(), 0
+        self.log_events = log_events
+        self.lock = threading.RLock()
+        self.version = 0
         self.log: deque[str] = deque(maxlen=lines)
         self.losses: dict[int, float] = {}  # Of the last 4,096 records
         self.remote = False  # Whether it is fed from a file
@@ -194,7 +196,8 @@ class RunState:
 
     def begin_stages(self):
         "Forget the stages of an earlier start."
-        self.stages, self.remote_stage = Stages(), None
+        self.stages = Stages()
+        self.remote_stage = None
 
     def hear(
         self,
@@ -252,11 +255,13 @@ class RunState:
             self.version += 1
 
     def _start(self, record: _Record):
-        self.phase, self.total = "training", int(record.get("total_steps") or 0)
+        self.phase = "training"
+        self.total = int(record.get("total_steps") or 0)
         self.start = self.step = int(record.get("start_step") or 0)
-        self.undone = (
-            {s: loss for s, loss in self.losses.items() if s > self.start} if self.start else {}
-        )
+        if self.start:
+            self.undone = {s: loss for s, loss in self.losses.items() if s > self.start}
+        else:
+            self.undone = {}
         self.proof, self.reason = [], ""
         for curve in self.curves.values():
             curve.cut(self.start)
@@ -314,7 +319,8 @@ class RunState:
             self.add_log(line)
 
     def _end(self, record: _Record):
-        self.phase, self.reason = "finishing", str(record.get("reason") or "")
+        self.phase = "finishing"
+        self.reason = str(record.get("reason") or "")
 
     def _on_event(self, event: str, trainer: "Trainer", record: _Record):
         if event == "start" and getattr(trainer, "folder", None):
@@ -546,7 +552,10 @@ class TrainSession:
                 raise
         if mode == "thread":
             self.thread = threading.Thread(
-                target=self._work, args=(resume,), name="trainkit", daemon=True
+                target=self._work,
+                args=(resume,),
+                name="trainkit",
+                daemon=True,
             )
             self.thread.start()
         return True
@@ -607,7 +616,8 @@ class TrainSession:
         self.run_state = RunState()
         self.run_state.log.extend(lines)
         self.run_state.version += version
-        self.abandoned, self.thread = self.thread, None
+        self.abandoned = self.thread
+        self.thread = None
         self.state = "stopped"
 
     def save(self) -> bool:
@@ -639,7 +649,8 @@ class TrainSession:
                 self.process.wait()
             self._follow()
             self.state, self.error = "stopped", ""
-            step, checkpoint = self.run_state.step, self.run_state.checkpoint
+            step = self.run_state.step
+            checkpoint = self.run_state.checkpoint
             self.run_state.add_log(
                 f"Killed after step {step}; the last checkpoint is of step {checkpoint}."
             )
@@ -655,7 +666,8 @@ class TrainSession:
                 send(self._run_folder, order, text)
             else:
                 getattr(self.control, order)(**how)
-            self.state, self.pressed_at = next_state, time.time()
+            self.state = next_state
+            self.pressed_at = time.time()
             self.run_state.add_log("")  # Something has changed
             return True
 
@@ -775,13 +787,13 @@ class TrainSession:
         from trainkit.recipes.config import method_config
 
         self = cls(method_config(folder / "config.yaml"))
-        self.mode, self.folder, self.state = "process", folder, "running"
+        self.mode = "process"
+        self.folder = folder
+        self.state = "running"
         self.run_state.remote = True
-        self.run_state.folder, self.run_state.phase, self.run_state.log_events = (
-            str(folder),
-            "preparing",
-            False,
-        )
+        self.run_state.folder = str(folder)
+        self.run_state.phase = "preparing"
+        self.run_state.log_events = False
         output = folder / "output.txt"
         if not output.exists():
             output = folder / "log.txt"
@@ -963,7 +975,10 @@ class FoundRun(NamedTuple):
     where: str = ""  # What runs it: 'process 123', with its machine if that is another one
 
     def __str__(self) -> str:
-        steps = f"step {self.step:,} of {self.total:,}" if self.total else f"step {self.step:,}"
+        if self.total:
+            steps = f"step {self.step:,} of {self.total:,}"
+        else:
+            steps = f"step {self.step:,}"
         name = self.folder.name
         if self.state == "running":
             return f"{name} runs in {self.where}, and this panel follows it."
@@ -1003,7 +1018,12 @@ def look_at_run(
         for p in (folder / kind).glob("checkpoint-*")
         if p.name.split("-")[1].isdigit()
     ]
-    state = "done" if reason in _FINISHED else "failed" if ": " in reason else "stopped"
+    if reason in _FINISHED:
+        state = "done"
+    elif ": " in reason:
+        state = "failed"
+    else:
+        state = "stopped"
     return FoundRun(
         folder,
         "running" if lives else state,

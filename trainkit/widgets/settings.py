@@ -317,7 +317,8 @@ def unknown_columns(
     config: "RunConfig",
 ) -> dict[str, list[str]]:  # What is needed -> the names in the file; empty if all is known
     "The columns of which the panel asks what they are."
-    data, learned = config.data, config.recipe.learns_from
+    data = config.data
+    learned = config.recipe.learns_from
     row = first_row(data.path)
     if not row or data.kind or data.text_column:
         return {}
@@ -504,7 +505,8 @@ def missing_file(
 
 
 def _model_advice(config: "RunConfig") -> Iterator[Advice]:
-    recipe, start = config.recipe, config.init_from
+    recipe = config.recipe
+    start = config.init_from
     needs = recipe.trains == "adapter" or recipe.learns_from in ("pairs", "prompts")
     if needs and not start:
         text = "Choose a model: this method continues from one that is trained."
@@ -552,7 +554,8 @@ def _vocabulary_advice(config: "RunConfig") -> Iterator[Advice]:
 
 
 def _data_advice(config: "RunConfig") -> Iterator[Advice]:
-    path, learned = config.data.path, config.recipe.learns_from
+    path = config.data.path
+    learned = config.recipe.learns_from
     yield from _vocabulary_advice(config)
     if missing_file(path):
         yield Advice("data.path", f"There is no {short_path(path)}.", "missing")
@@ -585,7 +588,8 @@ def _passes_advice(config: "RunConfig") -> Iterator[Advice]:
 
 
 def _training_advice(config: "RunConfig") -> Iterator[Advice]:
-    rate, train = config.optim.learning_rate, config.train
+    rate = config.optim.learning_rate
+    train = config.train
     usual = load_config(
         type(config), {"method": config.method, "use_lora": config.use_lora}
     ).optim.learning_rate

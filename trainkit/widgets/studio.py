@@ -142,7 +142,8 @@ class StudioPanel(TrainerPanel):
         **options: Any,  # Of `TrainerPanel`
     ):
         super().__init__(config, **options)
-        self.place.value, self.place.layout.display = PROCESS, "none"
+        self.place.value = PROCESS
+        self.place.layout.display = "none"
 
     def start(
         self,
@@ -263,7 +264,8 @@ class ChatPage:
         self.place = W.VBox([])
         buttons = page.row(self.open_button, self.again)
         page.fill(hint, self.models, self.other, buttons, self.place)
-        self.widget, self.close = page.widget, page.close
+        self.widget = page.widget
+        self.close = page.close
         self.look()
 
     def look(self):
@@ -315,7 +317,8 @@ class LabelPage:
         self.page = page = Page(lambda: "", key, self._close_labeler)
         W = widgets()
         self.labeler: "PreferenceLabeler | None" = None
-        self.model, self.data = _picker("Model", _starts()), _picker("Questions", _sources())
+        self.model = _picker("Model", _starts())
+        self.data = _picker("Questions", _sources())
         self.column = _picker("Column", [])  # Shown where the file does not tell
         self.data.observe(lambda _: page.guarded(self._ask_column), names="value")
         self.count = W.BoundedIntText(
@@ -339,17 +342,20 @@ class LabelPage:
         hint = "The model answers each question twice, and you choose the better answer. "
         hint += "A file of labels that exists is continued. To train on the labels, choose the "
         hint += "method DPO and this file in the tab Train."
-        self.status, self.place = W.HTML(), W.VBox([])
+        self.status = W.HTML()
+        self.place = W.VBox([])
         buttons = page.row(self.count, self.begin_button, self.again)
         top = W.HTML(_HINT.format(hint))
         pickers = self.model, self.data, self.column
         page.fill(top, *pickers, self.file, buttons, self.status, self.place)
-        self.widget, self.close = page.widget, page.close
+        self.widget = page.widget
+        self.close = page.close
         self._ask_column()
 
     def _ask_column(self):
         "Offer the columns of a file in which no usual name says where the questions are."
-        path, row = self.data.value, first_row(self.data.value)
+        path = self.data.value
+        row = first_row(self.data.value)
         try:
             known = not row or bool(read_questions(path, 1))
         except ValueError:
@@ -386,7 +392,12 @@ class LabelPage:
         return None
 
     def _sample(
-        self, path: Path, source: str, data: str, count: int, columns: dict[str, str] | None
+        self,
+        path: Path,
+        source: str,
+        data: str,
+        count: int,
+        columns: dict[str, str] | None,
     ):
         from trainkit.interop.hf import load_pretrained
         from trainkit.widgets.labeler import PreferenceLabeler
@@ -435,7 +446,8 @@ class Studio:
         self.page = page = Page(lambda: "", key, self._close_parts)
         self.panel = StudioPanel.open(config)
         self.parts: dict[str, RunBrowser | LabelPage | ChatPage] = {}
-        places = [W.VBox([self.panel.widget]), *(W.VBox([]) for _ in _TABS[1:])]
+        places = [W.VBox([self.panel.widget])]
+        places += [W.VBox([]) for _ in _TABS[1:]]
         self.tabs = W.Tab(places)
         for i, name in enumerate(_TABS):
             self.tabs.set_title(i, name)
@@ -444,7 +456,8 @@ class Studio:
         style = W.HTML(_STYLE, layout=W.Layout(display="none"))
         page.fill(style, head, self.tabs)
         page.widget.add_class("trainkit-studio")
-        self.widget, self.close = page.widget, page.close
+        self.widget = page.widget
+        self.close = page.close
 
     def open_tab(self) -> None:
         "Make the page of the chosen tab, or let it look for what is new."
@@ -606,7 +619,8 @@ def serve_studio(
             log_level="ERROR",
         )
         settings = server.config.VoilaConfiguration
-        settings.template, settings.show_tracebacks = _TEMPLATE, True
+        settings.template = _TEMPLATE
+        settings.show_tracebacks = True
         settings.extension_allowlist = _EXTENSIONS
         settings.prelaunch_hook = _allow_shutdown
         settings.allow_template_override = settings.allow_theme_override = "NO"

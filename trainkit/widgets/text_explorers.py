@@ -118,7 +118,8 @@ def joins(
     ids, steps = [*start], []
     while pairs := [(ranks[pair], i) for i, pair in enumerate(pairwise(ids)) if pair in ranks]:
         rank, i = min(pairs)
-        ids = [*ids[:i], merged[ids[i], ids[i + 1]], *ids[i + 2 :]]
+        joined = merged[ids[i], ids[i + 1]]
+        ids = [*ids[:i], joined, *ids[i + 2 :]]
         steps.append(Join(rank, i, ids))
     return start, steps
 
@@ -409,7 +410,8 @@ def draw_rows(
     left, each, body = 34, 15, ""
     scale = (width - left - 4) / max_length
     for number, row in enumerate(rows):
-        x, y = 0, number * each + 2
+        x = 0
+        y = number * each + 2
         size = max_length * scale
         body += _ROW_FRAME.format(x=left, y=y, width=size, height=each - 4)
         style = ' font-weight="700"' if number == chosen else ' opacity=".7"'
@@ -427,7 +429,8 @@ def draw_rows(
                 tokens=n,
             )
             x += n
-    full = sum(int(lengths[i]) for row in rows for i in row) / max(1, max_length * len(rows))
+    used = sum(int(lengths[i]) for row in rows for i in row)
+    full = used / max(1, max_length * len(rows))
     label = f"{plural(len(rows), 'row')} of {max_length} places, {full:.0%} of them filled"
     return svg(width, each * len(rows) + 4, label, body)
 

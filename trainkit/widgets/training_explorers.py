@@ -100,7 +100,11 @@ METHODS: dict[str, Callable[[Setup, int, str], Setup]] = {
         s, mixed_precision=half, lora_rank=rank, half_weights=True
     ),
     "QLoRA": lambda s, rank, half: replace(
-        s, mixed_precision=half, lora_rank=rank, half_weights=True, bits=4
+        s,
+        mixed_precision=half,
+        lora_rank=rank,
+        half_weights=True,
+        bits=4,
     ),
 }
 _reports: dict[tuple, MemoryReport] = {}  # Predictions of this session
@@ -166,11 +170,20 @@ def waterfall(
     room_text = f"room {show_bytes(room)}"
     body += text(edge, high + 12, room_text + " →" * far, anchor, 'opacity=".8"')
     sizes = {**parts, "total": total}
-    label = ", ".join([*(f"{n} {show_bytes(size)}" for n, size in sizes.items()), room_text])
+    labels = [f"{name} {show_bytes(size)}" for name, size in sizes.items()]
+    label = ", ".join([*labels, room_text])
     return svg(480, high + 18, f"{title}: {label}" if title else label, body)
 
 
-def _bar(y: int, name: str, size: float, left: float, end: float, width: float, colour: str) -> str:
+def _bar(
+    y: int,
+    name: str,
+    size: float,
+    left: float,
+    end: float,
+    width: float,
+    colour: str,
+) -> str:
     "One bar of a waterfall, with its name and size."
     start = end - width
     style = 'font-weight="600"' if name == "total" else ""
@@ -316,7 +329,8 @@ def rates(
     total_steps: int,  # Optimizer steps in the run
 ) -> list[float]:  # (total_steps,) the learning rate of each
     "The learning rate that `make_schedule` gives to every step of a run."
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=config.learning_rate)
     schedule = make_schedule(optimizer, config, total_steps)
     peak = float(schedule.base_lrs[0])
     factor = schedule.lr_lambdas[0]
@@ -459,10 +473,13 @@ def pull(
     "The loss of each pair, as a batch of one, and its pull on the chosen and the rejected answer."
     from torch.func import grad_and_value, vmap
 
-    ref_c, ref_r, c_tokens, r_tokens = (
-        torch.as_tensor(x, dtype=chosen.dtype).reshape(1)
-        for x in (ref_chosen, ref_rejected, *tokens)
-    )
+    def one(x: float | Tensor) -> Tensor:
+        return torch.as_tensor(x, dtype=chosen.dtype).reshape(1)
+
+    ref_c = one(ref_chosen)
+    ref_r = one(ref_rejected)
+    c_tokens = one(tokens[0])
+    r_tokens = one(tokens[1])
 
     def loss(c: Tensor, r: Tensor) -> Tensor:
         return preference_loss(c[None], r[None], ref_c, ref_r, config, c_tokens, r_tokens)[0]

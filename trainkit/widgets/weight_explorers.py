@@ -120,7 +120,10 @@ def histogram(
         if count:
             height = 140 * count / most
             bars += _COUNT_BAR.format(
-                x=8 + i * wide, y=180 - height, width=wide - 0.6, height=height
+                x=8 + i * wide,
+                y=180 - height,
+                width=wide - 0.6,
+                height=height,
             )
     top, thickness = (34, 1.4) if len(book) < 20 else (172, 0.7)
     lines = "".join(f"M{place(v):.1f} {top}V190" for v in book.tolist())
@@ -151,11 +154,15 @@ def threads(
 
     pairs = [*zip(weights.tolist(), back.tolist(), strict=True)]
     values = sorted(set(back.tolist()))
-    lines = "".join(f"M{place(a):.1f} 58L{place(b):.1f} 168" for a, b in pairs)
+    lines = ""
+    for a, b in pairs:
+        lines += f"M{place(a):.1f} 58L{place(b):.1f} 168"
     body = text(0, 13, title, more='font-weight="600"') if title else ""
     body += _THREADS.format(lines)
-    body += _WEIGHTS.format("".join(_WEIGHT.format(x=place(a)) for a, _ in pairs))
-    body += _CODES.format("".join(_CODE.format(x=place(b) - 2) for b in values))
+    marks = "".join(_WEIGHT.format(x=place(a)) for a, _ in pairs)
+    body += _WEIGHTS.format(marks)
+    marks = "".join(_CODE.format(x=place(b) - 2) for b in values)
+    body += _CODES.format(marks)
     body += text(8, 42, f"{len(pairs)} weights", more='opacity=".8"')
     body += text(8, 196, f"{len(values)} different values", more='opacity=".8"')
     body += text(472, 196, f"± {number(high, 3)}", "end", 'opacity=".8"')
@@ -223,7 +230,10 @@ class QuantExplorer(Explorer):
             kind: quantization_error(weight, kind, self.blocksize, self.double_quant)
             for kind in QUANTS
         }
-        n = weight.shape[1] if self.quant_type == "int8" else min(self.blocksize, weight.numel())
+        if self.quant_type == "int8":
+            n = weight.shape[1]
+        else:
+            n = min(self.blocksize, weight.numel())
         start = 1 if self.outlier else 0  # The outlier itself does not count
         first = weight.reshape(-1)[start:n]
         back = each[self.quant_type]["back"].reshape(-1)[start:n]
@@ -232,7 +242,8 @@ class QuantExplorer(Explorer):
 
     def html(self, values: _QuantValues) -> Picture:
         "The codes, the block, and the errors."
-        weight, kind = values["weight"], self.quant_type
+        weight = values["weight"]
+        kind = self.quant_type
         one = values["each"][kind]
         shown = min(values["n"], 128)
         title = "The first block"
@@ -240,7 +251,9 @@ class QuantExplorer(Explorer):
             unit = "row" if kind == "int8" else "block"
             title = f"The first {shown} weights of the first {unit}"
         first = histogram(one["scaled"], one["book"], f"All weights, and the codes of {kind}")
-        second = threads(weight.reshape(-1)[:shown], one["back"].reshape(-1)[:shown], title)
+        numbers = weight.reshape(-1)[:shown]
+        back = one["back"].reshape(-1)[:shown]
+        second = threads(numbers, back, title)
         rows = [
             {
                 "codes": ("▸ " if name == kind else "") + name,
@@ -344,7 +357,9 @@ def _of_layer(layer: LoRALayer) -> Update:
         # Several adapters, or DoRA: no product of two matrices
         return Update((layer.merged_weight() - layer.matrix()).detach().float(), base)
     ((name, weight),) = layer.active.items()
-    A, B = (part.detach().float() for part in layer.factors(name))
+    A, B = layer.factors(name)
+    A = A.detach().float()
+    B = B.detach().float()
     delta = weight * layer.update(name).detach()
     return Update(delta, base, (A, B * layer.scaling[name] * weight))
 
@@ -372,7 +387,8 @@ def _of_folder(
 
 
 def _difference(before: Callable[[], Tensor], after: Callable[[], Tensor], name: str) -> Update:
-    old, new = before().detach(), after().detach()
+    old = before().detach()
+    new = after().detach()
     if old.shape != new.shape:
         raise ValueError(
             f"'{name}' has shape {tuple(old.shape)} before and {tuple(new.shape)} after"
@@ -390,7 +406,10 @@ def updates(
 ) -> dict[str, Callable[[], Update]]:  # Layer -> function that computes its update
     "Every update that training has made; nothing is computed yet."
     if isinstance(source, nn.Module):
-        layers = {n: m for n, m in adapted(source).items() if isinstance(m, LoRALayer) and m.active}
+        layers = {}
+        for name, layer in adapted(source).items():
+            if isinstance(layer, LoRALayer) and layer.active:
+                layers[name] = layer
         if not layers:
             raise ValueError(
                 "the model has no active adapter: give (before, after) to compare two models"
@@ -548,7 +567,8 @@ class LoRAExplorer(Explorer):
 
     def _summary(self, values: _SpectrumValues) -> str:
         "The energy at the rank, the ranks for 90 and 99 percent, and the sizes."
-        share, kept = values["share"], values["kept"]
+        share = values["share"]
+        kept = values["kept"]
         need = {part: int((kept < part - 1e-9).sum()) + 1 for part in (0.9, 0.99)}
         return (
             f"Rank {self.rank} keeps {share:.2%} of the energy of this update and misses it by "
