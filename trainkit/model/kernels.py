@@ -21,8 +21,8 @@ __all__ = ['FORMATS', 'BLOCK', 'tile_large', 'tile_outs', 'tile_rows', 'tile_one
            'quantize_group', 'score_keys', 'mix_values', 'INTEGERS', 'OUTS', 'ROWS', 'LANES', 'pointer', 'power_of_two',
            'arrive', 'arrived', 'give_way', 'carray', 'FREE_SUMS', 'WeightFormat', 'PackedMatrix', 'product_tile',
            'round_groups', 'TiledMatrix', 'integer_instruction', 'integer_tile', 'group_quantizer', 'memory_functions',
-           'attention_tiles', 'product_part', 'round_rows', 'exponential', 'sigmoid', 'normalize', 'rotate_head',
-           'soften', 'attend_together', 'wait', 'StepMemory', 'part_of', 'prepare_inputs', 'multiply',
+           'attention_tiles', 'product_part', 'round_rows', 'exponential', 'sigmoid', 'normalize', 'copy_row',
+           'rotate_head', 'soften', 'attend_together', 'wait', 'StepMemory', 'part_of', 'prepare_inputs', 'multiply',
            'normalize_stream', 'read_heads', 'attend_groups', 'add_product', 'gate_and_up', 'decode_part',
            'compiled_kernels', 'in_threads', 'packing_reason', 'use_large_pages', 'PackedModel', 'PackedPlan',
            'packed_copy', 'decode_plan']
@@ -855,6 +855,12 @@ def normalize(x, weight, eps, out):
         out[i] = x[i] * scale * weight[i]
 
 
+def copy_row(x, out):
+    "An assignment to a slice, for which Numba would compile the texts of its errors for seconds."
+    for i in range(len(x)):
+        out[i] = x[i]
+
+
 def rotate_head(x, cos, sin):
     "Rotary positions of one head, in place."
     half = len(cos)
@@ -964,7 +970,7 @@ def part_of(size, unit, thread, threads):
 def prepare_inputs(step, x, x_row, columns, thread):
     "What a product reads: the rows as they are, or their blocks."
     out = step.blocks.ctypes.data + thread * step.blocks.strides[0]
-    return round_rows(x, x_row, out, 0, columns, len(step.x))
+    return round_rows(np.int64(x), x_row, np.int64(out), np.int64(0), columns, len(step.x))
 
 
 def multiply(step, layer, m, x, columns, x_row, y, y_row, first, last):
@@ -995,7 +1001,7 @@ def normalize_stream(step, layer, which, thread):
 
 def read_heads(step, layer, thread, threads):
     "A part of all queries, keys and values."
-    normalize_stream(step, layer, 0, thread)
+    normalize_stream(step, layer, np.int64(0), thread)
     own = step.hidden[thread]
     wide = own.shape[1]
     x = prepare_inputs(step, own.ctypes.data, 4 * wide, wide, thread)
@@ -1035,9 +1041,9 @@ def attend_groups(step, layer, thread, threads):
         if step.head_norms:
             normalize(k, step.norms[layer, 3, :width], step.eps, k)
         rotate_head(k, step.cos[b], step.sin[b])
-        keys[size - 1] = k
+        copy_row(k, keys[size - 1])
         at += step.kv_heads * width
-        values[size - 1] = step.qkv[b, at : at + width]
+        copy_row(step.qkv[b, at : at + width], values[size - 1])
         first = g * group * width
         queries = step.qkv[b, first : first + group * width].reshape(group, width)
         for q in queries:
@@ -1052,7 +1058,8 @@ def add_product(step, layer, m, x, columns, x_row, thread, threads):
     "Add a part of the product with `o` or `down` to the stream."
     own = step.hidden[thread]
     first, last = part_of(own.shape[1], 16, thread, threads)
-    multiply(step, layer, m, x, columns, x_row, own.ctypes.data, own.strides[0], first, last)
+    y = np.int64(own.ctypes.data)
+    multiply(step, layer, m, x, columns, x_row, y, own.strides[0], first, last)
     for b in range(len(own)):
         for i in range(first, last):
             step.x[b, i] += own[b, i]
@@ -1060,7 +1067,7 @@ def add_product(step, layer, m, x, columns, x_row, thread, threads):
 
 def gate_and_up(step, layer, thread, threads):
     "A part of the activations: SiLU or GELU of the gate, times up. Returns where all will be."
-    normalize_stream(step, layer, 1, thread)
+    normalize_stream(step, layer, np.int64(1), thread)
     own = step.hidden[thread]
     deep = step.act.shape[1] // 2
     first, last = part_of(deep, 32, thread, threads)
@@ -1078,7 +1085,8 @@ def gate_and_up(step, layer, thread, threads):
                 z = np.float32(1.5957691) * (gate + np.float32(0.044715) * gate * gate * gate)
             step.act[b, i] = gate * sigmoid(z) * step.act[b, deep + i]
     all = step.blocks.ctypes.data + threads * step.blocks.strides[0]
-    return round_rows(step.act.ctypes.data, y_row, all, first, last, len(own))
+    act = np.int64(step.act.ctypes.data)
+    return round_rows(act, y_row, np.int64(all), first, last, len(own))
 
 
 def decode_part(step, thread, threads):
@@ -1093,14 +1101,14 @@ def decode_part(step, thread, threads):
         wait(step.barrier.ctypes.data, count + 2, threads)
         wide = step.att.shape[1]
         x = prepare_inputs(step, step.att.ctypes.data, 4 * wide, wide, thread)
-        add_product(step, layer, 3, x, wide, 4 * wide, thread, threads)
+        add_product(step, layer, np.int64(3), x, wide, 4 * wide, thread, threads)
         wait(step.barrier.ctypes.data, count + 3, threads)
         x = gate_and_up(step, layer, thread, threads)
         wait(step.barrier.ctypes.data, count + 4, threads)
-        add_product(step, layer, 6, x, deep, 8 * deep, thread, threads)
+        add_product(step, layer, np.int64(6), x, deep, 8 * deep, thread, threads)
         count += 5
         wait(step.barrier.ctypes.data, count, threads)
-    normalize_stream(step, layers, 0, thread)
+    normalize_stream(step, layers, np.int64(0), thread)
 
 # %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-compile-def
 FREE_SUMS = frozenset({"reassoc", "contract", "nsz"})  # And NaN stays NaN
@@ -1113,23 +1121,27 @@ def compiled_kernels(
     "The kernels for one format; from disk if they were compiled before."
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"  # 32 registers of 16 numbers
     extra = memory_functions() | attention_tiles(16 if wide else 8)
+    vectors = exponential, sigmoid, normalize, copy_row, rotate_head, soften, attend_together, wait
+    same = compile_kernels((*vectors, attend_groups), extra, f"{wide}", FREE_SUMS)  # In all formats
+    extra |= vars(same)
+    version = same.attend_groups.py_func.__qualname__
     if FORMATS[kind].integers:
-        label = f"{kind} {integer_instruction()} {wide}"
+        label = f"{kind} {integer_instruction()} {version}"
         tiles = dict(tile_eight=8, tile_four=4, tile_two=2, tile_one=1)
         extra |= {name: integer_tile(kind, rows) for name, rows in tiles.items()}
         shift = _shift(kind, integer_instruction()[0])
         extra |= dict(INTEGERS=True, quantize_group=group_quantizer(shift))
     else:
-        label = f"{kind} {wide}"
+        label = f"{kind} {version}"
         most = 4 if wide else 2
         sizes = dict(tile_large=(most, most), tile_outs=(most, 1), tile_rows=(1, most))
         extra |= {name: product_tile(kind, *size) for name, size in sizes.items()}
         extra["tile_one"] = product_tile(kind, 1, 1)
         extra |= dict(INTEGERS=False, OUTS=most, ROWS=most)
-    small = exponential, sigmoid, normalize, rotate_head, soften, attend_together, wait
     products = product_part, round_rows, part_of, prepare_inputs, multiply
-    large = normalize_stream, read_heads, attend_groups, add_product, gate_and_up, decode_part
-    return compile_kernels((*small, *products, *large), extra, label, FREE_SUMS)
+    parts = normalize_stream, read_heads, add_product, gate_and_up, decode_part
+    own = compile_kernels((*products, *parts), extra, label, FREE_SUMS)
+    return SimpleNamespace(**vars(same), **vars(own))
 
 
 _THREADS = max(1, os.cpu_count() or 1)
