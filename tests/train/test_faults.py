@@ -331,6 +331,28 @@ def test_a_loader_process_that_dies_is_named_and_the_run_goes_on_exactly(tmp_pat
     assert callable(signal.getsignal(signal.SIGCHLD)) or signal.getsignal(signal.SIGCHLD) == before
 
 
+def test_a_loader_process_that_dies_between_two_steps_loses_nothing(tmp_path):
+    "PyTorch raises the error from a signal, wherever the main thread is just then."
+
+    class Struck(Trainer):
+        def stop_reason(self):
+            if self.state.step == 3:
+                raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+            return super().stop_reason()
+
+    trainer = Struck(
+        make("ours", 0.2),
+        lm_loss,
+        Batches(ROWS, 2, seed=3),
+        config=TrainConfig(str(tmp_path), max_steps=8, save_steps=100, progress=False),
+    )
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid") as caught:
+        trainer.train()
+    notes = " ".join(caught.value.__notes__)
+    assert "everything up to step 3 is in" in notes and notes.count("fewer num_workers") == 1
+    assert [*tmp_path.rglob("checkpoint-3")]
+
+
 def test_waiting_for_data_is_measured_and_found():
     import time
 

@@ -308,6 +308,11 @@ class Trainer:
         except StopNow:
             self.raw_optimizer.zero_grad(set_to_none=True)
             return self.control.reason or "stopped"
+        except RuntimeError as error:  # PyTorch raises it wherever the run is just then
+            rescued = any(DEAD_WORKER in note for note in getattr(error, "__notes__", ()))
+            if rescued or not worker_died(error):
+                raise
+            raise self.rescue(error)  # noqa: B904
 
     def loop(self) -> str:  # Why it ended
         "Take steps until there is a reason to stop."
@@ -374,9 +379,7 @@ class Trainer:
         try:
             with defer_signals():
                 self.step(batches)
-        except RuntimeError as error:
-            if not isinstance(error, StepTooBig) and not worker_died(error):
-                raise
+        except StepTooBig as error:
             raise self.rescue(error)  # noqa: B904
         return True
 
