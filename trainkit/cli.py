@@ -1400,6 +1400,9 @@ def generate(
         Optional[int],
         typer.Option(help="Tokens of a thought at most, after <think>.", min=0, show_default=False),
     ] = None,
+    draft_model: tools.DraftModel = None,
+    num_assistant_tokens: tools.DraftTokens = 4,
+    prompt_lookup_num_tokens: tools.LookupTokens = None,
 ) -> None:
     "Let a saved model continue a text, as it writes it."
     from trainkit.model.generation import stream
@@ -1411,6 +1414,7 @@ def generate(
             param_hint="--prompt",
         )
     network, tokenizer = load_pretrained(model)
+    drafting = draft_model, num_assistant_tokens, prompt_lookup_num_tokens
     pieces = stream(
         network,
         text,
@@ -1422,6 +1426,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         thinking_budget=thinking_budget,
+        assistant_model=tools.open_drafter(network, tokenizer, *drafting),
     )
     first = next(pieces, "")  # Errors come before any output
     say(text, nl=False)

@@ -13,6 +13,7 @@ from trainkit.lora.inject import add_lora
 from trainkit.lora.inject import LoRAConfig
 from trainkit.model.config import ModelConfig
 from trainkit.model.generation import generate
+from trainkit.model.speculative import Drafter
 from trainkit.model.transformer import Transformer
 from trainkit.quant.quantize import QuantConfig, quantize_model
 
@@ -38,10 +39,18 @@ request = st.tuples(
 
 
 @settings(max_examples=10)
-@given(st.lists(request, min_size=1, max_size=9), st.integers(1, 4), st.integers(1, 50))
-def test_a_row_is_alone_in_any_company(wanted, rows, prefill):
-    "Whatever comes, goes and is cancelled, a row gets what `generate` gives it alone."
-    scheduler = Scheduler(MODEL, rows=rows, prefill_tokens=prefill)
+@given(
+    st.lists(request, min_size=1, max_size=9),
+    st.integers(1, 4),
+    st.integers(1, 50),
+    st.sampled_from([None, 5]),
+)
+def test_a_row_is_alone_in_any_company(wanted, rows, prefill, guesses):
+    """Whatever comes, goes and is cancelled, a row gets what `generate` gives it alone.
+
+    Also if its text is guessed ahead whenever it is alone."""
+    options = dict(prefill_tokens=prefill, prompt_lookup_num_tokens=guesses)
+    scheduler = Scheduler(MODEL, rows=rows, **options)
     requests = {}
     for turn in range(2000):
         for i, (ids, limit, seed, at, _) in enumerate(wanted):
@@ -86,6 +95,56 @@ def test_kinds_of_models(kind):
         pass
     for own, prompt, limit in zip(requests, prompts, limits, strict=True):
         assert prompt + own.tokens == generate(model, prompt, limit, temperature=0.0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "window", "gemma", "nf4", "lora", "q8_0"])
+def test_guesses_for_a_request_that_is_alone(kind):
+    model = make_model(**KINDS.get(kind, {}))
+    if kind == "nf4":
+        quantize_model(model, QuantConfig(bits=4))
+    weights = kind if kind == "q8_0" else None
+    adapter = ""
+    if kind == "lora":
+        adapter = "a"
+        add_lora(model, LoRAConfig(r=3), adapter)
+        for path, weight in model.named_parameters():
+            if "lora_B" in path:
+                torch.nn.init.normal_(weight, std=0.3)
+        model.eval()
+    for draft in (make_model(n_layers=1), model if kind == "plain" else None):
+        drafter = Drafter(draft, 5)
+        scheduler = Scheduler(model, rows=2, weights=weights, assistant_model=drafter)
+        options = dict(adapter=adapter, logprobs=1)
+        long = scheduler.add([1, 2, 3, 1, 2], 40, 0.0, **options)
+        for turn in range(1000):
+            if turn == 9:  # A second one comes, and shares the steps for a while
+                short = scheduler.add([7, 8], 6, 0.0, **options)
+            if not scheduler.step() and turn > 9:
+                break
+        for own in (long, short):
+            plain = generate(model, own.prompt, own.limit, temperature=0.0, weights=weights)
+            assert own.prompt + own.tokens == plain and own.ahead is None
+        assert drafter.passes + drafter.accepted >= 25
+        if draft is model:
+            assert drafter.accepted > 20
+
+
+def test_a_sampled_text_with_a_draft_model_is_drawn_from_the_model():
+    shape = dict(vocab_size=4, d_model=16, n_heads=2, n_layers=1, d_ff=16, max_seq_len=8)
+    model = make_model(**shape)
+    drafter = Drafter(make_model(**shape | dict(d_ff=32)), 2)
+    scheduler = Scheduler(model, rows=1, assistant_model=drafter)
+    seen = torch.zeros(4)
+    for seed in range(300):
+        [own] = scheduler.generate([[1, 2]], 3, seed=seed)
+        seen[own.tokens[1]] += 1
+    with torch.no_grad():
+        first = model(torch.tensor([[1, 2]])).logits[0, -1].softmax(-1)
+        rows = torch.tensor([[1, 2, i] for i in range(4)])
+        second = model(rows).logits[:, -1].softmax(-1)
+    expected = 300 * first @ second
+    assert ((seen - expected).square() / expected).sum() < 3 + 4 * 6**0.5
+    assert 0 < drafter.accepted < drafter.guessed
 
 
 def test_rows_of_one_batch_have_their_own_adapters():

@@ -602,13 +602,57 @@ def test_the_command_opens_what_it_is_told(tmp_path, monkeypatch):
         model=tmp_path / "mine" / "model",
         adapter=[str(tmp_path / "poet" / "adapter"), f"lawyer={tmp_path}/poet/adapter"],
         name="", host="127.0.0.1", port=0, rows=2, queue=1, max_length=50, allow_origin=None,
-        log=False,
+        log=False, prompt_lookup_num_tokens=5,
     )  # fmt: skip
     [(server, (bound, url))] = served
+    assert server.scheduler.drafter.tokens == 5
     bound.close()
     server.engine.close()
     assert server.names == ["mine", "poet", "lawyer"] and server.scheduler.max_length == 50
     assert server.config.api_key == KEY and KEY not in repr(server.config) and url.count(":") == 2
+
+
+def test_a_constrained_text_may_be_guessed():
+    "A grammar reads each token once, as without guesses; the guesses do not know it."
+    from trainkit.engine.constraints import Grammars
+    from trainkit.model.speculative import Drafter
+
+    model, tokenizer = make_model()
+    grammars = Grammars(tokenizer)
+    schema = dict(type="array", items=dict(enum=["hello", "you"]), minItems=3, maxItems=5)
+    for make in (lambda: grammars.json_schema(schema), lambda: grammars.regex("(you |am ){6,9}")):
+        for seed in range(3):
+            texts = []
+            for drafter in (None, Drafter(None, 6), Drafter(model, 3)):
+                scheduler = Scheduler(model, tokenizer, rows=2, assistant_model=drafter)
+                temperature = 0.0 if drafter and drafter.draft_model else 0.8 * (seed > 0)
+                options = dict(temperature=temperature, seed=seed, processors=[make()], logprobs=2)
+                [own] = scheduler.generate(["hello"], 60, **options)
+                texts.append(own.text)
+            assert texts[0] == texts[1] and (seed > 0 or texts[0] == texts[2])
+
+
+def test_a_draft_model_has_the_tokenizer_of_the_model(tmp_path):
+    from trainkit.interop.hf import save_pretrained
+    from trainkit.lora.adapters import remove_adapter
+    from trainkit.recipes.commands import open_drafter
+
+    model, tokenizer = make_model()
+    remove_adapter(model, "poet")
+    save_pretrained(model, tokenizer, tmp_path / "same")
+    drafter = open_drafter(model, tokenizer, tmp_path / "same", 3, None)
+    plain = generate(model, "hello", 20, temperature=0, tokenizer=tokenizer)
+    options = dict(temperature=0, tokenizer=tokenizer, assistant_model=drafter)
+    assert generate(model, "hello", 20, **options) == plain
+    assert drafter.accepted == drafter.guessed > 9
+    special = ["<|endoftext|>"]
+    text = "what others say in other words is not the same text. " * 4
+    other = BPETokenizer.train([text], 282, special_tokens=special, progress=False)
+    save_pretrained(model, other, tmp_path / "other")
+    with pytest.raises(ValueError, match="other has another tokenizer than the model"):
+        open_drafter(model, tokenizer, tmp_path / "other", 3, None)
+    with pytest.raises(ValueError, match="only one can guess"):
+        open_drafter(model, tokenizer, tmp_path / "same", 3, 4)
 
 
 SMOL = "SmolLM2-135M-Instruct.Q4_1.gguf"

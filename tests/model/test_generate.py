@@ -737,36 +737,6 @@ def test_lengths_are_constrained_as_by_transformers(request, llama, kind):
     )
 
 
-def test_speculation_is_exact_for_greedy_text(ours):
-    from trainkit.model.speculative import speculate
-
-    other = Transformer(ModelConfig(**{**LLAMA, "n_layers": 1}))
-    for draft in (ours, other):
-        for prompt in ([1, 2, 3], [40], [5, 6] * 10):
-            rounds = []
-            assert speculate(
-                ours, draft, prompt, 40, temperature=0, draft_tokens=5, rounds=rounds
-            ) == generate(ours, prompt, 40, temperature=0)
-            assert (len(rounds) < 10) == (draft is ours)  # Its own guesses are always right
-
-
-def test_speculation_refuses_what_turns_by_the_length_of_the_text():
-    from trainkit.model.speculative import speculate
-
-    plain = Transformer(ModelConfig(**LLAMA)).eval()
-    scaled = ModelConfig(
-        **{**LLAMA, "max_seq_len": 96},
-        rope_scaling=dict(rope_type="dynamic", factor=4.0, original_max_position_embeddings=24),
-    )
-    dynamic = Transformer(scaled).eval()
-    for pair, name in (
-        ((dynamic, plain), "model"),
-        ((plain, dynamic), "draft_model"),
-    ):  # Past 24 tokens the text was another than that of `generate`
-        with pytest.raises(ValueError, match=f"^{name} has dynamic rotary scaling"):
-            speculate(*pair, [1, 2, 3], 40, temperature=0)
-
-
 def test_a_text_cannot_forge_a_control_token():
     """Our tokenizer and one of transformers refuse the same texts wherever raw text is read.
 

@@ -17,7 +17,6 @@ from trainkit.engine import Scheduler
 from trainkit.model import kernels
 from trainkit.model.attention import KVCache
 from trainkit.model.decoding import DecodePlan
-from trainkit.model.speculative import speculate
 
 pytest.importorskip("numba")
 
@@ -165,24 +164,6 @@ def test_tokens_read_at_once_have_the_bits_of_single_steps(threads):
         assert torch.equal(ours, theirs)
     with pytest.raises(ValueError, match="is full"):
         plans[1].read(ids[:1])
-
-
-def test_speculation_with_packed_weights_writes_the_same_text():
-    model, draft = make(), make(n_layers=1)
-    packed = kernels.PackedModel(model, "q4_0")
-    for prompt in ([1, 2, 1, 2], [5, 6, 7, 8, 5, 6, 7]):
-        plain = generate(model, prompt, 30, temperature=0, weights=packed)
-        for guesser in (None, draft, model):
-            rounds = []
-            text = speculate(
-                *(model, guesser, prompt, 30), temperature=0, weights=packed, rounds=rounds
-            )
-            assert text == plain
-        assert len(rounds) < 30  # The same model, but for rounding, guesses most of it
-    with pytest.raises(ValueError, match="must be one of float32"):
-        speculate(model, None, [1], weights="q3")
-    with pytest.warns(UserWarning, match="is ignored"):
-        speculate(make(position="learned"), None, [1], 2, weights="q4_0")
 
 
 def test_large_pages_change_no_number():

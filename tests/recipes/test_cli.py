@@ -179,6 +179,8 @@ def test_the_same_seed_says_the_same(demo):
         for run, seed in ((trainkit, "1"), (call, "1"), (call, "2"))
     )
     assert first == again != other
+    guessed = call(*ask, "1", "--prompt-lookup-num-tokens", "4", cwd=demo[0])
+    assert guessed.stdout == first, guessed.stderr
 
 
 def test_a_config_file_makes_the_run_again(demo):

@@ -50,6 +50,7 @@ def test_another_answer_takes_the_place_of_the_last(chat):
     assert knobs == dict(
         tokenizer=chat.tokenizer,
         weights=None,
+        assistant_model=None,
         seed=6,
         temperature=0.5,
         max_new_tokens=200,

@@ -25,7 +25,7 @@ from .generation import (
     generate as generate,
     stream as stream,
 )
-from .speculative import speculate as speculate
+from .speculative import Drafter as Drafter
 from .transformer import (
     Attention as Attention,
     Block as Block,

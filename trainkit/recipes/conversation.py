@@ -28,6 +28,7 @@ from ..align.search import best_of_n, sample_candidates
 from ..config import nearest
 from ..model.generation import SamplingConfig, context_length, stream
 from ..model.kernels import PackedModel
+from ..model.speculative import Drafter
 from ..tokenizer.chat import render
 from ..tokenizer.chat_template import AnswerReader
 
@@ -67,6 +68,7 @@ class Conversation:
         best_of: int = 1,  # Answers to sample; the one with the highest score is given
         # (messages, answers) -> scores, higher is better
         score: Callable[[list[dict], Sequence[str]], Sequence[float]] | None = None,
+        drafter: Drafter | None = None,  # Guesses tokens of the model's answers ahead
         **knobs: Any,  # Of `SamplingConfig`, such as temperature or thinking_budget
     ):
         self.enable_thinking = enable_thinking
@@ -79,6 +81,7 @@ class Conversation:
         self.knobs = knobs
         self.messages = []
         self.best_of, self.score = best_of, score
+        self.drafter = drafter
         self.packed: PackedModel | None = None
         if best_of > 1 and score is None:
             raise ValueError(f"best_of = {best_of}: the best of them needs a score")
@@ -146,6 +149,7 @@ class Conversation:
             ids,
             tokenizer=tokenizer,
             weights=self.packed if model is self.model else None,
+            assistant_model=self.drafter if model is self.model else None,
             **knobs,
         ):
             yield from reader.push(piece)
