@@ -438,11 +438,18 @@ class Trainer:
                 if name.endswith("input_ids")
             ],
         )
-        self.bar.update(s.step)
+        self.bar.update(s.step, **self._first_loss(done))
         if self.writer is not None and self.writer.thread is not None and not self.writer.busy:
             self.flush_checkpoint(strict=False)
         if due.log:
             self.log()
+
+    def _first_loss(self, done: Step) -> dict[str, float]:
+        "The loss of the first step since the start, shown until the first log record comes."
+        if "loss" in self.bar.facts:
+            return {}
+        [loss], *_ = read_steps([done], self.accelerator)
+        return dict(loss=loss)
 
     def _advance(self, batches: list[dict]) -> _Due:
         "Count a step and its batches; returns what is due after it."
