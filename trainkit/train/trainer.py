@@ -54,7 +54,7 @@ from .config import TrainState, check_callbacks, count_steps, due, update_best
 from .objectives import Loss, lm_loss, lm_objective
 from .optim import OptimConfig, make_optimizer, make_schedule, show_groups
 from .optim import warmup_steps
-from .recovery import find_nonfinite, nonfinite_error, worker_died
+from .recovery import find_nonfinite, nonfinite_error, process_ends, worker_died
 from .sharding import GatheredState, ShardedModel, GatheredModel, GatheredOptimizer
 from .sharding import all_rng_states, gather, shard
 from .step import Compiled, OOMRetry, Step, StepTooBig, accumulation_batches
@@ -200,6 +200,8 @@ class Trainer:
                     error.add_note(f"(at step {self.state.step} of {self.total_steps})")
                     raise
             except BaseException as error:
+                if process_ends(error):
+                    raise
                 try:
                     self.notify(
                         "on_end", step=self.state.step, reason=f"{type(error).__name__}: {error}"
