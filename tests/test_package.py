@@ -384,6 +384,7 @@ TYPOS = {  # what is typed -> what the answer names
     "train value.yaml --dry-run": "lora.r = 'many' (line 2)",
     "train --method sft --dataset rows.jsonl": "--model FOLDER (init_from in a config)",
     "train --model x --method sft --dataset rows.csv": "'rows.csv': there is no such file",
+    "train --model nowhere --method sft": "'nowhere' is not a folder here",
     "train train.maxsteps=3": "'max_steps'",
     "train trian.max_steps=3": "Did you mean 'train.max_steps'?",
     "launch trian.learning_rate=1": "Did you mean 'optim.learning_rate'?",

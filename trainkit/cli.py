@@ -787,7 +787,7 @@ def check_start(
 ) -> None:  # Raises `ValueError`, or `FileNotFoundError`
     """A method that tunes needs a trained model, or in some methods the shape of a new one.
 
-    A file of data must be there. Both are checked before torch is loaded."""
+    The model and a file of data must be there. All of it is checked before torch is loaded."""
     from trainkit.config import ConfigError
     from trainkit.recipes.config import method_config
 
@@ -803,6 +803,10 @@ def check_start(
     named = config.init_from or student or (fresh and _names_shape(source, overrides))
     if named or recipe.learns_from == "text":
         _check_file(config.data.path)
+        if config.init_from and config.engine != "llamafactory":
+            from trainkit.interop.hub import find_model_files
+
+            find_model_files(config.init_from, config.cache_dir, wanted=("config.json",))
         return
     other = ", or describe a new one, as in model.d_model=256 model.n_layers=4" * fresh
     raise ValueError(

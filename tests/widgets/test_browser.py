@@ -102,7 +102,7 @@ panel.show()
 
 
 @contextmanager
-def server(folder, command, **env):
+def server(folder, command, token="", **env):
     """The address of a notebook server in a folder, started by a command that gets a port.
 
     Its own process group ends with it.
@@ -117,13 +117,14 @@ def server(folder, command, **env):
     (lean / "rfc3987_syntax.py").touch()
     env = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(lean), str(ROOT))),
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         "IPYTHONDIR": str(folder / ".ipython"),
         "JUPYTER_CONFIG_DIR": str(folder / ".config"),
         "JUPYTER_DATA_DIR": str(folder / ".data"),
+        "PYTHONPATH": str(ROOT),
         **env,
     }
+    env["PYTHONPATH"] = os.pathsep.join((str(lean), env["PYTHONPATH"]))
     env.pop("IN_TEST", None)
     words = ["--no-browser", "--allow-root", "--ip", "127.0.0.1", "--port", str(port)]
     with open(folder / ".log", "w") as log:
@@ -131,10 +132,17 @@ def server(folder, command, **env):
             [*map(str, command), *words], env=env, stdout=log, stderr=log, start_new_session=True
         )
     address, end = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE / 1000
+
+    def ask(path, method="GET"):
+        request = urllib.request.Request(f"{address}/api/{path}", method=method)
+        if token:
+            request.add_header("Authorization", f"token {token}")
+        return urllib.request.urlopen(request, timeout=60)
+
     try:
         while True:
             try:
-                urllib.request.urlopen(f"{address}/api/status", timeout=2)
+                ask("status")
                 break
             except OSError:
                 assert time.monotonic() < end and process.poll() is None, (
@@ -142,40 +150,50 @@ def server(folder, command, **env):
                 ).read_text()[-3000:]
                 time.sleep(0.3)
         yield address
-        for kernel in json.load(urllib.request.urlopen(f"{address}/api/kernels")):
-            urllib.request.urlopen(
-                urllib.request.Request(f"{address}/api/kernels/{kernel['id']}", method="DELETE")
-            )
+        for kernel in json.load(ask("kernels")):
+            ask(f"kernels/{kernel['id']}", "DELETE")
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(PATIENCE / 1000)
+
+
+@contextmanager
+def jupyter_lab(folder, root, *options, settings=(), token="", **env):
+    "The address of JupyterLab with its files in `folder`; it shows those of `root`."
+    settings = {
+        # Else a question about news covers a corner of the page
+        "apputils-extension/notification": dict(fetchNews="false"),
+        **dict(settings),
+    }
+    for name, values in settings.items():
+        path = folder / ".settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values))
+    command = [
+        sys.executable,
+        "-m",
+        "jupyter",
+        "lab",
+        f"--IdentityProvider.token={token}",
+        "--ServerApp.password=",
+        f"--ServerApp.root_dir={root}",
+        "--LabApp.news_url=None",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+        *options,
+    ]
+    env["JUPYTERLAB_SETTINGS_DIR"] = str(folder / ".settings")
+    with server(folder, command, token, **env) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     "JupyterLab on a port of its own; its address and its folder."
     folder = tmp_path_factory.mktemp("lab")
-    looks = (
-        folder / ".settings" / "@jupyterlab" / "apputils-extension" / "themes.jupyterlab-settings"
-    )
-    looks.parent.mkdir(parents=True)
-    looks.write_text('{"adaptive-theme": true}')  # Light or dark, as the page's colour scheme is
-    looks.with_name("notification.jupyterlab-settings").write_text(
-        '{"fetchNews": "false"}'
-    )  # Else a question about news covers a corner of the page
-    command = [
-        sys.executable,
-        "-m",
-        "jupyter",
-        "lab",
-        "--IdentityProvider.token=",
-        "--ServerApp.password=",
-        f"--ServerApp.root_dir={folder}",
-        "--ServerApp.disable_check_xsrf=True",
-        "--LabApp.news_url=None",
-        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-    ]
-    with server(folder, command, JUPYTERLAB_SETTINGS_DIR=str(folder / ".settings")) as address:
+    # Light or dark, as the page's colour scheme is
+    looks = {"apputils-extension/themes": {"adaptive-theme": True}}
+    check = "--ServerApp.disable_check_xsrf=True"
+    with jupyter_lab(folder, folder, check, settings=looks) as address:
         yield address, folder
 
 

@@ -242,7 +242,7 @@ def test_an_absurd_size_is_given_up(monkeypatch):
     rows = widget.form.field("train.per_device_train_batch_size").widget
     rows.value = "1000000"
     widget.predict()
-    assert "is not known: too large to be worked out here" in widget.memory.value
+    assert "is not known: the prediction was stopped after 0.5 s" in widget.memory.value
     rows.value = "2"
     widget.predict()
     assert "A step will take about" in widget.memory.value

@@ -19,6 +19,7 @@ from trainkit.recipes.config import RunConfig
 from trainkit.recipes.control import read_state, write_state
 from trainkit.recipes.runner import run
 from trainkit.train.config import Control
+from trainkit.train.runs import read_run
 from trainkit.widgets.panel import buttons, headline
 from trainkit.widgets.session import RunState, TrainSession, find_run
 
@@ -226,6 +227,23 @@ def test_a_run_of_an_earlier_kernel_is_found(stopped):
     assert str(found).startswith("small stopped at step ") and "of 8." in str(found)
     assert find_run(replace(stopped, name="another")) is None
     assert find_run(replace(stopped, method="sft")) is None
+
+
+def test_a_restart_of_the_kernel_is_no_failure_of_the_run(tmp_path):
+    "A thread that trains may be told of it by an error, before the process is gone."
+    config = small(tmp_path, max_steps=8, save_strategy="steps", save_steps=2, progress=False)
+
+    class AtFive:
+        def on_step(self, trainer, record):
+            if record["step"] == 5:
+                raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    with pytest.raises(RuntimeError, match="shutdown"):
+        run(config, callbacks=[AtFive()], verbose=False)
+    assert read_run(config.folder).status == "unfinished"
+    (config.folder / ".control" / "state.json").unlink()  # Its process is gone
+    found = find_run(config)
+    assert (found.state, found.total, found.checkpoint) == ("stopped", 8, 4)
 
 
 def test_the_cell_offers_to_continue(stopped, tmp_path):

@@ -15,7 +15,6 @@ __all__ = ['read_weights', 'read_model_settings', 'read_config', 'unpack_compres
 
 # %% ../../nbs/10_interop/01_hugging_face.ipynb #imports-hugging_face
 import json
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -43,7 +42,7 @@ from trainkit.files import (
 from .families import CONSTANTS, check_family_weights, from_hf, from_hf_config
 from .families import hf_architecture, unsupported_knobs, stored_as
 from .families import take_weights, to_hf_config, to_hf_weights
-from .hub import COURSE_MODEL, course_model, fetch_model
+from .hub import find_model_files
 from ..model.config import MAX_LAYERS, ModelConfig
 from ..model.transformer import Transformer
 from ..quant.ggml import gguf_version
@@ -194,24 +193,13 @@ def _find(
     code: bool = False,
 ) -> Path:
     "The path of a folder or a GGUF file; what is not on this machine is downloaded from the Hub."
-    path = Path(source).expanduser()
-    name = str(source)
-    if name == COURSE_MODEL and not path.exists() and (file := course_model()):
-        return Path(file)
-    if path.suffix == ".gguf" and path.is_file() and not path.stat().st_size:
-        raise ValueError(f"{path} is empty: copy or download it again")
-    if path.is_dir():
-        return path
-    if path.is_file() and path.suffix == ".gguf":
+    path = find_model_files(source, cache_dir, token, ("*.py",) * code)
+    if path.is_file():
+        if not path.stat().st_size:
+            raise ValueError(f"{path} is empty: copy or download it again")
         with open(path, "rb") as file:
             gguf_version(file)
-        return path
-    if path.exists() or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
-        raise FileNotFoundError(
-            f"'{name}' is no model: give a folder, a .gguf file, or a name on the hub such as "
-            "'owner/name'"
-        )
-    return fetch_model(name, cache_dir or None, token, ("*.py",) * code)
+    return path
 
 
 def _split(

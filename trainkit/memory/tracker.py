@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any
 
 import torch
@@ -36,19 +35,36 @@ from ..model.transformer import in_fast_products
 
 # %% ../../nbs/07_memory/03_tracker.ipynb #03af79b7
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary", "other")
-_until: ContextVar[float] = ContextVar("until", default=inf)  # CPU time of this thread
+
+
+@dataclass
+class _Limit:
+    "How long ledgers may count; what is imported before their first operation takes none of it."
+
+    seconds: float  # Of computing in this thread
+    end: float | None = None  # CPU time of this thread
+
+    def check(self) -> None:  # Raises `TimeoutError`
+        now = time.thread_time()
+        if self.end is None:
+            self.end = now + self.seconds
+        if now >= self.end:
+            raise TimeoutError(f"the prediction was stopped after {self.seconds:g} s of computing")
+
+
+_limit: ContextVar[_Limit | None] = ContextVar("limit", default=None)
 
 
 @contextmanager
 def time_limit(
-    seconds: float,  # Of work of this thread
+    seconds: float,  # Of computing in this thread
 ) -> Iterator[None]:
-    "Within the block a ledger that is still counting then raises `TimeoutError`."
-    token = _until.set(time.thread_time() + seconds)
+    "Within the block, a ledger that counts for longer raises `TimeoutError`."
+    token = _limit.set(_Limit(seconds))
     try:
         yield
     finally:
-        _until.reset(token)
+        _limit.reset(token)
 
 
 PRODUCTS = frozenset(("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm"))
@@ -259,8 +275,8 @@ class Ledger(TorchDispatchMode):
                 with unset_fake_temporarily():
                     return value.item()
             return args[0].dtype != torch.bool or hasattr(args[0], "every")
-        if time.thread_time() > _until.get():
-            raise TimeoutError("too large to be worked out here")
+        if (limit := _limit.get()) is not None:
+            limit.check()
         if function._schema.name in PRODUCTS and _products_in_bf16():
             shapes = ((tuple(x.shape), x.stride()) for x in args if isinstance(x, Tensor))
             product = self.products.setdefault((function, *shapes), len(self.products))

@@ -54,7 +54,7 @@ from .config import TrainState, check_callbacks, count_steps, due, update_best
 from .objectives import Loss, lm_loss, lm_objective
 from .optim import OptimConfig, make_optimizer, make_schedule, show_groups
 from .optim import warmup_steps
-from .recovery import find_nonfinite, nonfinite_error, worker_died
+from .recovery import find_nonfinite, nonfinite_error, process_ends, worker_died
 from .sharding import GatheredState, ShardedModel, GatheredModel, GatheredOptimizer
 from .sharding import all_rng_states, gather, shard
 from .step import Compiled, OOMRetry, Step, StepTooBig, accumulation_batches
@@ -201,6 +201,8 @@ class Trainer:
                     error.add_note(f"(at step {self.state.step} of {self.total_steps})")
                     raise
             except BaseException as error:
+                if process_ends(error):
+                    raise
                 try:
                     self.notify(
                         "on_end", step=self.state.step, reason=f"{type(error).__name__}: {error}"
@@ -443,11 +445,18 @@ class Trainer:
                 if name.endswith("input_ids")
             ],
         )
-        self.bar.update(s.step)
+        self.bar.update(s.step, **self._first_loss(done))
         if self.writer is not None and self.writer.thread is not None and not self.writer.busy:
             self.flush_checkpoint(strict=False)
         if due.log:
             self.log()
+
+    def _first_loss(self, done: Step) -> dict[str, float]:
+        "The loss of the first step since the start, shown until the first log record comes."
+        if "loss" in self.bar.facts:
+            return {}
+        [loss], *_ = read_steps([done], self.accelerator)
+        return dict(loss=loss)
 
     def _advance(self, batches: list[dict]) -> _Due:
         "Count a step and its batches; returns what is due after it."

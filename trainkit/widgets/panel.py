@@ -1348,7 +1348,7 @@ def expect_memory(
         with time_limit(3 * seconds):
             plan = plan_needs(config, max(1, room - reference), host=not on_gpu)
     except TimeoutError as error:
-        return MemoryForecast(peak, room, f"{text}What would help is {error}.")
+        return MemoryForecast(peak, room, f"{text}What would help is not known: {error}.")
     planned = show_bytes(plan.peak + reference)
     if plan.fits:
         changes = [f"{k} = {json.dumps(value)}" for k, value in plan_knobs(plan, config).items()]

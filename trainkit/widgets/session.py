@@ -273,7 +273,9 @@ class RunState:
         self.clock = Clock(self.start, now=lambda: self.seconds - self.eval_seconds)
 
     def _step(self, record: _Record):
-        pass
+        "The loss of the first step is shown until the first log record comes."
+        if "loss" not in self.last and (loss := record.get("loss")) is not None:
+            self.last["loss"] = float(loss)
 
     def _log(self, record: _Record):
         for name, value in record.items():
