@@ -72,7 +72,8 @@ def classroom(tmp_path_factory):
     git(copy, "add", "--all")
     who = ("-c", "user.name=learner", "-c", "user.email=learner@localhost")
     git(copy, *who, "commit", "--quiet", "--message", "As it came")
-    env = dict(PYTHONPATH=str(copy), PYTHONPYCACHEPREFIX=str(folder / "compiled"))
+    compiled = dict.fromkeys(("PYTHONPYCACHEPREFIX", "NUMBA_CACHE_DIR"), str(folder / "compiled"))
+    env = dict(PYTHONPATH=str(copy), **compiled)
     options = dict(settings=SETTINGS, token=TOKEN, TRAINKIT_SLOW="", **env)
     with jupyter_lab(folder, copy, "--expose-app-in-browser", **options) as address:
         yield address, copy
