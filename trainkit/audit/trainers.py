@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from peft.tuners.lora.model import LoraModel
     from transformers import MixtralForCausalLM, PreTrainedModel, TrainerCallback
     from transformers import Trainer as HFTrainer
-    from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
     from trl.trainer.grpo_trainer import GRPOTrainer, RewardFunc
 
     from trainkit.data.dataloader import Batches
@@ -916,8 +916,8 @@ class AuditedTransformers(Subject):
         how = dict(do_sample=False)
         if temperature:
             how = dict(do_sample=True, temperature=temperature, top_k=0)
-        learner = cast("GenerationMixin", model.eval())
-        output = learner.generate(
+        generate = cast("Callable[..., GenerateDecoderOnlyOutput]", model.eval().generate)
+        out = generate(
             batch["input_ids"],
             attention_mask=batch["attention_mask"].long(),
             max_new_tokens=count,
@@ -927,7 +927,6 @@ class AuditedTransformers(Subject):
             return_dict_in_generate=True,
             **how,
         )
-        out = cast("GenerateDecoderOnlyOutput", output)
         new = out.sequences[:, -count:]
         logits = torch.stack(cast(tuple, out.logits), 1)
         logps = logits.log_softmax(-1)
