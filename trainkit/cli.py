@@ -784,6 +784,7 @@ def _check_file(path: object) -> None:
 def check_start(
     source: Path | dict | None,  # A config file or what it says
     overrides: list[str],  # `group.knob=value`
+    find_model: bool = True,  # False: it may be on another machine
 ) -> None:  # Raises `ValueError`, or `FileNotFoundError`
     """A method that tunes needs a trained model, or in some methods the shape of a new one.
 
@@ -803,7 +804,7 @@ def check_start(
     named = config.init_from or student or (fresh and _names_shape(source, overrides))
     if named or recipe.learns_from == "text":
         _check_file(config.data.path)
-        if config.init_from and config.engine != "llamafactory":
+        if find_model and config.init_from and config.engine != "llamafactory":
             from trainkit.interop.hub import find_model_files
 
             find_model_files(config.init_from, config.cache_dir, wanted=("config.json",))
@@ -1346,7 +1347,7 @@ def launch(
         max_restarts=max_restarts,
     )
     size = profile.value if profile else None
-    check_start(rest, changes)
+    check_start(rest, changes, find_model=not dry_run)
     whole = read_run_config(size, rest or None, changes)  # type: ignore
     words = {change.partition("=")[0].strip() for change in changes}
     named = bool(words & {"optim", "optimizer", "optim.optim", "optim.optimizer"})
