@@ -17,7 +17,6 @@ import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .config import ConfigError, Problem, check_config, knob, nearest, split_list
