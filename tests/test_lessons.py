@@ -66,7 +66,7 @@ def test_lesson_runs(path, tmp_path):
 SLOW = [p for p in LESSONS if any(source(c).startswith("#| slow") for c in cells(p))]
 
 
-LONG = {"28_instruction_tuning", "02_free_gpu"}  # More than four minutes each
+LONG = {"28_instruction_tuning", "02_free_gpu", "16_agents"}  # More than four minutes each
 
 
 @pytest.mark.slow

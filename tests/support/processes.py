@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FORK = multiprocessing.get_context(
     "forkserver"
 )  # a fresh process for each caller, the imports paid once for all
-PATIENCE = 600  # Seconds that a process gets
+# Seconds that a process gets; slow cells take minutes even on a machine that does nothing else
+PATIENCE = 1800 if os.environ.get("TRAINKIT_SLOW") else 600
 FORK.set_forkserver_preload(["support.prewarm"])
 SERVER = forkserver._forkserver
 

@@ -1306,7 +1306,7 @@ def as_code(
 
 # %% ../../nbs/12_widgets/04_preview.ipynb #8da4cbf1
 class MemoryForecast(NamedTuple):
-    "The memory that a run will need."
+    "The memory that the steps of a run will need."
 
     needed: int  # Bytes at the peak; 0 where it is not known
     free: int  # Bytes that this machine, or its GPU, has left
@@ -1322,7 +1322,10 @@ def expect_memory(
     free: int | None = None,  # Bytes; None: what this machine has now
     seconds: float = 10,  # Of work, then `TimeoutError`; three times as many for what would help
 ) -> MemoryForecast:  # Raises what making the model raises
-    "Predict the peak memory of a run's steps, and whether it fits."
+    """Predict the peak memory of a run's steps, and whether it fits.
+
+    On a CPU that is main memory as the run itself predicts it: the tensors of a step, and what
+    kernels, malloc and a checkpoint that is being written take."""
     from trainkit.memory.tracker import time_limit
     from trainkit.files import show_bytes
     from trainkit.recipes.memory_commands import (
@@ -1332,13 +1335,15 @@ def expect_memory(
         predict_needs,
     )
 
-    free_now, on_gpu = free_device_memory()
-    room = free if free is not None else free_now
+    _, on_gpu = free_device_memory()
     with time_limit(seconds):
-        needs = predict_needs(config)
+        needs = predict_needs(config, resident=not on_gpu)
+    needs.beside.pop("libraries", None)  # To measure it, this process has taken it
+    room = free if free is not None else free_device_memory()[0]
     frozen_copy = config.method == "dpo" and not config.adapts
     reference = needs.parts.get("parameters", 0) if frozen_copy else 0
-    peak = needs.peak + reference
+    more = reference + sum(needs.beside.values())
+    peak = needs.peak + more
     where = "on the GPU" if on_gpu else "in this machine"
     text = f"A step will take about {show_bytes(peak)}"
     if peak < room:
@@ -1346,10 +1351,10 @@ def expect_memory(
     text += f", and {show_bytes(room)} are free {where}. "
     try:
         with time_limit(3 * seconds):
-            plan = plan_needs(config, max(1, room - reference), host=not on_gpu)
+            plan = plan_needs(config, max(1, room - more), host=not on_gpu)
     except TimeoutError as error:
         return MemoryForecast(peak, room, f"{text}What would help is not known: {error}.")
-    planned = show_bytes(plan.peak + reference)
+    planned = show_bytes(plan.peak + more)
     if plan.fits:
         changes = [f"{k} = {json.dumps(value)}" for k, value in plan_knobs(plan, config).items()]
         text += f"What helps: {', '.join(changes)}; that takes about {planned}."
