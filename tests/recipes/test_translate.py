@@ -1660,3 +1660,41 @@ def test_a_script_of_sft_with_a_computed_model_is_still_sft(tmp_path):
     assert (config.method, config.optim.learning_rate) == ("sft", 2e-5)
     (row,) = [v for v in account.rows if v.setting == "method"]
     assert "give the model to start from" in row.why
+
+
+@pytest.mark.parametrize(
+    "source, becomes",
+    [
+        ("'json', data_files='a.jsonl', split='train'", {"path": "a.jsonl"}),
+        ("'csv', data_files=['a.csv']", {"path": "a.csv"}),
+        (
+            "'json', data_files={'train': 'a.jsonl', 'test': ['b.jsonl']}",
+            {"path": "a.jsonl", "eval_file": "b.jsonl"},
+        ),
+        ("'a/b', data_files=['a.jsonl', 'b.jsonl']", {"path": "a/b"}),
+    ],
+)
+def test_files_that_a_script_gives_to_load_dataset(source, becomes, tmp_path):
+    "'json' is the name of a reader there, not of a dataset."
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"rows = load_dataset({source})\n"
+        "SFTTrainer('model', train_dataset=rows, args=SFTConfig(learning_rate=1e-4)).train()\n"
+    )
+    config, account = convert_config(script)
+    assert (config.data.path, config.data.eval_file) == (
+        becomes["path"],
+        becomes.get("eval_file", ""),
+    )
+    refused = [row.setting for row in account.rows if row.verdict == "refused"]
+    assert refused == ["load_dataset.data_files"] * ("/" in source)
+
+
+def test_files_named_where_a_trainer_takes_rows(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "SFTTrainer('model', train_dataset='a.jsonl', eval_dataset='b.jsonl',"
+        " args=SFTConfig(learning_rate=1e-4)).train()\n"
+    )
+    data = convert_config(script)[0].data
+    assert (data.path, data.eval_file) == ("a.jsonl", "b.jsonl")

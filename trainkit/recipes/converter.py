@@ -66,6 +66,7 @@ WHOLE_VALUES = frozenset(  # Groups that are one value
         "rank_pattern",
         "alpha_pattern",
         "columns",
+        "data_files",
         "lr_factors",
         "chat_template_kwargs",
         "weight_decays",
@@ -1169,8 +1170,36 @@ def _datasets(value: object, _: Mapping) -> Meaning:  # axolotl's
         if dataset.get(theirs):
             knobs[f"data.{ours}"] = dataset[theirs]
     if files := dataset.get("data_files"):
-        knobs["data.path"] = files[0] if isinstance(files, list) else files
+        read = _data_files(files, dataset)
+        if not isinstance(read, dict):
+            return read
+        knobs |= read
     return knobs
+
+
+_FILE_KINDS = ("json", "csv", "parquet", "text", "arrow")  # What `load_dataset` calls readers
+
+
+def _data_files(files: object, _: Mapping) -> Meaning:  # A file, a list of them, or split -> files
+    named = files if isinstance(files, Mapping) else {"train": files}
+    knobs: dict[str, object] = {}
+    for split, path in named.items():
+        path = path[0] if isinstance(path, list) and len(path) == 1 else path
+        if not isinstance(path, str):
+            return Refused(
+                "several files are mixed first (trainkit data mix), and their file is named here"
+            )
+        if split == "train":
+            knobs["data.path"] = path
+        elif split in ("validation", "valid", "eval", "test") and "data.eval_file" not in knobs:
+            knobs["data.eval_file"] = path
+    return knobs or Refused("names no file for the split 'train'")
+
+
+def _dataset_name(value: object, siblings: Mapping) -> Meaning:
+    if value in _FILE_KINDS and siblings.get("data_files"):
+        return Implied("the kind of a file is seen from its name")
+    return Implied("empty is the default") if value is None else {"data.path": value}
 
 # %% ../../nbs/11_recipes/05_convert_configs.ipynb #b07b9959
 _MODEL = "init_from"
@@ -1313,7 +1342,9 @@ WORDS: dict[str, str | Reader | Refused | Implied] = {
     "data.source": "data.path",
     "data.name": "data.path",
     "data.type": Implied("read from the columns"),
-    "data_files": "data.path",
+    "data_files": _data_files,
+    "dataset_name": _dataset_name,
+    "data.dataset_name": _dataset_name,
     "dataset_train_split": "data.split",
     "dataset_test_split": "data.validation_split",
     "data.max_seq_len": "data.max_length",
@@ -1565,7 +1596,11 @@ WORDS |= {
     ),
     "model_revision": Implied("the folder of the model holds one revision"),
     "revision": Implied("the folder of the model holds one revision"),
-    **dict.fromkeys(("data_path", "dataset_path", "train_data_path", "train_data"), "data.path"),
+    **dict.fromkeys(
+        ("data_path", "dataset_path", "train_data_path", "train_data", "train_dataset"),
+        "data.path",
+    ),
+    "eval_dataset": "data.eval_file",
     "ignore_bias_buffers": Implied("DistributedDataParallel never gets them"),
     "reward_funcs": _rewards,
     "reward_model": _rewards,
