@@ -1018,6 +1018,7 @@ class MemoryWatch:
     def restart(self, trainer: "Trainer") -> None:
         "Measure from here, without the memory from before that is still in the process."
         if trainer.accelerator.device.type == "cpu":
+            trim_malloc()  # Free what an evaluation, samples or a checkpoint left
             if self.held:
                 self.before += max(0, memory_used() - self.held)
             self.highest = max(self.highest, peak_memory_used() or 0)
@@ -1037,8 +1038,6 @@ class MemoryWatch:
         )
         if reference is not None:
             here.know("other", _tensors(reference))
-        if trainer.accelerator.device.type == "cpu":
-            trim_malloc()  # Free what samples and evaluations before the first step left
         self.restart(trainer)
         self.before = memory_used() - here.total
         if trainer.accelerator.device.type == "cpu" and self.predicted is not None:

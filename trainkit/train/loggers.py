@@ -17,8 +17,10 @@ import contextlib
 import hashlib
 import io
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
 from importlib.util import find_spec
 from netrc import NetrcParseError, netrc
@@ -249,10 +251,18 @@ class MetricsLog:
             self.draw()
 
     def draw(self):
-        "`curves.svg`; a disk that is full is no reason to end a run."
+        """`curves.svg`; a disk that is full is no reason to end a run.
+
+        It is drawn in another thread than the main one, since malloc keeps the blocks of a thread
+        apart: the small ones that stay, such as the shapes of letters, would split the space of
+        the steps' tensors."""
         began = time.monotonic()
         with contextlib.suppress(OSError):
-            write_curves(self.folder)
+            if threading.current_thread() is threading.main_thread():
+                with ThreadPoolExecutor(1) as thread:
+                    thread.submit(write_curves, self.folder).result()
+            else:
+                write_curves(self.folder)
         self.drawn = time.monotonic()
         self.drawing = self.drawn - began  # A log of a million lines takes seconds to read
 
