@@ -132,7 +132,18 @@ def left_behind(copy):
     return [line for line in status.splitlines() if ".ipynb_checkpoints" not in line]
 
 
-@pytest.mark.parametrize("lesson", map(name, LESSONS))
+# Slices of the slow tests share the first lesson of each chapter; the others are for test-slow,
+# and `make test` runs all of them without a browser
+FIRST = {name(path).partition("/")[0]: path for path in reversed(LESSONS)}.values()
+
+
+@pytest.mark.parametrize(
+    "lesson",
+    [
+        pytest.param(name(path), marks=[] if path in FIRST else [pytest.mark.long])
+        for path in LESSONS
+    ],
+)
 def test_run_all(browser, classroom, lesson):
     address, copy = classroom
     page, errors = browser.new_page(), []
