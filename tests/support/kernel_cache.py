@@ -3,18 +3,26 @@
 Numba keeps what it has compiled next to a module, for as long as the time of the file is the same,
 and forgets what a notebook has compiled. Here both go to one folder, in which a change of any
 source of a kernel starts anew: a lesson that builds a module and the module's own tests compile
-a function once.
+a function once. Where two processes need it at the same moment, one compiles and the other waits.
 """
 
 import hashlib
 import json
 import shutil
 import uuid
-from functools import cache
+from contextlib import contextmanager
+from functools import cache, wraps
 from pathlib import Path
 
 import numba
 from numba.core.caching import CacheImpl, IndexDataCacheFile, _CacheLocator
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.dispatcher import Dispatcher
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".pytest_cache" / "kernels"
@@ -72,11 +80,45 @@ def get_filename_base(self, fullname, abiflags):
     return name_of(self, fullname, abiflags)
 
 
+HELD = set()  # Files that this process has locked; a function that calls itself needs its own
+
+
+@contextmanager
+def alone(path):
+    "Wait until no other process compiles this function; what it has compiled is then on disk."
+    if fcntl is None or path in HELD:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        HELD.add(path)
+        try:
+            yield
+        finally:
+            HELD.remove(path)
+            fcntl.flock(file, fcntl.LOCK_UN)  # A child that was forked meanwhile holds it too
+
+
+def one_at_a_time(compile_):
+    @wraps(compile_)
+    def compile_once(self, sig):
+        locator = getattr(getattr(self._cache, "_impl", None), "locator", None)
+        if not isinstance(locator, KernelLocator):
+            return compile_(self, sig)
+        path = Path(locator.get_cache_path()) / f"{self._cache._impl.filename_base}.lock"
+        with global_compiler_lock, alone(path):  # Of this process only one thread
+            return compile_(self, sig)
+
+    return compile_once
+
+
 def share():
     "From now on this process and those that it forks use the folder, also for notebooks."
     CacheImpl._locator_classes = [KernelLocator, *CacheImpl._locator_classes]
     CacheImpl.get_filename_base = get_filename_base
     IndexDataCacheFile._data_name = data_name
+    Dispatcher.compile = one_at_a_time(Dispatcher.compile)
     for old in FOLDER.glob("*") if FOLDER.exists() else ():
         if old.name != sources()[:16]:
             shutil.rmtree(old, ignore_errors=True)
