@@ -109,7 +109,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Share what Numba compiles, sketch the curves of runs, and freeze imports and tests.
+    """Share what Numba compiles, sketch the pictures of reports, and freeze imports and tests.
 
     Later garbage collections need not search what is frozen.
     """
@@ -135,7 +135,7 @@ def same_signals():
 
 @pytest.fixture
 def real_curves():
-    "In this test the curves of a run are drawn; elsewhere they are sketched."
+    "In this test the pictures of a report are drawn; elsewhere they are sketched."
     from support.sketches import drawn
 
     with drawn():

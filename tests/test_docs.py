@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from importlib.util import find_spec
@@ -57,12 +57,18 @@ def test_there_are_ten_guides_and_the_index_lists_them():
             assert f"\n## {heading}\n" in text, (name, heading)
 
 
-def program_of(words):
-    "The command that these words call; raises an error of click for an unknown one or option."
+@cache
+def whole_command():
+    "Made once for all lines."
     import typer
     from trainkit.cli import app
 
-    command = typer.main.get_command(app)
+    return typer.main.get_command(app)
+
+
+def program_of(words):
+    "The command that these words call; raises an error of click for an unknown one or option."
+    command = whole_command()
     context = command.make_context("trainkit", list(words))
     while hasattr(command, "resolve_command"):
         rest = [*getattr(context, "_protected_args", []), *context.args]

@@ -512,8 +512,9 @@ def test_readme_commands_exist():
     from trainkit.cli import app
 
     shell = "\n".join(re.findall(r"```sh\n(.*?)```", readme, re.S))
+    commands = get_command(app).commands  # type: ignore
     for first, second in set(re.findall(r"(?m)^trainkit ([a-z-]+)(?: ([a-z]+)\b)?", shell)):
-        command = get_command(app).commands.get(first)  # type: ignore
+        command = commands.get(first)
         assert command, first
         assert not hasattr(command, "commands") or second in command.commands, f"{first} {second}"
 

@@ -107,7 +107,7 @@ def test_memory_is_bounded_and_torch_is_not_needed(whole):
     assert torch == "False" and int(tokens) > 10**6
 
 
-@pytest.mark.parametrize("num_proc", [2, 3])
+@pytest.mark.parametrize("num_proc", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_any_number_of_workers_writes_the_same_bytes(corpus, whole, tmp_path, num_proc):
     done = subprocess.run(
         command(corpus[0], tmp_path / "s", num_proc), capture_output=True, text=True, timeout=300

@@ -5,6 +5,7 @@ import json
 import shutil
 import warnings
 from contextlib import nullcontext
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -626,9 +627,17 @@ def test_a_whole_layer_is_named_by_the_end_of_its_name_as_in_peft(word):
     assert names == {name for name in ours if not name.endswith("q_proj")}
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("whole", WHOLE)
-@pytest.mark.parametrize("beside", BESIDE)
+def roads():
+    "All combinations; half of them have every pair of two settings, the others are slow tests."
+    for (i, beside), (j, whole), tied in product(
+        enumerate(BESIDE), enumerate(WHOLE), (True, False)
+    ):
+        marks = [pytest.mark.slow] * ((i + j) % 2 == tied)
+        name = f"{beside}-{whole}-{'tied' if tied else 'untied'}"
+        yield pytest.param(beside, whole, tied, marks=marks, id=name)
+
+
+@pytest.mark.parametrize("beside, whole, tied", roads())
 def test_every_road_to_one_model(beside, whole, tied, tmp_path):
     "PEFT's folder opened, merged in memory, on disk and by PEFT itself is the trained model."
     from peft import LoraConfig, get_peft_model

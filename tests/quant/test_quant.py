@@ -513,8 +513,17 @@ def gpt2(folder, prefix=True, tied=True):
     return folder
 
 
-@pytest.mark.parametrize("prefix, tied", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    "bits, prefix, tied",
+    [
+        (4, True, True),
+        (8, True, False),
+        (4, False, True),
+        pytest.param(8, True, True, marks=pytest.mark.slow),
+        pytest.param(4, True, False, marks=pytest.mark.slow),
+        pytest.param(8, False, True, marks=pytest.mark.slow),
+    ],
+)
 def test_gpt2_goes_straight_into_few_bits(tmp_path, prefix, tied, bits):
     "Its layers are transposed and hold three of ours; read by tensor, the result is the same."
     from trainkit.interop.hf import load_pretrained

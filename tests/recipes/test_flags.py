@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +13,16 @@ from trainkit.cli import app
 from trainkit.recipes import commands
 
 
+@cache
+def commands_of_app():
+    "Made once: it takes as long as half of the lines below."
+    return get_command(app).commands  # type: ignore
+
+
 def parsed(question):
     "The parameters that a line sets, or the error."
     name, *words = shlex.split(question)
-    command = get_command(app).commands[name]  # type: ignore
+    command = commands_of_app()[name]
     try:
         context = command.make_context(name, words)
     except Exception as error:

@@ -178,7 +178,7 @@ def test_convergence_needs_something_held_out(home):
 @pytest.mark.parametrize(
     "more, reference", [({}, "a frozen copy"), (ADAPTER, "the model with its adapter off")]
 )
-def test_dpo_is_the_trainer_put_together_by_hand(home, more, reference):
+def test_dpo_is_the_trainer_put_together_by_hand(home, more, reference, real_curves):
     wanted = config(home, "dpo", f"dpo-{len(more)}", {**more, "dpo": {"beta": 0.3}})
     done = run(wanted, verbose=False)
     model, tokenizer = load_pretrained(home / "base", dtype=torch.float32)
@@ -296,7 +296,7 @@ def test_a_flat_margin_ends_the_run(home):
     assert (done.stop_reason, done.exit_code) == ("converged", 0) and done.steps < 30
 
 
-def test_a_reward_model_judges_a_run(home):
+def test_a_reward_model_judges_a_run(home, real_curves):
     judge = run(config(home, "reward", "judge", max_steps=8), verbose=False)
     model, tokenizer = load_reward_model(judge.model_path)
     assert type(model).__name__ == "LlamaForSequenceClassification"
@@ -359,7 +359,7 @@ def test_scores_from_a_config(home, method, more):
     assert (done.folder / "adapter").exists() == bool(more)
 
 
-def test_a_function_as_reward(home):
+def test_a_function_as_reward(home, real_curves):
     def longer(completions, **columns):
         return [float(len(text)) for text in completions]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.processes import ROOT, shell
+from support.sketches import drawn
 
 from trainkit.config import from_profile, load_config
 from trainkit.data.dataset import DataConfig
@@ -70,7 +71,8 @@ def config(home, name, packing="best_fit", **train):
 
 @pytest.fixture(scope="module")
 def tuned(home):
-    return run(config(home, "tuned"), verbose=False)
+    with drawn():
+        return run(config(home, "tuned"), verbose=False)
 
 
 def test_it_learns_what_it_was_not_shown(tuned):

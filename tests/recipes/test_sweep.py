@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.sketches import drawn
 from support.snapshots import compare
 
 from trainkit.config import ConfigError
@@ -56,7 +57,8 @@ def swept(tmp_path_factory):
     here = tmp_path_factory.mktemp("sweep")
     os.environ["TRAINKIT_PROFILE"] = before = os.environ.get("TRAINKIT_PROFILE", "quick")
     config = method_config(WORDS | dict(runs_dir=str(here)))
-    sweep = run_sweep(config, SPACE, PLAN, say=quiet)
+    with drawn():
+        sweep = run_sweep(config, SPACE, PLAN, say=quiet)
     assert before == os.environ["TRAINKIT_PROFILE"]
     return config, sweep
 
