@@ -630,6 +630,7 @@ def config_of(home, name, engine, method, data, **groups):
             "runs_dir": str(home / "runs"),
             "method": method,
             "engine": engine,
+            "watch_memory": False,
             "init_from": str(home / "base"),
             "sft": {"questions": 2},
             "data": {

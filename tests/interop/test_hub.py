@@ -31,13 +31,20 @@ TINY = {
         sample_steps=0,
         progress=False,
     ),
+    "watch_memory": False,
 }
 
 WORDS = [
     f"{group}.{name}={str(value).lower()}"
     for group, knobs in TINY.items()
+    if isinstance(knobs, dict)
     for name, value in knobs.items()
-] + ["hub.push_to_hub=true", "hub.hub_model_id=me/two", "hub.hub_strategy=checkpoint"]
+] + [
+    "watch_memory=false",
+    "hub.push_to_hub=true",
+    "hub.hub_model_id=me/two",
+    "hub.hub_strategy=checkpoint",
+]
 
 
 class Hub(BaseHTTPRequestHandler):

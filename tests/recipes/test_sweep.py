@@ -350,7 +350,7 @@ def test_importance_finds_the_knob_that_matters():
     assert knob_importance(spaces, points[:5], bowl[:5]) == {}
 
 
-def test_the_page_in_words(tmp_path):
+def test_the_page_in_words(tmp_path, real_curves):
     "Headings, tables and captions of a page with two knobs and a run that failed."
     import re
 

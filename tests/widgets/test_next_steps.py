@@ -101,6 +101,7 @@ def test_labels_lead_to_a_panel_for_dpo(tuned):
     assert action.opened.children == (below.widget,) and not below.form.obstacle
     assert below.form.config.method == "dpo" and gather_labels(run)[1] == 24
     below.form.field("train.max_steps").widget.value = "2"
+    below.form.field("watch_memory").widget.value = False
     below.start_button.click()
     until(lambda: below.finished and below.next is not None)
     assert below.session.state == "done" and below.next.run.name == f"{run.name}-dpo"
