@@ -637,7 +637,7 @@ def roads():
         yield pytest.param(beside, whole, tied, marks=marks, id=name)
 
 
-@pytest.mark.parametrize("beside, whole, tied", roads())
+@pytest.mark.parametrize(("beside", "whole", "tied"), roads())
 def test_every_road_to_one_model(beside, whole, tied, tmp_path):
     "PEFT's folder opened, merged in memory, on disk and by PEFT itself is the trained model."
     from peft import LoraConfig, get_peft_model
