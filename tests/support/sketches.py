@@ -2,7 +2,7 @@
 
 A run of four steps draws 10 to 30 of them, which took a third of its time in the tests. The real
 ones are drawn by tests that use `drawn` or the fixture `real_curves`, by the lessons that define
-the drawing, and with `make test-slow` by all lessons.
+the drawing, and with `make test-slow` by nearly all lessons.
 """
 
 import json
