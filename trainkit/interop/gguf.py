@@ -222,7 +222,7 @@ def describe_tokenizer(
             "byte-level BPE is what is exported"
         )
     kinds = {i: (token, gguf.TokenType.NORMAL) for token, i in data["model"]["vocab"].items()}
-    for token in data["added_tokens"]:
+    for token in data.get("added_tokens", ()):
         kinds[token["id"]] = (
             token["content"],
             gguf.TokenType.CONTROL if token["special"] else gguf.TokenType.USER_DEFINED,
