@@ -44,7 +44,7 @@ def rounded(model: Transformer, packed: kernels.PackedModel) -> Transformer:
     twin.load_state_dict(model.state_dict())
     twin.lm_head.weight = nn.Parameter(packed.head.unpack())
     for block, matrices in zip(twin.model.layers, packed.matrices, strict=True):
-        for path, matrix in zip(kernels._MATRICES, matrices, strict=True):
+        for path, matrix in zip(kernels.MATRICES, matrices, strict=True):
             block.get_submodule(path).weight = nn.Parameter(matrix.unpack())
     return twin
 

@@ -285,7 +285,8 @@ class Scheduler:
         rows: int = 8,  # Requests at a time; the others wait
         max_length: int | None = None,  # Tokens of prompt and text; None: the model's context
         prefill_tokens: int = 256,  # Tokens of prompts that a round reads, at most
-        weights: str | None = None,  # A copy that steps read faster, one of `kernels.FORMATS`
+        # A copy that steps read faster: one of `kernels.FORMATS`, or one that is there already
+        weights: str | PackedModel | None = None,
         # As in `generate`: guesses for a request while no other one is written
         assistant_model: Transformer | Drafter | None = None,
         num_assistant_tokens: int | None = None,
@@ -319,7 +320,7 @@ class Scheduler:
         self.plans: dict[int, DecodePlan] | None = None  # Rows -> plan
         if self.device.type == "cpu" and not unsupported_reason(model):
             self.plans = {}
-        self.packed = None if weights is None else PackedModel(model, weights)
+        self.packed = PackedModel(model, weights) if isinstance(weights, str) else weights
         drafter = Drafter.find(assistant_model, num_assistant_tokens, prompt_lookup_num_tokens)
         self.drafter = drafter
         if drafter is not None:

@@ -16,14 +16,14 @@ refused with an error."""
 # %% auto #0
 __all__ = ['ARCHITECTURES', 'PRE_TOKENIZERS', 'QUANT_TYPES', 'interleave_rotary_rows', 'gguf_names', 'architecture_of',
            'describe_model', 'read_template', 'describe_tokenizer', 'block_kind', 'read_tensors', 'export_gguf',
-           'gguf_bytes', 'ChatParts', 'chat_parts', 'go_template', 'write_modelfile']
+           'gguf_bytes', 'stored_tensors', 'ChatParts', 'chat_parts', 'go_template', 'write_modelfile']
 
 # %% ../../nbs/10_interop/04_gguf.ipynb #imports-gguf
 import math
 import tempfile
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from .hf import read_config
 from ..model.attention import rope_frequencies
 from ..model.config import ModelConfig
 from ..progress import Progress
-from ..quant.ggml import BLOCKS, PACKED, pack_blocks
+from ..quant.ggml import BLOCKS, PACKED, GGUFTensor, open_gguf, pack_blocks
 from ..tokenizer.chat_template import render_text
 from ..tokenizer.bpe_tokenizer import default_template, read_pattern
 from ..tokenizer.pretokenize import GPT4_PATTERN, PATTERNS
@@ -467,6 +467,32 @@ def gguf_bytes(
         width, size = sizes[block_kind(title, shape, quant_type, config)]
         total += math.prod(shape) // width * size
     return total
+
+# %% ../../nbs/10_interop/04_gguf.ipynb #stored-def
+def stored_tensors(
+    path: str | Path,  # A .gguf file
+    config: ModelConfig,  # Of the model in it
+) -> dict[str, GGUFTensor]:  # Name of a weight of our model -> its codes
+    "The matrices of a GGUF file as they are, with the rows of our model."
+    _, stored = open_gguf(path)
+    swap = architecture_of(config) == "llama"
+    heads = {"q_proj": config.n_heads, "k_proj": config.kv_heads}
+    tensors = {}
+    for name, title in gguf_names(config).items():
+        if title not in stored or len(stored[title].shape) < 2:
+            continue
+        tensor = stored[title]
+        part = name.split(".")[-2]
+        if swap and part in heads:
+            rows = tensor.data.reshape(tensor.shape[0], -1)
+            order = interleave_rotary_rows(np.arange(len(rows)), heads[part])
+            ours = np.empty_like(rows)
+            ours[order] = rows
+            tensor = replace(tensor, data=ours.reshape(-1))
+        tensors[name] = tensor
+    if config.tie_embeddings and "model.embed_tokens.weight" in tensors:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    return tensors
 
 # %% ../../nbs/10_interop/04_gguf.ipynb #b846a710
 @dataclass(frozen=True)

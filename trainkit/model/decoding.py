@@ -18,7 +18,7 @@ __all__ = ['Product', 'PRODUCTS', 'CacheLookup', 'SUPPORTED_FIELDS', 'joint_prod
 # %% ../../nbs/03_model/11_fast_decoding.ipynb #imports-fast_decoding
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
@@ -344,6 +344,7 @@ _MODULES = frozenset(
 
 def unsupported_reason(
     model: nn.Module,
+    more_layers: Collection[str] = (),  # Classes of layers that the plan can read besides
 ) -> str:  # Empty if it can have one
     "Why a model cannot have a `DecodePlan`."
     kind = type(model)
@@ -364,7 +365,7 @@ def unsupported_reason(
     for name, module in model.named_modules():
         kind = type(module)
         package = kind.__module__.split(".")[0]
-        if kind.__name__ not in _MODULES or package not in ("torch", "trainkit"):
+        if kind.__name__ not in _MODULES.union(more_layers) or package not in ("torch", "trainkit"):
             return f"{name} is a {kind.__name__}"
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return f"{name or 'the model'} has a hook or a forward of its own"

@@ -317,7 +317,8 @@ def _may_plan(
     elif compiled:
         reason = "a compiled step reads the weights as they are"
     else:
-        reason = unsupported_reason(model) if fast else "fast is False"
+        more = weights.more_layers if isinstance(weights, PackedModel) else ()
+        reason = unsupported_reason(model, more) if fast else "fast is False"
     if not reason and next(model.parameters()).device.type != "cpu":
         reason = "plans are for the CPU"
     if reason and weights is not None:

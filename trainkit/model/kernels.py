@@ -19,13 +19,14 @@ tokens of one text at once, as speculative decoding needs it, with the bits of s
 # %% auto #0
 __all__ = ['FORMATS', 'BLOCK', 'tile_large', 'tile_outs', 'tile_rows', 'tile_one', 'tile_eight', 'tile_four', 'tile_two',
            'quantize_group', 'score_keys', 'mix_values', 'INTEGERS', 'OUTS', 'ROWS', 'LANES', 'pointer', 'power_of_two',
-           'arrive', 'arrived', 'give_way', 'carray', 'FREE_SUMS', 'WeightFormat', 'PackedMatrix', 'product_tile',
-           'round_groups', 'TiledMatrix', 'integer_instruction', 'integer_tile', 'group_quantizer', 'memory_functions',
-           'attention_tiles', 'product_part', 'round_rows', 'exponential', 'sigmoid', 'normalize', 'copy_row',
-           'rotate_head', 'soften', 'attend_together', 'wait', 'StepMemory', 'part_of', 'prepare_inputs', 'multiply',
-           'normalize_stream', 'read_heads', 'attend_groups', 'add_product', 'gate_and_up', 'decode_part',
-           'compiled_kernels', 'in_threads', 'packing_reason', 'use_large_pages', 'PackedModel', 'PackedPlan',
-           'packed_copy', 'decode_plan']
+           'arrive', 'arrived', 'give_way', 'carray', 'FREE_SUMS', 'STEP_PARTS', 'MATRICES', 'WeightFormat',
+           'PackedMatrix', 'Vectors', 'product_tile', 'round_groups', 'TiledMatrix', 'integer_instruction',
+           'add_products', 'load_halves', 'prefetch', 'store_first', 'integer_tile', 'group_quantizer',
+           'memory_functions', 'attention_tiles', 'compiled_only', 'product_part', 'round_rows', 'exponential',
+           'sigmoid', 'normalize', 'copy_row', 'rotate_head', 'soften', 'attend_together', 'wait', 'StepMemory',
+           'part_of', 'prepare_inputs', 'multiply', 'normalize_stream', 'read_heads', 'attend_groups', 'add_product',
+           'gate_and_up', 'decode_part', 'common_kernels', 'compiled_kernels', 'in_threads', 'packing_reason',
+           'in_one_memory', 'use_large_pages', 'PackedModel', 'PackedPlan', 'packed_copy', 'decode_plan']
 
 # %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #imports-kernels
 import ctypes
@@ -169,7 +170,7 @@ def _unaligned(instruction: Any) -> "Value":  # A load or a store; llvmlite's ty
     return instruction
 
 
-class _Vectors:
+class Vectors:
     "Instructions of LLVM for several numbers at a time."
 
     def __init__(self, builder: "IRBuilder", lanes: int = 16):
@@ -280,7 +281,7 @@ def product_tile(
         arguments: "Sequence[Value]",
     ) -> "Value":
         w, x, y, columns, w_row, x_row, y_row = arguments
-        v = _Vectors(b)
+        v = Vectors(b)
         sums = {}
         for place in np.ndindex(outs, rows):
             sums[place] = cgutils.alloca_once_value(b, v.zero)
@@ -380,8 +381,8 @@ def _shift(kind: str, instruction: str) -> int:  # What codes are larger by in a
     return 0
 
 
-def _dot(
-    v: _Vectors,
+def add_products(
+    v: Vectors,
     instruction: str,
     signed: bool,
     sums: "Value",
@@ -421,7 +422,7 @@ def _dot(
 
 
 def _codes(
-    v: _Vectors,
+    v: Vectors,
     address: "Value",
     i: int,
     signed: bool,
@@ -439,7 +440,7 @@ def _codes(
     return [(low, 4 * i), (high, 4 * i + 16)]
 
 
-def _halves(v: _Vectors, address: "Value", instruction: str) -> "Value":
+def load_halves(v: Vectors, address: "Value", instruction: str) -> "Value":
     "Numbers of 16 bits as float32, also on a processor that cannot convert them."
     b = v.builder
     if instruction:
@@ -456,7 +457,7 @@ def _halves(v: _Vectors, address: "Value", instruction: str) -> "Value":
     return b.bitcast(signed, v.vector)
 
 
-def _prefetch(v: _Vectors, address: "Value", size: int) -> None:
+def prefetch(v: Vectors, address: "Value", size: int) -> None:
     "Ask for some bytes of memory, a cache line at a time."
     for i in range(0, size, 64):
         line = v.builder.inttoptr(v.at(address, (i, 1)), v.byte.as_pointer())
@@ -464,7 +465,7 @@ def _prefetch(v: _Vectors, address: "Value", size: int) -> None:
         v.call("prefetch.p0", v.ir.VoidType(), line, *how)
 
 
-def _store_first(v: _Vectors, value: "Value", address: "Value", count: "Value") -> None:
+def store_first(v: Vectors, value: "Value", address: "Value", count: "Value") -> None:
     "Store the first places of a vector, as many as there are."
     order = v.ir.Constant(v.ir.VectorType(v.long, v.lanes), [*range(v.lanes)])
     inside = v.builder.icmp_signed("<", order, v.spread(count))
@@ -496,7 +497,7 @@ def integer_tile(
         arguments: "Sequence[Value]",
     ) -> "Value":
         w, s, x, y, columns, x_group, y_row, outs = arguments
-        v = _Vectors(b, lanes)
+        v = Vectors(b, lanes)
         parts = range(0, 16, lanes)
         sums = {}
         for place in np.ndindex(len(parts), rows):
@@ -506,7 +507,7 @@ def integer_tile(
             w_at = v.at(w, (loop.index, 16 * size))
             x_at = v.at(x, (loop.index, x_group))
             # A page ahead, which the processor does not foresee
-            _prefetch(v, v.at(w_at, (4096, 1)), 16 * size)
+            prefetch(v, v.at(w_at, (4096, 1)), 16 * size)
             blocks = [v.at(x_at, (j, BLOCK)) for j in range(rows)]
             for k, part in enumerate(parts):
                 own = [v.spread(v.load(v.at(block, (36, 1)), v.word)) for block in blocks]
@@ -516,10 +517,10 @@ def integer_tile(
                         for j, block in enumerate(blocks):
                             four = v.load(v.at(block, (column, 1)), v.word)
                             four = b.bitcast(v.spread(four), v.bytes)
-                            own[j] = _dot(v, name, signed, own[j], codes, four)
+                            own[j] = add_products(v, name, signed, own[j], codes, four)
                 scale = v.all(v.vector, 1.0)
                 if by_group:
-                    scale = _halves(v, v.at(s, (loop.index, 32), (part, 2)), name)
+                    scale = load_halves(v, v.at(s, (loop.index, 32), (part, 2)), name)
                 for j, block in enumerate(blocks):
                     x_scale = v.load(v.at(block, (32, 1)), v.number)
                     both = b.fmul(scale, v.spread(x_scale))
@@ -533,7 +534,7 @@ def integer_tile(
                 row_scales = v.load(v.at(s, (parts[k], 4)), v.vector)
                 value = b.fmul(value, row_scales)
             left = b.sub(outs, v.long(parts[k]))  # Of a last tile that is not full
-            _store_first(v, value, v.at(y, (j, y_row), (parts[k], 4)), left)
+            store_first(v, value, v.at(y, (j, y_row), (parts[k], 4)), left)
         return context.get_dummy_value()
 
     @intrinsic
@@ -544,7 +545,9 @@ def integer_tile(
 
 
 def group_quantizer(
-    shift: int,  # What the codes of W are larger by in a product
+    # What the codes of W are larger by in a product. None: a block ends with the sums of its two
+    # halves, 16 bits each, and every product does with them what its format needs
+    shift: int | None,
 ) -> Callable:  # For compiled code: from an address of 32 numbers to one of a block
     "Round 32 numbers to 8 bits, as `round_groups`."
     from numba import types
@@ -557,7 +560,7 @@ def group_quantizer(
         arguments: "Sequence[Value]",
     ) -> "Value":
         x, out = arguments
-        v = _Vectors(b)
+        v = Vectors(b)
         parts = [v.load(v.at(x, (i, 64)), v.vector) for i in (0, 1)]
         # Without their sign, floats are ordered as integers, and NaN is the largest
         without_sign = v.all(v.words, 2**31 - 1)
@@ -568,7 +571,7 @@ def group_quantizer(
         tiny = b.fcmp_ordered("<", most, v.number(1e-30))
         inverse = b.fdiv(v.number(127.0), most)
         inverse = b.select(tiny, v.number(0.0), inverse)
-        total = v.all(v.words, 0)
+        halves = []
         sixteen_bytes = v.ir.VectorType(v.byte, 16)
         for i, part in enumerate(parts):
             steps = b.fmul(part, v.spread(inverse))
@@ -577,12 +580,16 @@ def group_quantizer(
             steps = b.select(is_number, steps, v.zero)
             codes = b.fptosi(steps, v.words)
             v.store(b.trunc(codes, sixteen_bytes), v.at(out, (i, 16)))
-            total = b.add(total, codes)
-        total = v.call("vector.reduce.add.v16i32", v.word, total)
+            halves.append(codes)
         scale = b.fdiv(most, v.number(127.0))
         v.store(scale, v.at(out, (32, 1)))
-        shifted = b.mul(total, v.word(-shift))
-        v.store(shifted, v.at(out, (36, 1)))
+        if shift is None:
+            first, second = (v.call("vector.reduce.add.v16i32", v.word, x) for x in halves)
+            end = b.or_(b.and_(first, v.word(0xFFFF)), b.shl(second, v.word(16)))
+        else:
+            total = v.call("vector.reduce.add.v16i32", v.word, b.add(*halves))
+            end = b.mul(total, v.word(-shift))
+        v.store(end, v.at(out, (36, 1)))
         return context.get_dummy_value()
 
     @intrinsic
@@ -656,7 +663,7 @@ def memory_functions() -> dict[str, Callable]:  # For compiled code, by name
     )
 
 # %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-attention-def
-def _totals(v: _Vectors, vectors: "list[Value]") -> "Value":
+def _totals(v: Vectors, vectors: "list[Value]") -> "Value":
     "The sum of all places of each vector; as many vectors as places."
     even = range(0, 2 * v.lanes, 2)
     odd = range(1, 2 * v.lanes, 2)
@@ -685,7 +692,7 @@ def attention_tiles(
         arguments: "Sequence[Value]",
     ) -> "Value":
         q, keys, count, row, width, out = arguments
-        v = _Vectors(b, lanes)
+        v = Vectors(b, lanes)
         sums = [cgutils.alloca_once_value(b, v.zero) for _ in range(lanes)]
         last = b.sub(count, v.long(1))  # The others repeat the last key
         rows = []
@@ -711,7 +718,7 @@ def attention_tiles(
         arguments: "Sequence[Value]",
     ) -> "Value":
         weights, values, count, row, width, out = arguments
-        v = _Vectors(b, lanes)
+        v = Vectors(b, lanes)
         size = 4 * lanes
         done = v.long(0)
         for many in (4, 1):  # Vectors at a time
@@ -745,29 +752,29 @@ def attention_tiles(
     return dict(score_keys=score_keys, mix_values=mix_values, LANES=lanes)
 
 # %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-products-def
-def _compiled_only(*arguments: object) -> Any:
+def compiled_only(*arguments: object) -> Any:
     "Stands for a function that only compiled code can call."
     raise NotImplementedError
 
 
 # Given to the compiled functions by `compiled_kernels`: tiles, and their sizes
-tile_large = _compiled_only
-tile_outs = _compiled_only
-tile_rows = _compiled_only
-tile_one = _compiled_only
-tile_eight = _compiled_only
-tile_four = _compiled_only
-tile_two = _compiled_only
-quantize_group = _compiled_only
-score_keys = _compiled_only
-mix_values = _compiled_only
+tile_large = compiled_only
+tile_outs = compiled_only
+tile_rows = compiled_only
+tile_one = compiled_only
+tile_eight = compiled_only
+tile_four = compiled_only
+tile_two = compiled_only
+quantize_group = compiled_only
+score_keys = compiled_only
+mix_values = compiled_only
 INTEGERS, OUTS, ROWS, LANES = False, 4, 4, 16
-pointer = _compiled_only
-power_of_two = _compiled_only
-arrive = _compiled_only
-arrived = _compiled_only
-give_way = _compiled_only
-carray = _compiled_only
+pointer = compiled_only
+power_of_two = compiled_only
+arrive = compiled_only
+arrived = compiled_only
+give_way = compiled_only
+carray = compiled_only
 
 
 def product_part(w, s, x, y, columns, w_row, s_row, x_row, y_row, first, last, rows):
@@ -939,8 +946,9 @@ class StepMemory(NamedTuple):
     scale: np.float32  # Of attention
     codes: np.ndarray  # (layers, 7) addresses: q, k, v, o, gate, up, down
     scales: np.ndarray
-    code_rows: np.ndarray  # (7,) bytes of a row
+    code_rows: np.ndarray  # (layers, 7) bytes of a row
     scale_rows: np.ndarray
+    formats: np.ndarray  # (layers, 7) numbers, where not all matrices have the same
     norms: np.ndarray  # (layers + 1, 4, d)
     biases: np.ndarray  # (layers, q + k + v)
     x: np.ndarray  # (B, d), the stream
@@ -981,8 +989,8 @@ def multiply(step, layer, m, x, columns, x_row, y, y_row, first, last):
         x,
         y,
         columns,
-        step.code_rows[m],
-        step.scale_rows[m],
+        step.code_rows[layer, m],
+        step.scale_rows[layer, m],
         x_row,
         y_row,
         first,
@@ -1114,16 +1122,31 @@ def decode_part(step, thread, threads):
 FREE_SUMS = frozenset({"reassoc", "contract", "nsz"})  # And NaN stays NaN
 
 
+def _has_wide_vectors() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"  # 32 registers of 16 numbers
+
+
+@cache
+def common_kernels() -> tuple[SimpleNamespace, dict[str, Any]]:
+    "What is the same in all formats; and all that other functions find under these names."
+    wide = _has_wide_vectors()
+    extra = memory_functions() | attention_tiles(16 if wide else 8)
+    vectors = exponential, sigmoid, normalize, copy_row, rotate_head, soften, attend_together, wait
+    same = compile_kernels((*vectors, attend_groups), extra, f"{wide}", FREE_SUMS)
+    return same, extra | vars(same)
+
+
+STEP_PARTS = normalize_stream, read_heads, add_product, gate_and_up, decode_part
+
+
 @cache
 def compiled_kernels(
     kind: str,  # A name in `FORMATS`
 ) -> SimpleNamespace:  # The functions of this module by name
     "The kernels for one format; from disk if they were compiled before."
-    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"  # 32 registers of 16 numbers
-    extra = memory_functions() | attention_tiles(16 if wide else 8)
-    vectors = exponential, sigmoid, normalize, copy_row, rotate_head, soften, attend_together, wait
-    same = compile_kernels((*vectors, attend_groups), extra, f"{wide}", FREE_SUMS)  # In all formats
-    extra |= vars(same)
+    wide = _has_wide_vectors()
+    same, known = common_kernels()
+    extra = dict(known)
     version = same.attend_groups.py_func.__qualname__
     if FORMATS[kind].integers:
         label = f"{kind} {integer_instruction()} {version}"
@@ -1139,8 +1162,7 @@ def compiled_kernels(
         extra["tile_one"] = product_tile(kind, 1, 1)
         extra |= dict(INTEGERS=False, OUTS=most, ROWS=most)
     products = product_part, round_rows, part_of, prepare_inputs, multiply
-    parts = normalize_stream, read_heads, add_product, gate_and_up, decode_part
-    own = compile_kernels((*products, *parts), extra, label, FREE_SUMS)
+    own = compile_kernels((*products, *STEP_PARTS), extra, label, FREE_SUMS)
     return SimpleNamespace(**vars(same), **vars(own))
 
 
@@ -1175,9 +1197,10 @@ def in_threads(
 # %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-reason-def
 def packing_reason(
     model: nn.Module,
+    more_layers: tuple[str, ...] = (),  # As for `unsupported_reason`
 ) -> str:  # Empty if they can
     "Why compiled kernels cannot do the decoding steps of a model."
-    if reason := unsupported_reason(model):
+    if reason := unsupported_reason(model, more_layers):
         return reason
     config = cast("Transformer", model).config
     wrong = dict(
@@ -1201,11 +1224,11 @@ def packing_reason(
     return "" if find_spec("numba") else "numba is not installed"
 
 # %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-model-def
-_MATRICES = [f"self_attn.{name}_proj" for name in "qkvo"]
-_MATRICES += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+MATRICES = [f"self_attn.{name}_proj" for name in "qkvo"]
+MATRICES += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 
 
-def _in_one_memory(matrices: Sequence[PackedMatrix]) -> list[PackedMatrix]:
+def in_one_memory(matrices: Sequence[PackedMatrix]) -> list[PackedMatrix]:
     "One after another as they are read; numpy asks for large pages, which are found faster."
     sizes = []
     for m in matrices:
@@ -1247,6 +1270,8 @@ def use_large_pages(tensors: Iterable[Tensor]) -> None:
 class PackedModel:
     "A `Transformer` whose weights are packed once, for steps of one token a row."
 
+    more_layers: tuple[str, ...] = ()  # Classes of layers that only this one can read
+
     def __init__(
         self,
         model: "Transformer",  # One for which `packing_reason` is empty
@@ -1254,40 +1279,48 @@ class PackedModel:
     ):
         if kind not in FORMATS:
             raise ValueError(f"kind='{kind}': choose one of {', '.join(FORMATS)}")
-        if reason := packing_reason(model):
+        # As in llama.cpp: the head decides between ids, and gets more bits
+        self.head_kind = "q8_0" if kind == "q4_0" else kind
+        self._hold(model, kind)
+        if kind == "float32":
+            use_large_pages(m.codes for m in (*sum(self.matrices, []), self.head))
+
+    def _hold(self, model: "Transformer", kind: str) -> None:
+        if reason := packing_reason(model, self.more_layers):
             raise ValueError(f"the model cannot be decoded from packed weights: {reason}")
         self.decoder = model.model  # And not `model`: see `packed_copy`
         self.lm_head = model.lm_head
         self.config = model.config
         self.kind = kind
-        # As in llama.cpp: the head decides between ids, and gets more bits
-        self.head_kind = "q8_0" if kind == "q4_0" else kind
         self.refresh()
-        if kind == "float32":
-            use_large_pages(m.codes for m in (*sum(self.matrices, []), self.head))
         self._buffers: tuple[tuple, tuple] = ((), ())
 
     def __repr__(self) -> str:
         return f"PackedModel({self.kind}, {self.nbytes / 1e6:.2f} MB)"
 
+    def step_kernels(self) -> tuple[SimpleNamespace, SimpleNamespace]:
+        "The compiled functions for the layers, and those for the head."
+        return compiled_kernels(self.kind), compiled_kernels(self.head_kind)
+
+    def pack(self) -> list[PackedMatrix]:
+        "The matrices of all layers, in the order in which a step reads them, and the head."
+        pack = PackedMatrix.from_weight
+        if FORMATS[self.kind].integers:
+            pack = TiledMatrix.from_weight
+        packed = []
+        for block in self.decoder.layers:
+            for path in MATRICES:
+                layer = cast(nn.Linear, block.get_submodule(path))
+                packed.append(pack(layer.weight, self.kind))
+        packed.append(pack(self.lm_head.weight, self.head_kind))
+        return packed if self.kind == "float32" else in_one_memory(packed)
+
     def refresh(self) -> None:
         "Read the weights of the model; again after they have changed."
         decoder, config = self.decoder, self.config
         blocks = [cast("Block", block) for block in decoder.layers]
-        pack = PackedMatrix.from_weight
-        if FORMATS[self.kind].integers:
-            pack = TiledMatrix.from_weight
-        weights = []
-        for block in blocks:
-            for path in _MATRICES:
-                layer = cast(nn.Linear, block.get_submodule(path))
-                weights.append(layer.weight)
-        packed = [pack(weight, self.kind) for weight in weights]
-        packed.append(pack(self.lm_head.weight, self.head_kind))
-        if self.kind != "float32":
-            packed = _in_one_memory(packed)
-        self.matrices = [packed[i : i + 7] for i in range(0, len(weights), 7)]
-        self.head = packed[-1]
+        *packed, self.head = self.pack()
+        self.matrices = [packed[i : i + 7] for i in range(0, len(packed), 7)]
         extra = float(config.norm == "rmsnorm1p")
         widest = max(config.d_model, config.head_width)
         self.norms = np.zeros((config.n_layers + 1, 4, widest), np.float32)
@@ -1312,8 +1345,10 @@ class PackedModel:
         self.scale = np.float32(blocks[0].self_attn.scale)
         self.codes = np.array([[m.codes.data_ptr() for m in row] for row in self.matrices])
         self.scales = np.array([[m.scales.data_ptr() for m in row] for row in self.matrices])
-        row_bytes = np.array([m.row_bytes for m in self.matrices[0]])
-        self.code_rows, self.scale_rows = row_bytes.T.copy()
+        row_bytes = np.array([[m.row_bytes for m in row] for row in self.matrices])
+        self.code_rows = row_bytes[..., 0].copy()
+        self.scale_rows = row_bytes[..., 1].copy()
+        self.formats = np.zeros_like(self.codes)
 
     @property
     def nbytes(self) -> int:
@@ -1373,6 +1408,7 @@ class PackedModel:
             scales=self.scales,
             code_rows=self.code_rows,
             scale_rows=self.scale_rows,
+            formats=self.formats,
             norms=self.norms,
             biases=self.biases,
             x=x.numpy(),
@@ -1390,8 +1426,7 @@ class PackedModel:
             barrier=np.zeros(1, np.int64),  # Of this step: another may begin meanwhile
             blocks=blocks,
         )
-        layers = compiled_kernels(self.kind)
-        head = compiled_kernels(self.head_kind)
+        layers, head = self.step_kernels()
         matrix = self.head
 
         def work(thread: int, threads: int) -> None:

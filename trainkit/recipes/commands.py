@@ -16,7 +16,7 @@ Python, call the functions behind the commands instead."""
 __all__ = ['config', 'tokenizer', 'export', 'Folder', 'DraftModel', 'DraftTokens', 'LookupTokens', 'show_config',
            'convert_command', 'presets_command', 'train_tokenizer', 'encode_command', 'show_tokenizer', 'merge',
            'check_project_command', 'export_gguf_command', 'export_compressed_command', 'export_hf_command',
-           'with_model_name', 'evaluate', 'open_drafter', 'chat', 'serve', 'audit', 'speedrun']
+           'with_model_name', 'evaluate', 'open_weights', 'open_drafter', 'chat', 'serve', 'audit', 'speedrun']
 
 # %% ../../nbs/11_recipes/17_commands.ipynb #imports-commands
 import json
@@ -676,6 +676,22 @@ LookupTokens = Annotated[
 ]
 
 
+def open_weights(
+    model: Any,
+    source: str | Path,  # Where it was loaded from
+    weights: str | None,  # A name in `trainkit.model.kernels.FORMATS`, or 'stored'
+) -> Any:  # Such a name, `StoredWeights`, or None
+    "The copy of the weights that the option --weights asks for."
+    if weights != "stored":
+        return weights
+    from trainkit.engine.stored_weights import StoredWeights
+    from trainkit.interop.gguf import stored_tensors
+    from trainkit.interop.hub import find_model_files
+
+    path = find_model_files(source)
+    return StoredWeights(model, stored_tensors(path, model.config) if path.is_file() else None)
+
+
 def open_drafter(
     model: Any,
     tokenizer: Any,
@@ -703,6 +719,7 @@ def open_drafter(
             f"other words: {str(error).partition(':')[0]}"
         ) from None
     draft = draft.float() if weights else draft
+    weights = "q8_0" if weights == "stored" else weights
     drafter = Drafter(draft, tokens, min(words, *sizes), weights)
     drafter.check(model)
     return drafter
@@ -769,7 +786,8 @@ def chat(
         typer.Option(
             metavar="FORMAT",
             show_default=False,
-            help="Write from a smaller copy of the weights: bfloat16, int8, q8_0 or q4_0.",
+            help="Write from a smaller copy of the weights: bfloat16, int8, q8_0, q4_0, or stored "
+            "(the codes of a GGUF file or of 4 bits as they are).",
         ),
     ] = None,
     draft_model: DraftModel = None,
@@ -799,7 +817,7 @@ def chat(
         seed=seed,
         **({} if thinking_budget is None else dict(thinking_budget=thinking_budget)),
     )
-    talk.pack(weights)
+    talk.pack(open_weights(network, model, weights))
     interactive = sys.stdin.isatty()
     failed = False
     if interactive:
@@ -900,7 +918,8 @@ def serve(
         typer.Option(
             metavar="FORMAT",
             show_default=False,
-            help="Write from a smaller copy of the weights: bfloat16, int8, q8_0 or q4_0.",
+            help="Write from a smaller copy of the weights: bfloat16, int8, q8_0, q4_0, or stored "
+            "(the codes of a GGUF file or of 4 bits as they are).",
         ),
     ] = None,
     draft_model: DraftModel = None,
@@ -943,7 +962,8 @@ def serve(
         network = network.float()  # In which its steps add up
     drafting = draft_model, num_assistant_tokens, prompt_lookup_num_tokens, weights
     drafter = open_drafter(network, tok, *drafting)
-    scheduler = Scheduler(network, tok, rows, max_length, weights=weights, assistant_model=drafter)
+    copy = open_weights(network, model, weights)
+    scheduler = Scheduler(network, tok, rows, max_length, weights=copy, assistant_model=drafter)
     engine = BatchEngine(scheduler, queue)
     answer(ChatServer(engine, name, config), bound)
 

@@ -123,11 +123,14 @@ class Conversation:
 
     def pack(
         self,
-        kind: str | None,  # One of `trainkit.model.kernels.FORMATS`; None: nothing changes
+        # One of `trainkit.model.kernels.FORMATS`, or a copy of this model; None: nothing changes
+        weights: str | PackedModel | None,
     ) -> None:
         "Write answers from a smaller copy of the weights; the base and samples use their own."
-        if kind is not None:
-            self.packed = PackedModel(cast(Any, self.model.float().eval()), kind)
+        if isinstance(weights, str):
+            weights = PackedModel(cast(Any, self.model.float().eval()), weights)
+        if weights is not None:
+            self.packed = weights
 
     def _answer(self, model: nn.Module, tokenizer: "Tokenizer") -> Iterator[tuple[str, str]]:
         "The pieces of an answer, each of its 'reasoning_content' or of its 'content'."
