@@ -16,7 +16,8 @@ from .deploy import (
     write_imatrix as write_imatrix,
 )
 from .families import FAMILIES as FAMILIES, from_hf as from_hf, to_hf as to_hf
-from .gguf import export_gguf as export_gguf, write_modelfile as write_modelfile
+from .gguf import export_gguf as export_gguf, stored_tensors as stored_tensors
+from .gguf import write_modelfile as write_modelfile
 from .hf import load_pretrained as load_pretrained, save_pretrained as save_pretrained
 from .hf_bridge import fast_tokenizer as fast_tokenizer, to_peft_model as to_peft_model
 from .hub import HubConfig as HubConfig, fetch_model as fetch_model, push_to_hub as push_to_hub

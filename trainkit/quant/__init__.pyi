@@ -13,7 +13,8 @@ from .calibration import (
     gptq as gptq,
     hqq as hqq,
 )
-from .ggml import pack_blocks as pack_blocks, unpack_blocks as unpack_blocks
+from .ggml import BlockCodes as BlockCodes, pack_blocks as pack_blocks
+from .ggml import split_blocks as split_blocks, unpack_blocks as unpack_blocks
 from .int8 import dequantize_int8 as dequantize_int8, quantize_int8 as quantize_int8
 from .linear import Linear4bit as Linear4bit, Linear8bit as Linear8bit
 from .nf4 import (

@@ -187,7 +187,7 @@ def _six_bits(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _nibbles(blocks: np.ndarray, at: int, width: int, size: int = 128) -> np.ndarray:
-    "(blocks, bytes) uint8 -> (blocks, 2·size): low halves of `width` bytes, then their high halves."
+    "(blocks, bytes) uint8 -> (blocks, 2·size): the low halves of `width` bytes, then the high."
     rows = blocks[:, at : at + size].reshape(len(blocks), -1, 1, width)
     shifts = np.array([[0], [4]], np.uint8)
     codes = rows >> shifts & 15
