@@ -215,7 +215,7 @@ def quality(model, tokenizer) -> None:
     from torch import nn
 
     from trainkit.data.dataset import load_examples
-    from trainkit.model.kernels import _MATRICES, KVCache, PackedModel, PackedPlan
+    from trainkit.model.kernels import MATRICES, KVCache, PackedModel, PackedPlan
 
     text = "\n".join(row["text"] for row in load_examples("bible"))
     ids = torch.tensor(tokenizer.encode(text[len(text) // 2 :][:12000])[:2000]).view(8, 250)
@@ -233,7 +233,7 @@ def quality(model, tokenizer) -> None:
             packed, twin = PackedModel(model, kind), copy.deepcopy(model)
             twin.lm_head.weight = nn.Parameter(packed.head.unpack())
             for block, matrices in zip(twin.model.layers, packed.matrices, strict=True):
-                for path, matrix in zip(_MATRICES, matrices, strict=True):
+                for path, matrix in zip(MATRICES, matrices, strict=True):
                     block.get_submodule(path).weight = nn.Parameter(matrix.unpack())
             other = measure(twin)
             plan, chosen = PackedPlan(packed, KVCache(model.config.n_layers, 250), 8), []

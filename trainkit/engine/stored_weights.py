@@ -12,7 +12,7 @@ do. `block_tile` makes the product of a format, and `stored_kernels` a step of s
 
 # %% auto #0
 __all__ = ['LAYOUTS', 'first_product', 'second_product', 'third_product', 'fourth_product', 'fifth_product', 'sixth_product',
-           'Layout', 'tile_codes', 'tile_scales', 'StoredMatrix', 'block_tile', 'multiply', 'fingerprint',
+           'BlockLayout', 'tile_codes', 'tile_scales', 'StoredMatrix', 'block_tile', 'multiply_stored', 'fingerprint',
            'block_kernels', 'stored_kernels', 'StoredWeights']
 
 # %% ../../nbs/14_engine/05_stored_weights.ipynb #stored-imports
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from trainkit.model.transformer import Transformer
 
 # %% ../../nbs/14_engine/05_stored_weights.ipynb #stored-layouts
-class Layout(NamedTuple):
+class BlockLayout(NamedTuple):
     "How a product reads one format, in groups of 32 columns."
 
     bits: int  # Of a code
@@ -66,16 +66,16 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = {
-    "Q4_0": Layout(4, 8),
-    "Q4_1": Layout(4, minimum=True),
-    "Q5_0": Layout(5, 16),
-    "Q5_1": Layout(5, minimum=True),
-    "Q8_0": Layout(8),
-    "Q4_K": Layout(4, minimum=True, superblock=True),
-    "Q5_K": Layout(5, minimum=True, superblock=True),
-    "Q6_K": Layout(6, 32, superblock=True, halves=True),
-    "NF4": Layout(4, table="nf4"),
-    "FP4": Layout(4, table="fp4"),
+    "Q4_0": BlockLayout(4, 8),
+    "Q4_1": BlockLayout(4, minimum=True),
+    "Q5_0": BlockLayout(5, 16),
+    "Q5_1": BlockLayout(5, minimum=True),
+    "Q8_0": BlockLayout(8),
+    "Q4_K": BlockLayout(4, minimum=True, superblock=True),
+    "Q5_K": BlockLayout(5, minimum=True, superblock=True),
+    "Q6_K": BlockLayout(6, 32, superblock=True, halves=True),
+    "NF4": BlockLayout(4, table="nf4"),
+    "FP4": BlockLayout(4, table="fp4"),
 }
 
 # %% ../../nbs/14_engine/05_stored_weights.ipynb #stored-tiles
@@ -197,7 +197,7 @@ class StoredMatrix(PackedMatrix):
         return self.numbers()
 
 # %% ../../nbs/14_engine/05_stored_weights.ipynb #stored-kernel
-def _shift(layout: Layout, instruction: str) -> int:  # What codes are larger by in a product
+def _shift(layout: BlockLayout, instruction: str) -> int:  # What codes are larger by in a product
     signed = layout.bits == 8 or layout.table
     if signed and instruction == "vpdpbusd":
         return 128
@@ -228,7 +228,7 @@ def _look_up(
 
 def _code_vectors(
     v: "Vectors",
-    layout: Layout,
+    layout: BlockLayout,
     instruction: str,
     address: "Value",  # Of the codes of a group, in the part of the rows
     halves: "Sequence[int]",  # 0: the first 16 columns, 1: the others
@@ -279,7 +279,7 @@ def _input_sums(v: "Vectors", block: "Value") -> "dict[tuple[int, ...], Value]":
 class _Scales:
     "Scales and minima of one group of some rows."
 
-    def __init__(self, v: "Vectors", layout: Layout, name: str, s: "Value", group: "Value"):
+    def __init__(self, v: "Vectors", layout: BlockLayout, name: str, s: "Value", group: "Value"):
         self.v, self.layout, self.name = v, layout, name
         size = layout.head_bytes
         if layout.superblock:
@@ -394,8 +394,8 @@ fourth_product = fifth_product = sixth_product = kernels.compiled_only
 _SLOTS = [f"{place}_product" for place in "first second third fourth fifth sixth".split()]
 
 
-def multiply(step, layer, m, x, columns, x_row, y, y_row, first, last):
-    "A part of the product with matrix `m` of a layer, by the kernel of its format."
+def multiply_stored(step, layer, m, x, columns, x_row, y, y_row, first, last):
+    "As `kernels.multiply`, by the kernel of the matrix's format."
     w = step.codes[layer, m]
     s = step.scales[layer, m]
     w_row = step.code_rows[layer, m]
@@ -452,11 +452,13 @@ def stored_kernels(
     same, known = kernels.common_kernels()
     products = [own.product_part for own in formats]
     products += products[:1] * (len(_SLOTS) - len(products))
-    extra = known | dict(INTEGERS=True, round_rows=formats[0].round_rows)
-    extra |= dict(zip(_SLOTS, products, strict=True))
+    extra = {**known, "INTEGERS": True, "round_rows": formats[0].round_rows}
     names = [own.product_part.py_func.__qualname__ for own in formats]
     label = f"{kinds} {names} {same.attend_groups.py_func.__qualname__}"
-    parts = kernels.part_of, kernels.prepare_inputs, multiply, *kernels.STEP_PARTS
+    by_name = dict(zip(_SLOTS, products, strict=True))
+    own = compile_kernels((multiply_stored,), extra | by_name, label, FREE_SUMS)
+    extra["multiply"] = own.multiply_stored
+    parts = kernels.part_of, kernels.prepare_inputs, *kernels.STEP_PARTS
     return compile_kernels(parts, extra, label, FREE_SUMS)
 
 # %% ../../nbs/14_engine/05_stored_weights.ipynb #stored-model

@@ -33,7 +33,7 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -1127,13 +1127,13 @@ def _has_wide_vectors() -> bool:
 
 
 @cache
-def common_kernels() -> tuple[SimpleNamespace, dict[str, Any]]:
+def common_kernels() -> tuple[SimpleNamespace, Mapping[str, object]]:
     "What is the same in all formats; and all that other functions find under these names."
     wide = _has_wide_vectors()
     extra = memory_functions() | attention_tiles(16 if wide else 8)
     vectors = exponential, sigmoid, normalize, copy_row, rotate_head, soften, attend_together, wait
     same = compile_kernels((*vectors, attend_groups), extra, f"{wide}", FREE_SUMS)
-    return same, extra | vars(same)
+    return same, {**extra, **vars(same)}
 
 
 STEP_PARTS = normalize_stream, read_heads, add_product, gate_and_up, decode_part
@@ -1146,7 +1146,7 @@ def compiled_kernels(
     "The kernels for one format; from disk if they were compiled before."
     wide = _has_wide_vectors()
     same, known = common_kernels()
-    extra = dict(known)
+    extra: dict[str, object] = dict(known)
     version = same.attend_groups.py_func.__qualname__
     if FORMATS[kind].integers:
         label = f"{kind} {integer_instruction()} {version}"

@@ -32,6 +32,8 @@ from ..display import plural
 from ..files import say, to_json
 
 if TYPE_CHECKING:
+    from trainkit.engine.stored_weights import StoredWeights
+    from trainkit.model.transformer import Transformer
     from trainkit.recipes.conversation import Conversation
 
 # %% ../../nbs/11_recipes/17_commands.ipynb #057d37c0
@@ -677,10 +679,10 @@ LookupTokens = Annotated[
 
 
 def open_weights(
-    model: Any,
+    model: "Transformer",
     source: str | Path,  # Where it was loaded from
     weights: str | None,  # A name in `trainkit.model.kernels.FORMATS`, or 'stored'
-) -> Any:  # Such a name, `StoredWeights`, or None
+) -> "str | StoredWeights | None":
     "The copy of the weights that the option --weights asks for."
     if weights != "stored":
         return weights
