@@ -11,7 +11,8 @@ divergence in nats, and the share of equal likeliest tokens; `perplexity` is tha
 weights in float32, and next to it that of the kernels, which round the inputs of products too.
 
 llama.cpp is read from GGUF files that trainkit writes, if xllamacpp is installed. Its kernels for
-rows of several requests are asked with as many requests at once. CTranslate2 computes in int8, and
+rows of several requests are asked with as many requests at once. The lanes `stored` decode from the
+codes of the same file (Q4_K_M), or from those of layers in NF4. CTranslate2 computes in int8, and
 OpenVINO GenAI reads the GGUF file of Q8_0; both have a row if they are installed.
 
 `--drafts` asks what guessing tokens ahead gains (`prompt_lookup_num_tokens`, `assistant_model`):
@@ -46,6 +47,7 @@ OURS = {
     "trainkit q8_0": "q8_0",
     "trainkit q4_0": "q4_0",
 }
+STORED = {f"trainkit stored {kind}": kind for kind in ("q4_k_m", "nf4")}
 LLAMA = {f"llama.cpp {kind}": kind for kind in ("f32", "q8_0", "q4_0", "q4_k_m")}
 OTHERS = {"CTranslate2 int8": "ctranslate2", "OpenVINO q8_0": "openvino_genai"}
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it"
@@ -67,7 +69,9 @@ def our_lane(model, ids, weights, rows):
     from trainkit.model.kernels import PackedModel, packing_reason
 
     size = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
-    if weights == "bfloat16":  # By torch where that is faster
+    if isinstance(weights, PackedModel):
+        size = weights.nbytes
+    elif weights == "bfloat16":  # By torch where that is faster
         size //= 2
     elif weights is not None:
         if reason := packing_reason(model):
@@ -80,6 +84,29 @@ def our_lane(model, ids, weights, rows):
         generate(model, [prompt] * rows, count, temperature=0, eos_token_id=(), weights=weights)
 
     return write, size
+
+
+def stored_weights(folder: Path, kind: str):
+    "The model in these codes, and the codes: of the GGUF file that llama.cpp reads, or of layers."
+    from trainkit import QuantConfig, load_pretrained, quantize_model
+    from trainkit.engine import StoredWeights
+    from trainkit.interop import stored_tensors
+
+    if kind == "nf4":
+        model = quantize_model(load_pretrained(folder / "model")[0].float(), QuantConfig(4)).eval()
+        return model, StoredWeights(model)
+    path = gguf_file(folder, kind)
+    model = load_pretrained(path)[0].float().eval()
+    return model, StoredWeights(model, stored_tensors(path, model.config))
+
+
+def gguf_file(folder: Path, kind: str) -> Path:
+    from trainkit.interop.gguf import export_gguf
+
+    path = folder / f"{kind}.gguf"
+    if not path.exists():
+        export_gguf(folder / "model", path, kind, pre="smollm", progress=False)
+    return path
 
 
 def their_lane(model, ids, rows):
@@ -106,11 +133,7 @@ def their_lane(model, ids, rows):
 def llama_lane(folder: Path, ids, kind: str, rows: int, threads: int):
     import xllamacpp as llama
 
-    from trainkit.interop.gguf import export_gguf
-
-    path = folder / f"{kind}.gguf"
-    if not path.exists():
-        export_gguf(folder / "model", path, kind, pre="smollm", progress=False)
+    path = gguf_file(folder, kind)
     params = llama.CommonParams()
     params.model.path = str(path)
     params.n_ctx, params.n_parallel, params.warmup = 512 * rows, rows, False
@@ -159,11 +182,7 @@ def openvino_lane(folder: Path, ids, rows: int, threads: int):
     import numpy as np
     from openvino import Tensor
 
-    from trainkit.interop.gguf import export_gguf
-
-    path = folder / "q8_0.gguf"
-    if not path.exists():
-        export_gguf(folder / "model", path, "q8_0", pre="smollm", progress=False)
+    path = gguf_file(folder, "q8_0")
     net = openvino_genai.LLMPipeline(str(path), "CPU", **{"INFERENCE_NUM_THREADS": threads})
 
     def write(count: int, length: int = 16):
@@ -183,6 +202,9 @@ def make_lanes(model, ids, args, rows: int, home: Path) -> dict[str, tuple]:
             continue
         if name in OURS:
             lanes[name] = our_lane(model, ids, OURS[name], rows)
+        elif name in STORED:
+            own, weights = stored_weights(home, STORED[name])
+            lanes[name] = our_lane(own, ids, weights, rows)
         elif name == "CTranslate2 int8":
             lanes[name] = translate_lane(home, ids, rows, args.threads)
         elif name == "OpenVINO q8_0":
@@ -335,7 +357,7 @@ def compare_lanes(model, tokenizer, ids, args) -> None:
     )
     print("|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as home:
-        if {*args.lanes} & {*LLAMA, *OTHERS}:
+        if {*args.lanes} & {*STORED, *LLAMA, *OTHERS}:
             from trainkit.interop.hf import save_pretrained
 
             save_pretrained(model, tokenizer, Path(home) / "model")
@@ -380,7 +402,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--lanes", nargs="+", default=[*OURS, *LLAMA, "transformers", *OTHERS])
+    parser.add_argument(
+        "--lanes", nargs="+", default=[*OURS, *STORED, *LLAMA, "transformers", *OTHERS]
+    )
     parser.add_argument("--drafts", action="store_true")
     parser.add_argument("--kinds", nargs="+", default=["none", "float32", "int8", "q8_0", "q4_0"])
     parser.add_argument("--guesses", type=int, nargs="+", default=[4, 8])
