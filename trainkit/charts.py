@@ -1,4 +1,4 @@
-"""Draw curves, bars, heatmaps and flow diagrams with matplotlib.
+"""Charts by matplotlib: curves, bars, heatmaps and flow diagrams.
 
 `curves` draws any number of series over steps, `bars` compares a few named numbers, and `heatmap`
 draws a matrix such as attention weights. `flow` draws a life cycle, such as a training loop, from

@@ -1,4 +1,4 @@
-"""Train, generate and diagnose with the trainkit command, and inspect past runs.
+"""The program `trainkit`: its commands, its errors and its exit codes.
 
 `main` is the program; `demo`, `train`, `sweep`, `lr-find`, `launch`, `generate`, `studio` and
 `doctor` are its own commands. The other groups come from `trainkit.recipes`: `data` prepares data, `config` shows and

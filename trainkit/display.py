@@ -1,4 +1,4 @@
-"""Build pictures, token boxes and tables that work in a notebook, a file and a test.
+"""Tables, colored tokens and pictures as strings of HTML and SVG.
 
 Tables, coloured tokens and the pictures of a widget are strings of SVG or HTML: they look the same
 in a notebook, a widget and a report, follow light and dark pages, and describe themselves to a

@@ -1,4 +1,4 @@
-"""Write files and folders so that a crash never leaves a half-written one.
+"""Files and folders that are complete or absent: atomic writes, and errors that name the file.
 
 Everything that the kit writes goes through `write_atomic` (one file), `write_together` (some
 files of a folder) or `atomic_folder` (a whole folder): written under a temporary name, flushed

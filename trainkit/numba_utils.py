@@ -1,4 +1,4 @@
-"""Write loops over bytes that run in plain Python and compile when Numba is installed.
+"""Compiled loops over bytes: backends, a cache of machine code, hash tables and heaps.
 
 The tokenizer has two backends with equal results: `python` needs numpy and nothing else,
 `numba` uses Numba (extra `fast`). `pick_backend` chooses one, `compile_kernels` compiles plain

@@ -1,4 +1,4 @@
-"""Process rows with several processes in a fixed order, and cache the results.
+"""Processing of rows by several processes in a fixed order, and a cache of results.
 
 `in_order` applies a function to a stream of items with several processes and returns the results
 in the order of the items, so that one worker and ten give the same. `map_reduce` combines the

@@ -1,4 +1,4 @@
-"""Show progress in a terminal, a notebook or a log file.
+"""Progress bars for terminals, notebooks and log files.
 
 `Progress(total, title)` is one bar for everything that takes time: training steps, merges of a
 tokenizer, bytes of a file. It draws itself in a terminal and in a notebook, writes a timestamped

@@ -1,4 +1,4 @@
-"""Train a small model on the probabilities of a large one, on texts that the small model writes itself.
+"""Distillation: learning from the probabilities of a teacher, on texts of the student.
 
 `distill_objective` trains a student on the probabilities of a `Teacher`, with the generalized
 Jensen-Shannon divergence of GKD (Agarwal et al. 2024): forward KL, reverse KL, and everything in

@@ -1,4 +1,4 @@
-"""Write an environment as a small class, give it tools that are plain Python functions, and compute the best score there is.
+"""Environments for agents: resets, replies and tools, three complete ones, and two libraries'.
 
 An `Environment` is a small class: `reset` returns the first prompt, `step` reads an answer and
 returns a `Reply`. A `ToolEnvironment` has tools, which are typed Python functions: `tool_schema`

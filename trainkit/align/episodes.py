@@ -1,4 +1,4 @@
-"""Let a model act in an environment for several turns, and record every token exactly as it was sampled.
+"""Episodes: what a model writes in an environment over several turns, token by token.
 
 `play_episodes` lets a model act in several environments at once and returns an `Episode` for each:
 its ids, which of them the model wrote, their log-probabilities at the time of sampling, and the

@@ -1,4 +1,4 @@
-"""Test RL algorithms on a small game whose best policy can be computed.
+"""A game on short strings whose best policy is known exactly, to test RL algorithms.
 
 `TokenGame` is a reward on short strings of few letters. All answers can be listed, so the
 expected reward of a policy is computed exactly and not estimated from samples. The best reward is

@@ -1,4 +1,4 @@
-"""Compute log-probabilities that do not depend on the rest of the batch, so that sampler and trainer agree to the last bit.
+"""Log-probabilities that do not depend on the rest of the batch.
 
 Inside `batch_invariant` the numbers that a model computes for a token depend on this token and on
 those before it, and on nothing else: not on the other rows of the batch, not on padding, and not on

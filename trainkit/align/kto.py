@@ -1,4 +1,4 @@
-"""Train a model on single answers that are marked good or bad.
+"""KTO and other losses for single answers that are marked good or bad.
 
 Preferences without pairs are rows with `prompt`, `completion` and `label`, which is true for an
 answer that was liked. `tokenize_unpaired` turns them into ids and `UnpairedBatches` into batches.

@@ -1,4 +1,4 @@
-"""Score the tokens of a model's answers, and add a value head for actor-critic training.
+"""A policy's log-probabilities, entropies and values for the tokens of its answers.
 
 `token_scores` computes the log-probability of each token of an answer, the entropy at its
 position and, with a value head, the value, in one forward pass that computes logits for the

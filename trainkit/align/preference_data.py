@@ -1,4 +1,4 @@
-"""Tokenize preference pairs, see what a length limit cuts off, and batch them.
+"""Preference pairs as token ids, with a report on what the limit of length cut, and batches.
 
 `tokenize_pairs` turns rows with `prompt`, `chosen` and `rejected` into `Pairs` of ids. Its
 `PairReport` shows what a limit on the length has cut or dropped; nothing is lost silently.

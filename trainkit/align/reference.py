@@ -1,4 +1,4 @@
-"""Get reference log-probabilities from a copy, a disabled adapter, or a file.
+"""Reference models for preference losses and KL penalties: copies, adapters switched off, files.
 
 Methods that learn from preferences compare the model at every step with the model that they
 started from. `make_reference` returns that starting point: a frozen copy (`Reference`) or, where

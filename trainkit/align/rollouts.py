@@ -1,4 +1,4 @@
-"""Let a model answer prompts, score the answers, and train on them.
+"""Rollouts: answers of the model, their rewards and advantages, as batches for a trainer.
 
 `Rollouts` is an iterator over batches, like any other that a `Trainer` takes. It lets the model
 answer prompts, calls the reward functions, computes advantages as an `RLConfig` describes, and

@@ -1,4 +1,4 @@
-"""Spend more tokens on a question, choose among several answers, and measure the gain in accuracy.
+"""Search at test time: best of n, self-consistency, votes, and budgets for thoughts.
 
 `sample_candidates` samples several answers to each prompt, once, and every search chooses among
 them: `best_of_n` takes the answer with the highest score of a reward model or a verifier,

@@ -1,6 +1,4 @@
-"""See what each silent bug looks like in code, and that the audit finds it.
-
-A bug for each invariant, planted into the plain loop.
+"""A bug for each invariant, planted into the plain loop.
 
 `BUGS` has a subclass of `PlainLoop` for the name of each invariant in `INVARIANTS`. One method of it is
 wrong, in a way that raises no error, and `run_audit` finds it."""

@@ -1,6 +1,4 @@
-"""Check any training loop for silent errors, by properties that hold whatever the model and the data.
-
-Properties that every trainer has, and checks that ask any trainer for them.
+"""Properties that every trainer has, and checks that ask any trainer for them.
 
 A trainer is asked through a `Subject`, an adapter with a few functions: make a small model, train it
 as a `Fit` describes, save, load, sample. `observe` lets it train and returns what was `Seen`: losses,

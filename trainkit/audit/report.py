@@ -1,6 +1,4 @@
-"""Run all invariants against a trainer, and read a page that shows where it fails and how to repeat it.
-
-Run the invariants against a trainer, and report what was found.
+"""Run the invariants against a trainer, and report what was found.
 
 `run_audit` checks a `Subject` and returns an `Audit`, a list of `AuditFinding`s that a notebook shows as a
 table. `write_audit_page` writes a page with one column for each trainer; a red cell comes with the

@@ -1,6 +1,4 @@
-"""Connect a trainer to the audit, whether it is a loop of fifty lines or a library.
-
-Adapters through which the audit asks six trainers.
+"""Adapters through which the audit asks six trainers.
 
 `PlainLoop` is a training loop in plain PyTorch, with each of its steps in a method that a subclass can
 change. `AuditedTrainkit` asks this package, `AuditedTransformers` asks `transformers.Trainer` with

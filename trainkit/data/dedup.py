@@ -1,4 +1,4 @@
-"""Find exact and near duplicates with MinHash, and test rows that leaked into training.
+"""Deduplication: equal and nearly equal texts, and test rows among the training data.
 
 `exact_groups` finds equal texts by their hash. `near_pairs` finds texts that share most of their
 phrases, among a hundred thousand or more, without comparing each with each: MinHash signatures

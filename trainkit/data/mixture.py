@@ -1,4 +1,4 @@
-"""Mix several datasets in exact proportions and mark the task of each example.
+"""Mixtures of datasets, in exact proportions or by temperature.
 
 `mix` draws rows from several datasets, by weights or by a temperature, marks each row with its
 task, and reports how much of each went in, and how many times over. `shares` computes the

@@ -1,4 +1,4 @@
-"""Collect findings with counts, examples and remedies in one quality report.
+"""Reports on the quality of data: findings with counts, evidence and remedies.
 
 `RowView` reads rows of any kind in the same way: question and answer, all texts by column, turns
 with roles, and where a row comes from. `FindingCounter` counts what a check finds and keeps three

@@ -1,4 +1,4 @@
-"""Read rows from files of many formats, with a line number for every error.
+"""Readers of rows: JSON, JSONL, CSV, Parquet and text, with the line of every error.
 
 `read_rows` reads rows from JSON, JSONL, CSV, Parquet and text files, also compressed ones, and
 returns each with the line on which it begins. A row that cannot be read is returned as an error

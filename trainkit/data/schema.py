@@ -1,4 +1,4 @@
-"""Recognize the kind of an example by its columns and convert it to messages.
+"""The kinds of examples: their columns, how they are recognized, and conversion to messages.
 
 An example is one entry of a dataset, a plain dict; a *row* is an example as a file contains it, and
 its keys are the *columns*. `KINDS` lists the columns of each kind of example, `example_kind`

@@ -1,4 +1,4 @@
-"""Tokenize a large corpus to disk with several processes, and resume after an interruption.
+"""A tokenized corpus on disk, in shards that several processes write.
 
 `tokenize_to_disk` encodes a corpus of any size into a folder of shards, with several processes
 and little memory. When it is killed and called again, it keeps the finished shards, and the bytes

@@ -1,4 +1,4 @@
-"""Read rows from files, folders, built-in corpora or Hugging Face datasets, with their origin.
+"""Sources of rows: files, folders, built-in corpora and datasets of Hugging Face.
 
 `raw_rows` reads a file, a folder of files, a named corpus or a Hugging Face dataset. It yields
 unchecked rows, each with a short text that says where to find it again. A `LoadReport` collects

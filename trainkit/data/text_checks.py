@@ -1,4 +1,4 @@
-"""Find encoding damage, leftover markup, secrets, personal data and repetition in a text.
+"""Checks of one text: encoding damage, markup, secrets, personal data and repetition.
 
 Each finder takes a text and returns the places of one kind of damage as `(start, end)`:
 `mojibake`, `control`, `invisible`, `markup`, `special_tokens`, `role_words`, `secrets`,

@@ -1,4 +1,4 @@
-"""Make any model write text that a JSON schema or a regular expression accepts.
+"""Constrained decoding: JSON schemas, regular expressions, choices and grammars.
 
 `Grammars` makes constraints for one tokenizer: `regex`, `json_schema`, `choice`, `json_object` and
 `lark`, which takes a grammar. A `Constraint` is a processor of logits, which `generate` and

@@ -1,4 +1,4 @@
-"""Let requests of different lengths share each decoding step, and join and leave it at any time.
+"""Continuous batching: requests of different lengths that share decoding steps and prefixes.
 
 `Scheduler` continues many prompts with one model. `add` puts a `Request` into its queue, and
 `step` does one round: it admits waiting requests to free slots of a `SlotCache`, reads a part of

@@ -1,4 +1,4 @@
-"""Serve a model over HTTP: chat, completions, embeddings, streaming, tools and JSON schemas.
+"""An HTTP server with the interface of OpenAI's: chat, completions, embeddings, streaming, tools.
 
 `ChatServer` answers `/v1/chat/completions`, `/v1/completions`, `/v1/embeddings` and `/v1/models`
 with the fields and the errors of OpenAI's interface, `/health`, and `/metrics` for Prometheus. Its

@@ -1,4 +1,4 @@
-"""Run model-written code in a sandbox and compute pass@k on HumanEval problems.
+"""Evaluation of written code: a sandbox, HumanEval and pass@k.
 
 `run_code` runs a program and its tests in two processes, each with little time, little memory, no
 network and no secrets, and returns how it ended (an `Outcome`). `find_isolation` finds out what

@@ -1,4 +1,4 @@
-"""Run the tasks of lm-evaluation-harness on your own model.
+"""The tasks of lm-evaluation-harness for any model of ours.
 
 The lm-evaluation-harness (Gao et al. 2021) holds the tests that papers report. It needs three
 methods of a model: the likelihood of a continuation, the likelihood of a whole text, and

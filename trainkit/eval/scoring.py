@@ -1,4 +1,4 @@
-"""Score texts and answer choices by likelihood, and compare them with baselines.
+"""Likelihoods of texts and of choices: perplexity, bits per byte, and baselines.
 
 `score_texts` measures how likely a model finds texts of any number and length, in bounded memory.
 It returns a `TextScore` for each text, with the loss, perplexity, bits per byte and token accuracy.

@@ -1,4 +1,4 @@
-"""Compute how certain a score is and test whether one model is better than another.
+"""Statistics of scores: intervals, and tests of two models on the same examples.
 
 Every score of a model is an average over a few examples, so it would be different on other
 examples. `proportion` and `bootstrap` compute how far it may be off, as an `Interval`. `compare`

@@ -1,6 +1,4 @@
-"""Export a model in 4 bits with calibration data, for llama.cpp and for transformers and vLLM.
-
-Export models in 4 bits with calibration data: importance matrices and compressed-tensors folders.
+"""Export in 4 bits with calibration data: importance matrices, and compressed-tensors folders.
 
 `calibration_ids` cuts a text file or a data set into equal rows of token ids.
 `collect_importance` runs them through a model and returns the importance matrix for `export_gguf`;

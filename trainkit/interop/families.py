@@ -1,4 +1,4 @@
-"""Convert configs and weights between our model and those of transformers.
+"""Families of models: configs and weights of transformers as ours, and back.
 
 Other programs know a model by the name of its family, and `FAMILIES` lists those that are known
 here. `hf_architecture` names the class of transformers that computes what a `ModelConfig`

@@ -1,4 +1,4 @@
-"""Export a model, its tokenizer and its chat template to GGUF, and write a Modelfile.
+"""GGUF: export of models for llama.cpp, the codes of such files, and Modelfiles for Ollama.
 
 `export_gguf` converts a model folder to one `.gguf` file: the weights in one of `QUANT_TYPES`, the
 tokenizer with its merges and special tokens, and the chat template. `block_kind` chooses the format

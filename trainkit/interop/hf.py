@@ -1,4 +1,4 @@
-"""Load and save models as Hugging Face folders that transformers can open.
+"""Model folders of Hugging Face: loading and saving them, and tokenizers in them.
 
 `save_pretrained` writes a model folder that `AutoModelForCausalLM` and `AutoTokenizer` of
 transformers open without our code. Before the folder gets its final name, it is opened again and

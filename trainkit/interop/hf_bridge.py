@@ -1,4 +1,4 @@
-"""Open a run's model in transformers with PEFT and bitsandbytes, and copy it back.
+"""Our models as those of transformers, PEFT and bitsandbytes, for loops of other libraries.
 
 To train our model with the loop of another library, `to_peft_model` opens it in that library's
 classes: the base as a class of transformers, our adapters as PEFT's, our 4-bit layers as those of

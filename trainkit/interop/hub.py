@@ -1,4 +1,4 @@
-"""Upload models during or after a run, and download them, with the token kept secret.
+"""Uploads to the Hugging Face Hub, during a run or after it, and downloads.
 
 `push_to_hub` uploads a model folder to a repository, `HubPush` is a callback that does so during
 a run, as `HubConfig` describes, and `fetch_model` downloads a model. All of it goes through

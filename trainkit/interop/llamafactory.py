@@ -1,4 +1,4 @@
-"""Export a run to LLaMA-Factory as data files, a YAML config and a command, and run it there.
+"""Runs by LLaMA-Factory: its config, its data, and its command.
 
 LLaMA-Factory pins older versions of nearly every library that we use, so it cannot be imported
 into the same process. It works from files: `to_llamafactory` writes its YAML, a

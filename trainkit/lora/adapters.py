@@ -1,4 +1,4 @@
-"""Save and load adapters in PEFT's format, add tokens, and switch adapters on one model.
+"""LoRA adapters on disk in PEFT's format, new tokens, and several adapters on one model.
 
 `save_adapter` writes a folder that PEFT, the adapter library of Hugging Face, can open, and
 `load_adapter` opens our folders and PEFT's. `resize_vocabulary` adds rows for new tokens, and the

@@ -1,4 +1,4 @@
-"""Merge an adapter into its model, in memory or on disk, over a plain or a quantized base.
+"""Merging of LoRA adapters into weights, in memory or on disk, and out of them again.
 
 `merge_lora` folds the updates into the weights of a model, `unmerge_lora` takes them out again, bit
 for bit, and `merged_lora` does both around a block. `merge_folder` folds an adapter's folder into a

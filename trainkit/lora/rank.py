@@ -1,4 +1,4 @@
-"""Grow or shrink the rank of an adapter and measure how much of it is used.
+"""The rank of a LoRA adapter: growing it, shrinking it, and how much of it is used.
 
 `grow_rank` gives an adapter more directions without changing what the model computes, and carries
 the optimizer's state along; `GrowRank` does it inside a run of the `Trainer`. `shrink_rank` keeps

@@ -1,4 +1,4 @@
-"""Recompute activations, move them or the optimizer to the CPU, or freeze layers.
+"""Less memory in a training step: checkpointed blocks, offloading, and frozen layers.
 
 Three ways to train a model that does not fit, with gradients that are equal to the last bit, and
 one that trains less of it. `checkpoint_blocks` keeps only what enters a block and computes the

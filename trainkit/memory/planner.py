@@ -1,4 +1,4 @@
-"""Find the cheapest measures that make a training step fit into the memory of a GPU.
+"""A planner that makes a training step fit into a budget of memory.
 
 `plan_memory` looks for the cheapest way to train a model within a budget: '15 GB', or the name of
 one of the `MACHINES`, which `find_machine` looks up. It pulls one lever after the other, from a

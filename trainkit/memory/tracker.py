@@ -1,4 +1,4 @@
-"""Track each tensor of a step from creation to release, and see what the peak consists of.
+"""A ledger of the memory of tensors: what a training step allocates, keeps and releases.
 
 While it is entered, a `Ledger` follows the memory of tensors: each storage from its allocation to
 its release, by purpose, with the largest sum at any time. `report` turns it into a

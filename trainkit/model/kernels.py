@@ -1,6 +1,4 @@
-"""Find out what limits the speed of decoding, and come close to it with weights of 8 and 4 bits.
-
-Decoding steps at memory bandwidth: packed weights and compiled kernels.
+"""Decoding steps at memory bandwidth: packed weights and compiled kernels.
 
 `PackedModel` holds the weights of a `Transformer` in one of the `FORMATS` (float32, bfloat16,
 int8 with a scale for each row, and GGML's Q8_0 and Q4_0) and reads one token a row in a single

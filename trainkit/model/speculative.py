@@ -1,4 +1,4 @@
-"""Let a small model draft tokens and a large one verify them, with the same distribution.
+"""Speculative decoding: guesses by a draft model or from the text, and their verification.
 
 A `Drafter` guesses the next few tokens of a text: with a second, smaller model (Leviathan et al.
 2023), or without one from what followed the last tokens when they stood in the text before

@@ -1,4 +1,4 @@
-"""Quantize with calibration data by HQQ, AWQ or GPTQ, and train with fake quantization.
+"""Quantization with calibration data: HQQ, AWQ, GPTQ, and quantization-aware training.
 
 Four methods to round the weights of a layer to 4 bits or less. `round_to_nearest` takes the
 closest code; `hqq` moves the zero points until large weights no longer set them; `awq` makes the

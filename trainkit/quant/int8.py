@@ -1,4 +1,4 @@
-"""Quantize a matrix to int8 and multiply with integers.
+"""Quantization to 8 bits, and products of integers.
 
 `quantize_int8` rounds a tensor to whole numbers from -127 to 127 and keeps the size of a step:
 one for the tensor, for each row or for each block, with zero at zero or, with `symmetric=False`,

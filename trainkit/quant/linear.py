@@ -1,4 +1,4 @@
-"""Use linear layers with 4-bit or 8-bit weights, and train through them.
+"""Linear layers with frozen weights of 4 or 8 bits, through which adapters are trained.
 
 `Linear4bit` and `Linear8bit` replace an `nn.Linear`. Their weights are frozen codes, and
 `dequantize()` returns the matrix that they stand for. Gradients pass through them to their input

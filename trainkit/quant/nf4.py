@@ -1,4 +1,4 @@
-"""Quantize a tensor to NF4 with double quantization, with the same bytes as bitsandbytes.
+"""NF4 and FP4: quantization to four bits with a scale for each block, as in bitsandbytes.
 
 `quantize_4bit` stores a tensor with four bits per number. Blocks of 64 numbers share a scale, and
 each number is replaced by the nearest of the sixteen values of a codebook: NF4, FP4, or one that

@@ -1,4 +1,4 @@
-"""Quantize the linear layers of a model, also while loading it, and train it with QLoRA.
+"""Quantization of whole models, after loading them or meanwhile, for QLoRA and for inference.
 
 `quantize_model` replaces the linear layers of a model, ours or one of transformers, by
 `Linear4bit` or `Linear8bit`, as a `QuantConfig` describes. `layer_errors` computes the error of

@@ -1,4 +1,4 @@
-"""Show configs, train tokenizers, merge, export, evaluate, chat and serve from a shell.
+"""The shell's commands for configs, tokenizers, exports, merging, evaluation, chat and serving.
 
 The groups `config` (show, convert, presets), `tokenizer` (train, encode, show) and `export`
 (gguf, hf) and the single commands `merge`, `evaluate`, `chat`, `serve`, `audit` and `speedrun` are defined here;

@@ -1,4 +1,4 @@
-"""Pause, stop, save and follow a run in another process through its folder.
+"""Control of a run from another process: pause, resume, stop, save and sample.
 
 `Remote(folder)` is a callback that takes orders from other processes: `send(folder, 'pause')`
 makes the loop pause, and so on with `'resume'`, `'stop'`, `'save'` and `'sample'`.

@@ -1,4 +1,4 @@
-"""Chat with a model in Python: stream answers, retry, and compare with the base model.
+"""Conversations with a model: streamed answers, retries, and comparison with its base.
 
 `Conversation` holds a chat with a model as a list of messages, which it renders again with the
 chat template for every answer. `say` streams an answer and remembers both sides, `again` answers

@@ -1,4 +1,4 @@
-"""Convert a config of another library, and see how each setting was translated.
+"""Conversion of configs and scripts of other libraries to a `RunConfig`.
 
 `convert_config` reads a config of another library (YAML, JSON, or the settings in a Python
 script) and returns a checked `RunConfig` together with a `Translation`: for each setting whether

@@ -1,4 +1,4 @@
-"""Show, check, split, mix, convert, pack and tokenize data from a shell.
+"""The shell's commands for data: show, check, split, mix, convert, pack and tokenize.
 
 `data` is the group of commands under `trainkit data`: `show`, `check`, `split`, `mix`, `convert`,
 `pack` and `tokenize`. Each is a thin layer over a function of the kit, and fails with one line

@@ -1,4 +1,4 @@
-"""Run the whole pipeline and compare its models on one page.
+"""The demo: pre-training, LoRA, DPO and quantization, compared on one page.
 
 `run_demo` runs the whole pipeline in one call: it trains a language model on text, teaches it to
 answer by LoRA, tunes it on pairs of better and worse answers by DPO, quantizes it, and compares

@@ -1,12 +1,10 @@
-"""Generate samples during training, ask held-out questions, and write a run report.
+"""Evaluation during a run: text, held-out questions, pairs, labels and rewards.
 
 `make_judge` returns the evaluation that fits the `RunInputs` of a run: `TextEvaluator` measures
-text in
-bits per byte, `AnswerEvaluator` asks held-out questions, `PairEvaluator` uses held-out pairs,
-`LabelEvaluator` held-out labels, and `PromptEvaluator` held-out prompts. Every judge has `begin`
-before
-the first step, `sample` during training, `end` after the last step, and `sections` for the
-report.
+text in bits per byte, `AnswerEvaluator` asks held-out questions, `PairEvaluator` uses held-out
+pairs, `LabelEvaluator` held-out labels, and `PromptEvaluator` held-out prompts. Every judge has
+`begin` before the first step, `sample` during training, `end` after the last step, and `sections`
+for the report.
 
 The parts can be used alone. `make_sampler` continues a few texts while the model trains,
 `judge_text` compares the model with compressors, `ask` asks questions, and `count_exact` counts

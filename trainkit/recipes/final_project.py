@@ -1,6 +1,4 @@
-"""Take your own data to a tuned, aligned and exported model, and have each step checked.
-
-The final project of the course, and the checks that grade it.
+"""The final project of the course, and the checks that grade it.
 
 `check_project` looks at a project folder and measures what the project asks for: data without
 leaks, a tuned model that is better than its base, an aligned model that is better than the tuned

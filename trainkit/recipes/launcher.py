@@ -1,4 +1,4 @@
-"""Start a run in several processes, from a shell or a notebook, and see which one failed.
+"""Launching a run in several processes, from a shell or a notebook.
 
 `launch(config, num_processes, strategy)` runs a config in several processes: it claims the run
 folder, writes the files that accelerate and DeepSpeed read, shows the command and runs it.

@@ -1,4 +1,4 @@
-"""Predict the memory of a config and find settings that make it fit, from a shell.
+"""The shell's commands for memory: predicting a config's needs and making it fit.
 
 `read_setup` reads in a `RunConfig` what memory depends on, `predict_needs` predicts a step of it,
 on request with all the main memory that a run on a CPU takes, and `plan_needs` makes it fit into

@@ -1,6 +1,4 @@
-"""Look up what a training method learns from, what it trains, and which defaults it sets.
-
-The table of training methods: what each learns from, what it trains, and its defaults.
+"""The table of training methods: what each learns from, what it trains, and its defaults.
 
 `METHODS` has one row, a `Method`, for every value of a config's `method`. The other modules use
 this table instead of comparing names, so a new method that learns from text, answers, pairs or

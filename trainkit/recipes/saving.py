@@ -1,4 +1,4 @@
-"""Save a trained model, adapter or reward model, and load it again.
+"""What a run leaves: models, adapters and reward models, saved and loaded again.
 
 `save_trained` writes what a run has learned: the whole model, with the adapter merged and
 quantized weights in full precision again, as `AutoModelForCausalLM` opens it, and the adapter

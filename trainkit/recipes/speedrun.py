@@ -1,6 +1,4 @@
-"""Train the best model that ten minutes of CPU time can make, by rules that anyone can repeat, and keep a ledger of what helped and what did not.
-
-Race on a CPU: the best model that a fixed number of CPU seconds can train.
+"""Race on a CPU: the best model that a fixed number of CPU seconds can train.
 
 An entry is a config for `trainkit train` or a Python program. `run_speedrun` runs it once for each
 seed in a process of its own, whose CPU time is the clock, and judges the model that it leaves by

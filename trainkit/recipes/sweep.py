@@ -1,6 +1,4 @@
-"""Compare a dozen settings for the price of three runs, and keep the best as a config.
-
-Search for good settings: ranges of knobs, successive halving, and one page of results.
+"""Search for good settings: ranges of knobs, successive halving, and one page of results.
 
 `run_sweep(config, ["learning_rate=1e-4..1e-2"])` trains a `RunConfig` with several values of its
 knobs and returns a `Sweep`: a table, the best values, and a page. `parse_spaces` reads the ranges,

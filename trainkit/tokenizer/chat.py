@@ -1,4 +1,4 @@
-"""Turn a conversation into token ids and a loss mask, and resize embeddings for new tokens.
+"""Conversations as token ids with loss masks, and embeddings for new tokens.
 
 `render` turns messages into token ids and a loss mask, which is 1 where the model learns;
 `render_batch` does it for many chats at once. They return ids and not text, so that nothing is

@@ -1,4 +1,4 @@
-"""Render a chat with a Jinja template and find the characters that the model is trained on.
+"""Chat templates: rendering a conversation as text, and the spans that the model is trained on.
 
 A model reads one text, but a chat is a list of messages. A *chat template* is a small Jinja
 program that turns the list into the text; it is stored with the tokenizer. `render_text` runs any

@@ -1,4 +1,4 @@
-"""Encode text with learned merges and get the same ids as tiktoken.
+"""Byte-pair encoding of texts with merges that were learned before, in Python or with Numba.
 
 `merge_word` applies byte-pair merges to one word. `Encoder` encodes whole texts:
 `Encoder(...).encode(texts)` cuts them into words, remembers the words that it has seen, and takes

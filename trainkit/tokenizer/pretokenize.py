@@ -1,4 +1,4 @@
-"""Split text into words as GPT-2 and GPT-4 do, with a regular expression or with compiled code.
+"""Pre-tokenization: the patterns of GPT-2, GPT-4 and GPT-4o that cut a text into words.
 
 `split_words` cuts a text by one of the `PATTERNS` that GPT-2, GPT-4 and GPT-4o use, or by any
 regular expression, so that the words joined together are the text again. `cut_specials` cuts it

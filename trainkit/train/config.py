@@ -1,4 +1,4 @@
-"""Set the length of a run, and pause, stop or observe it with callbacks.
+"""Settings and control of a training loop: length, intervals, pause, stop and callbacks.
 
 `TrainConfig` sets how long to train, and when to evaluate, log and save. `Control` pauses and
 stops a running loop from any thread, and lets Ctrl-C and SIGTERM stop it after the current step.

@@ -1,4 +1,4 @@
-"""Send metrics to TensorBoard, Trackio or Weights & Biases, also from your own training loop.
+"""Logging of metrics to a run folder, TensorBoard, Trackio and Weights & Biases.
 
 `MetricsLog` is the callback that writes the metrics of a trainer into a run folder and, where
 asked, to TensorBoard, Trackio or Weights & Biases. Nothing leaves the machine unless `report_to`

@@ -1,6 +1,4 @@
-"""Let the rate grow from step to step, see where the loss falls and where it explodes, and choose.
-
-Find a learning rate with a short test run in which the rate grows at every step.
+"""Find a learning rate with a short test run in which the rate grows at every step.
 
 `lr_find(trainer)` takes up to a hundred steps with a `Trainer`, from a rate at which nothing
 happens to one at which training diverges, and returns an `LRCurve`: the losses over the rate, and

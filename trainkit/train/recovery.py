@@ -1,6 +1,4 @@
-"""Check a plan before it starts, split batches that do not fit, and trace a NaN.
-
-Recovery: tracing a NaN, and the errors of steps that cannot be taken.
+"""Recovery: tracing a NaN, and the errors of steps that cannot be taken.
 
 `find_nonfinite` finds the batch and the term of a loss that first became NaN, and `nonfinite_error`
 is the error for such a loss. `worker_died` recognizes the error of a dead loader process, and

@@ -1,4 +1,4 @@
-"""Draw a run's curves, write its HTML report, and compare it with other runs.
+"""Reports on runs: curves, one HTML file for each run, and comparisons.
 
 `run_curves` draws the curves of a run, `write_curves` saves them as `curves.svg`, and
 `write_report` writes one HTML file that contains everything and needs no other file. They start

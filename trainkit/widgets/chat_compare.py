@@ -1,4 +1,4 @@
-"""Chat with several models at once and compare their token probabilities.
+"""A chat with several models side by side, in a notebook.
 
 `ChatCompare` is a chat with up to four models in a notebook: answers side by side as they are
 written, tokens marked by their probability, the distance to the first model, a system prompt,

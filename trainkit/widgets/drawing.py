@@ -1,4 +1,4 @@
-"""Draw curves, bars and heatmaps as small SVG strings that are quick enough for a live panel.
+"""Live pictures of the widgets: curves, bars and heatmaps as SVG.
 
 A panel redraws its curves several times a second while a model trains, and an explorer draws with
 each move of a slider. A figure of matplotlib would take a noticeable part of that time, so live

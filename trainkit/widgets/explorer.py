@@ -1,4 +1,4 @@
-"""Build an interactive explorer from a function: input fields, a picture and a static version.
+"""The base class of explorers: knobs, a picture, and a static version.
 
 An explorer is a dataclass of knobs with two methods: `compute()` works out the values that the
 knobs imply, and `html(values)` draws them. The base class `Explorer` does the rest: `show()` puts

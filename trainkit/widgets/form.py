@@ -1,4 +1,4 @@
-"""Edit any config in a form with checked fields, and build widget pages.
+"""Forms for configs: checked fields in ipywidgets.
 
 `Form(config)` is an ipywidgets form for any config class of the kit: a few fields in view, the
 others under "More", and error messages while you type. `read()` returns the config, `set(config)`

@@ -1,4 +1,4 @@
-"""See where a model attends and how sampling settings change the next token.
+"""Explorers of a model: attention, and the probabilities of the next token.
 
 `AttentionExplorer(model, tokenizer)` shows how much each token of a text takes from each earlier
 one, in every head of every layer. `SamplingExplorer(model, tokenizer)` shows the scores for the

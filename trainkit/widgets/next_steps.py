@@ -1,6 +1,4 @@
-"""Chat with a model, label its answers, train on the labels, and export it, by buttons.
-
-What to do with a run that has ended: chat, compare, label, train on the labels, export, look back.
+"""What to do with a run that has ended: chat, compare, label, train on the labels, export, look back.
 
 `NextSteps(run, open_panel)` is the tab "Next" of the training panel; a `TrainedRun` is the folder
 of a run with its config. Each action says what it does, loads nothing before its button is

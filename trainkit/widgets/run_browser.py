@@ -1,4 +1,4 @@
-"""Find runs by their settings and compare their curves and configs.
+"""A browser of runs: filter, curves, and differences of configs.
 
 `RunBrowser('runs')` is a page with all runs of a folder: a filter such as
 `optim.learning_rate>1e-3 finished`, curves laid over one another, and what differs between the

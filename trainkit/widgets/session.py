@@ -1,4 +1,4 @@
-"""Start, pause, save and stop a run in a thread or a process, and attach to it later.
+"""A training run with buttons: in a thread or a process, found again after a restart.
 
 `TrainSession(config)` is a run with buttons: `start`, `pause`, `resume`, `stop`, `save` and
 `sample`. `start('thread')` returns at once, `start('foreground')` when the run is over, and

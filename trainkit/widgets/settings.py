@@ -1,4 +1,4 @@
-"""Ask only for what a training method needs, in words that a beginner understands.
+"""The settings that the training panel asks for, in plain words.
 
 What the training panel asks, as plain data: which settings a method needs, their names in plain
 words, and what there is to say about their values.

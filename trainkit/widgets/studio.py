@@ -1,4 +1,4 @@
-"""Open the panel, your runs, the labeler and the chat as one application, without writing code.
+"""The application `trainkit studio`: panel, runs, labeler and chat, served by Voilà.
 
 `trainkit studio` opens an application with four tabs: Train, Runs, Label and Chat. `Studio` is its
 page, which a notebook can show too, and `serve_studio` serves it with Voilà on this machine, only

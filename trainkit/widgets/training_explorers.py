@@ -1,4 +1,4 @@
-"""Explore learning rate schedules, preference losses and the memory of a training step.
+"""Explorers of training: schedules, preference losses, and memory.
 
 `ScheduleExplorer` draws the learning rate of every step, for one schedule or two side by side.
 `DPOExplorer` draws any preference loss over the margin, with its gradient for both answers and a

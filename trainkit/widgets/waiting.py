@@ -1,6 +1,4 @@
-"""Let a cell wait for a run, and still press Pause and Stop.
-
-Wait for a run in a cell of a notebook without losing the clicks on its buttons.
+"""Wait for a run in a cell of a notebook without losing the clicks on its buttons.
 
 `await await_until(ended)` waits while the kernel handles clicks. `polling()` is for a loop that has
 to block the kernel: it yields a function for the loop to call, which handles clicks. `clicks_arrive`

@@ -1,4 +1,4 @@
-"""Measure the rank of an update and look at the quantization of a layer.
+"""Explorers of weights: the rank of an update, and a quantized layer.
 
 `LoRAExplorer` looks at an update: of an adapter, or the difference between two checkpoints. It
 shows how many directions carry it, what a smaller rank would keep, its size, and what is lost
