@@ -1,6 +1,4 @@
-"""Decode from the codes of a GGUF file or of layers in NF4, without rounding them a second time.
-
-Decoding from quantized weights as they are stored: GGML's blocks and NF4.
+"""Decoding from quantized weights as they are stored: GGML's blocks and NF4.
 
 `StoredWeights` takes the codes of a GGUF file, or of layers of 4 bits, and is given to `generate`
 as `weights`: a step multiplies with these codes in compiled kernels, and rounds only its inputs.
