@@ -81,7 +81,7 @@ def test_every_instruction_gives_the_same_bits(kind):
         functions["quantize_group"] = kernels.group_quantizer(None)
         parts = kernels.product_part, kernels.round_rows
         label = f"test stored {kind} {instruction}"
-        compiled = kernels.compile_kernels(parts, functions, label, kernels.FREE_SUMS)
+        compiled = kernels.compile_kernels(parts, functions, label)
         results.append(product(compiled, matrix, x))
     assert all(torch.equal(results[0], other) for other in results[1:])
 

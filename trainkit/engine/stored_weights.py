@@ -438,7 +438,8 @@ def block_kernels(
     makers = block_tile, _input_sums, _code_vectors, _look_up, _Scales.scales, _Scales.minimum
     version = fingerprint(*(maker.__code__ for maker in makers))
     label = f"{kind} {LAYOUTS[kind]} {kernels.integer_instruction()} {version:08x}"
-    return compile_kernels((kernels.product_part, kernels.round_rows), extra, label, FREE_SUMS)
+    # Without `FREE_SUMS`: three factors in another order would have other bits on other processors
+    return compile_kernels((kernels.product_part, kernels.round_rows), extra, label)
 
 
 @cache
