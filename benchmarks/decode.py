@@ -22,7 +22,7 @@ milliseconds a token, the best of the rounds, with and without guesses. A draft 
 vocabulary is not at hand: for float32 the same weights in 4 bits are one.
 
     python benchmarks/decode.py [--rows 1 8 32] [--threads 1] [--rounds 3] [--tokens 32]
-        [--lanes NAME …] [--quality]
+        [--lanes NAME …] [--folder KEPT] [--quality]
 
 `--plans` asks instead which of two ways computes a step faster, the compiled kernels or torch's own
 products of the same type, without the loop around the step: CPU milliseconds, medians of 8.
@@ -357,10 +357,12 @@ def compare_lanes(model, tokenizer, ids, args) -> None:
     )
     print("|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as home:
+        home = args.folder or home
         if {*args.lanes} & {*STORED, *LLAMA, *OTHERS}:
             from trainkit.interop.hf import save_pretrained
 
-            save_pretrained(model, tokenizer, Path(home) / "model")
+            if not (Path(home) / "model").exists():
+                save_pretrained(model, tokenizer, Path(home) / "model")
         for rows in args.rows:
             lanes = make_lanes(model, ids, args, rows, Path(home))
             steps, clocks, first = ({name: [] for name in lanes} for _ in range(3))
@@ -405,6 +407,7 @@ def main() -> None:
     parser.add_argument(
         "--lanes", nargs="+", default=[*OURS, *STORED, *LLAMA, "transformers", *OTHERS]
     )
+    parser.add_argument("--folder", type=Path, help="keep the files of the other programs here")
     parser.add_argument("--drafts", action="store_true")
     parser.add_argument("--kinds", nargs="+", default=["none", "float32", "int8", "q8_0", "q4_0"])
     parser.add_argument("--guesses", type=int, nargs="+", default=[4, 8])
