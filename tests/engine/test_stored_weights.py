@@ -86,6 +86,14 @@ def test_every_instruction_gives_the_same_bits(kind):
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
+def test_codes_are_shifted_where_the_instruction_knows_no_sign():
+    "For a processor that may be another one than this."
+    shifts = {kind: stored._shift(layout, "vpdpbusd") for kind, layout in stored.LAYOUTS.items()}
+    assert {kind for kind, shift in shifts.items() if shift == 128} == {"Q8_0", "NF4", "FP4"}
+    assert shifts["Q4_0"] == 8 and shifts["Q6_K"] == 32 and shifts["Q4_K"] == 0
+    assert {stored._shift(layout, "sdot") for layout in stored.LAYOUTS.values()} == {0, 8, 16, 32}
+
+
 def model_in_blocks(layers: int = 2) -> tuple[Transformer, dict[str, GGUFTensor]]:
     "A model whose matrices are Q4_K and Q6_K, and its tensors."
     torch.manual_seed(0)

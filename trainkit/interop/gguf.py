@@ -5,7 +5,7 @@ tokenizer with its merges and special tokens, and the chat template. `block_kind
 of each tensor as llama.cpp does. It converts one tensor at a time. Before the file gets its final
 name, it is read back and compared with what was written. `gguf_names`, `describe_model` and
 `describe_tokenizer` are the parts of the conversion. `stored_tensors` reads the codes of a file,
-for `trainkit.engine.StoredWeights`.
+with which `trainkit.engine.stored_weights` decodes.
 
 `write_modelfile` writes the Modelfile that Ollama needs, with the chat format in Go's template
 language. `chat_parts` finds out which text a Jinja template puts around each message, and
