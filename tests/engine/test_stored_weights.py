@@ -19,7 +19,7 @@ from trainkit.quant.linear import Linear4bit
 pytest.importorskip("numba")
 
 # Each format is compiled once on a machine, which takes a few seconds
-FIRST = ("Q4_K", "Q6_K", "NF4")
+FIRST = ("Q4_K", "Q6_K", "Q8_0", "NF4")
 KINDS = [
     kind if kind in FIRST else pytest.param(kind, marks=pytest.mark.slow) for kind in stored.LAYOUTS
 ]
