@@ -4,6 +4,7 @@ import copy
 import json
 import mmap
 import struct
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -1206,6 +1207,16 @@ def test_the_memory_of_a_template_is_watched_where_the_system_does_not_limit_it(
             render_text(chat, HOSTILE[name])
         assert render_texts([chat] * 3, "{{ messages[0].content }}") == [("hello", [])] * 3
     _WORKERS.end()
+
+
+def test_a_worker_compiles_to_where_its_parent_does(monkeypatch, tmp_path):
+    "It reads no variable of Python's, and the package's folder stays as it was."
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    _WORKERS.end()
+    chat = [dict(role="user", content="hello")]
+    assert render_text(chat, "{{ messages[0].content }}")[0] == "hello"
+    _WORKERS.end()
+    assert [*tmp_path.rglob("chat_template.*.pyc")]
 
 
 @pytest.mark.parametrize("jinja", FOUR)

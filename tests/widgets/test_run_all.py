@@ -148,7 +148,8 @@ def test_run_all(browser, classroom, lesson):
     address, copy = classroom
     page, errors = browser.new_page(), []
     page.on("pageerror", lambda e: errors.append(str(e)))
-    page.goto(f"{address}/lab?token={TOKEN}")
+    # Without the notebooks of the lessons before, which JupyterLab would open again
+    page.goto(f"{address}/lab?reset&token={TOKEN}")
     page.wait_for_function("window.jupyterapp")
     found = [*problems(*run_all(page, lesson))]
     page.close()

@@ -675,7 +675,8 @@ def _unmark(text: str, spans: list, chat: Sequence[Mapping]) -> tuple[str, list]
 # %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #5ec0a002
 _BOOT = """
 import importlib.util, json, sys
-path, sys.path[:] = json.loads(sys.stdin.buffer.readline())
+path, sys.path[:], *compiled = json.loads(sys.stdin.buffer.readline())
+sys.pycache_prefix, sys.dont_write_bytecode = compiled
 spec = importlib.util.spec_from_file_location('templates', path)
 module = sys.modules['templates'] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
@@ -827,7 +828,9 @@ class _Workers:
         )
         self.process = process
         folders = [p for p in sys.path if os.path.isabs(p)]
-        _pipe(process.stdin).write(json.dumps([path, folders]).encode() + b"\n")
+        # Isolated, it reads no PYTHON* variable: it compiles to where its parent does
+        compiled = [sys.pycache_prefix, sys.dont_write_bytecode]
+        _pipe(process.stdin).write(json.dumps([path, folders, *compiled]).encode() + b"\n")
         return process
 
     def end(self) -> int:  # How it ended
