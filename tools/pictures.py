@@ -475,7 +475,7 @@ DIAGRAMS = {
         [
             ("requests", ""),
             ("rows of a batch", "1"),
-            ("compiled steps", "4"),
+            ("compiled steps", "4, 5"),
             ("allowed tokens", "2"),
             ("HTTP", "3"),
         ],
