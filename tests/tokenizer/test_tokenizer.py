@@ -716,11 +716,12 @@ def test_files_that_are_no_tokenizer(tmp_path):
 # ---- backends
 
 
-def test_auto_goes_over_when_there_is_enough_to_do():
+def test_auto_goes_over_when_there_is_enough_to_do(monkeypatch):
     if "numba" not in BACKENDS:
         pytest.skip("needs numba")
     table, _ = ranks("cl100k")
     tok = BPETokenizer.from_tiktoken(table)
+    monkeypatch.setattr("trainkit.numba_utils.is_compiled", lambda kernels: True)
     assert (tok.encode(code(100_000)), tok.backend)[1] == "python"
     assert (tok.encode(code(1_000_000)), tok.backend)[1] == "numba"
     assert BPETokenizer.train(code(100_000), 500).trained.backend == "python"
@@ -728,6 +729,13 @@ def test_auto_goes_over_when_there_is_enough_to_do():
     long = "the cat sat on a mat. " * 60_000
     for texts in (long, [long[i : i + 2200] for i in range(0, len(long), 2200)]):
         assert BPETokenizer.train(texts, 265).trained.backend == "numba"
+    # Compiling takes longer than so little text
+    monkeypatch.setattr("trainkit.numba_utils.is_compiled", lambda kernels: False)
+    assert BPETokenizer.train(long, 265).trained.backend == "python"
+    tok = BPETokenizer.from_tiktoken(table)
+    assert (tok.encode(code(1_000_000)), tok.backend)[1] == "python"
+    monkeypatch.setattr("trainkit.numba_utils._WORTH_COMPILING", 2_000_000)
+    assert (tok.encode(code(1_000_000)), tok.backend)[1] == "numba"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

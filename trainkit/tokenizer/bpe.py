@@ -158,7 +158,7 @@ def count_words(
         try:
             for block in blocks:
                 size = sum(map(len, block))
-                block_backend = pick_backend(backend, size + done)
+                block_backend = pick_backend(backend, size + done, _word_kernels)
                 workers = num_proc or 1
                 if num_proc is None and block_backend == "python" and done >= 1 << 26:
                     workers = os.cpu_count() or 1
@@ -579,9 +579,9 @@ def learn_merges(
     if n_merges < 0:
         raise ValueError(f"n_merges={n_merges}: use 0 or more")
     start = perf_counter()
-    # As for counting: from a megabyte of text on, of which the words may be far less
+    # The text decides, as for counting; its different words may be far less
     size = sum(len(word) * n for word, n in counts.items())
-    backend = pick_backend(backend, size)
+    backend = pick_backend(backend, size, _kernels)
     with Progress(n_merges, "Learning merges", "merge", enabled=progress) as bar:
         learn = _learn_numba if backend == "numba" else _learn_python
         pairs, tops = learn(counts, n_merges, bar)

@@ -419,7 +419,7 @@ class Encoder:
         ranks: Sequence[int] | None = None,  # The rank of each pair; its place in `pairs` when None
         pattern: str = "cl100k",  # A name from `PATTERNS` or a regular expression
         whole: bool = True,  # A word that is a token is that token, without a look at the merges
-        backend: str = "auto",  # 'auto' goes over to the Numba backend when it has seen a megabyte
+        backend: str = "auto",  # 'auto' goes over to the Numba backend; see `pick_backend`
     ):
         # a vocabulary made elsewhere may lack rare bytes
         self.known = bytes(b for b in range(256) if bytes([b]) in tokens)
@@ -553,7 +553,7 @@ class Encoder:
                         "token: remove it first"
                     )
         size = sum(map(len, texts))
-        self.backend = pick_backend(self.requested, self.seen + size)
+        self.backend = pick_backend(self.requested, self.seen + size, _kernels)
         self.seen += size
         return self.backend
 
