@@ -44,6 +44,7 @@ from ..model.generation import check_request, choose, guess_token
 from ..model.speculative import Drafter, Guess, Lookahead
 from ..model.transformer import Transformer
 from ..settings import SamplingConfig
+from ..system import start_worker
 from ..tokenizer.chat import answer_ends
 
 # %% ../../nbs/14_engine/01_continuous_batching.ipynb #eng1-slot-cache
@@ -741,8 +742,7 @@ class BatchEngine:
         self._changed = threading.Condition()
         self._calls: deque[tuple[Callable[[], Any], Future]] = deque()
         self._closed = False
-        self._thread = threading.Thread(target=self._loop, name="trainkit-engine", daemon=True)
-        self._thread.start()
+        self._thread = start_worker(self._loop, name="trainkit-engine")
 
     def __enter__(self) -> "BatchEngine":
         return self

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union, get_args, get
 from ..config import ConfigError, Knob, Problem, knobs, load_config, nearest, parse_config
 from ..config import save_config, split_list, to_dict
 from ..display import notice
+from ..system import start_worker
 
 if TYPE_CHECKING:
     from ipywidgets import Box, Button, Dropdown, HBox, Widget
@@ -192,13 +193,7 @@ class Page:
         with self.lock:
             if self.closed or (self.worker is not None and self.worker.is_alive()):
                 return False
-            self.worker = threading.Thread(
-                target=self._shown,
-                args=(do,),
-                name="trainkit-page",
-                daemon=True,
-            )
-            self.worker.start()
+            self.worker = start_worker(self._shown, do, name="trainkit-page")
             return True
 
     def wait(self, seconds: float | None = None):

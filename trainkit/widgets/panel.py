@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..config import ConfigError, knobs, load_config, to_dict
 from ..display import PLAIN, Picture, clean, grid, notice, number, table
 from ..progress import duration
+from ..system import start_worker
 from .drawing import live_curves
 from .form import BUTTON_STYLE, Form, close_all, notebook, claim_cell
 from .form import replaced_by, widgets
@@ -597,12 +598,7 @@ class TrainerPanel:
                 return False
             self.rehearsing = _REHEARSING
             self._put(self.time, notice(_REHEARSING, _GREY, "status"))
-        threading.Thread(
-            target=self.rehearse,
-            args=(config,),
-            name="trainkit-rehearsal",
-            daemon=True,
-        ).start()
+        start_worker(self.rehearse, config, name="trainkit-rehearsal")
         return True
 
     def rehearse(self, config: "RunConfig"):
@@ -629,12 +625,7 @@ class TrainerPanel:
             self.rehearsing = _FINDING_RATE
             self._show_rates(None)
             self._put(self.rate_curve, notice(_FINDING_RATE, _GREY, "status"))
-        threading.Thread(
-            target=self.find_rate,
-            args=(config,),
-            name="trainkit-rates",
-            daemon=True,
-        ).start()
+        start_worker(self.find_rate, config, name="trainkit-rates")
         return True
 
     def find_rate(self, config: "RunConfig"):
@@ -1453,7 +1444,7 @@ class SweepTab:
             panel.rehearsing = _SWEEPING
         self.stopping.clear()
         self.show("The first run begins.")
-        threading.Thread(target=self.run, name="trainkit-sweep", daemon=True).start()
+        start_worker(self.run, name="trainkit-sweep")
         return True
 
     def run(self):

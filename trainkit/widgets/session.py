@@ -46,6 +46,7 @@ from ..config import save_config, to_dict
 from ..files import write_atomic
 from ..progress import Clock, Progress, Stage, Stages, StopNow, listen
 from ..recipes.control import LogTail, write_state, send, read_state
+from ..system import start_worker
 from ..train.config import EXIT_CODES, Control
 from ..train.runs import new_folder, parse_line, read_metrics
 from .waiting import await_until, hold_interrupt, polling
@@ -553,13 +554,7 @@ class TrainSession:
                 self.state = "failed"
                 raise
         if mode == "thread":
-            self.thread = threading.Thread(
-                target=self._work,
-                args=(resume,),
-                name="trainkit",
-                daemon=True,
-            )
-            self.thread.start()
+            self.thread = start_worker(self._work, resume, name="trainkit")
         return True
 
     def _start_if_idle(self):
