@@ -15,10 +15,12 @@ __all__ = ['read_weights', 'read_model_settings', 'read_config', 'unpack_compres
 
 # %% ../../nbs/10_interop/01_hugging_face.ipynb #imports-hugging_face
 import json
+import pkgutil
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -97,6 +99,19 @@ def _quiet() -> Iterator[None]:
             log.set_verbosity(level)
             if bars:
                 log.enable_progress_bar()
+
+
+@contextmanager
+def _gguf_read_once() -> Iterator[None]:
+    """Let transformers read a GGUF file's texts once, instead of for config, weights and tokenizer.
+
+    It also makes its table of names once, instead of for each part of the model."""
+    with ExitStack() as stack:
+        stack.enter_context(transformers_lock)  # Both are global
+        if find_spec("gguf"):
+            for name in ("gguf.GGUFReader", "gguf.get_tensor_name_map"):
+                stack.enter_context(patch(name, cache(pkgutil.resolve_name(name))))
+        yield
 
 
 def _refuse_adapter(folder: Path) -> None:
@@ -434,27 +449,30 @@ def load_pretrained(
             "set native=False to spread it over several"
         )
     path = _find(source, cache_dir, token, trust_remote_code)
-    if not native:
-        model = _open_theirs(path, dtype, trust_remote_code, device_map)
-    elif path.is_file():
-        model = from_hf(_open_theirs(path, dtype))
-    elif quant:
-        model = _open_quantized(path, dtype, quant)
-    else:
-        config = read_config(path)
-        with reading(path):
-            weights = _unpack(read_weights(path))
-            weights = {name: w.to(dtype or w.dtype) for name, w in weights.items()}
-            model = take_weights(config, weights, str(path))
-    if native and (path / "generation_config.json").is_file():
-        model.generation_config = _open_generation(path / "generation_config.json")  # type: ignore
-    net: Any = quantize_model(model, quant) if quant and (path.is_file() or not native) else model
-    if native and device_map:
-        net = net.to(pick_device() if device_map == "auto" else device_map)
-    if not native and use_cache is not None:
-        net.config.use_cache = use_cache
-    tokenizer = _open_tokenizer(path, native, trust_remote_code)
-    _check_sizes(tokenizer, model.config.vocab_size)
+    with _gguf_read_once() if path.is_file() else nullcontext():
+        if not native:
+            model = _open_theirs(path, dtype, trust_remote_code, device_map)
+        elif path.is_file():
+            model = from_hf(_open_theirs(path, dtype))
+        elif quant:
+            model = _open_quantized(path, dtype, quant)
+        else:
+            config = read_config(path)
+            with reading(path):
+                weights = _unpack(read_weights(path))
+                weights = {name: w.to(dtype or w.dtype) for name, w in weights.items()}
+                model = take_weights(config, weights, str(path))
+        if native and (path / "generation_config.json").is_file():
+            model.generation_config = _open_generation(path / "generation_config.json")  # type: ignore
+        net: Any = (
+            quantize_model(model, quant) if quant and (path.is_file() or not native) else model
+        )
+        if native and device_map:
+            net = net.to(pick_device() if device_map == "auto" else device_map)
+        if not native and use_cache is not None:
+            net.config.use_cache = use_cache
+        tokenizer = _open_tokenizer(path, native, trust_remote_code)
+        _check_sizes(tokenizer, model.config.vocab_size)
     return model.eval(), tokenizer
 
 # %% ../../nbs/10_interop/01_hugging_face.ipynb #8fa977b7
