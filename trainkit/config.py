@@ -37,7 +37,7 @@ from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from traceback import walk_stack
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import yaml
 
@@ -220,18 +220,26 @@ def _limit(knob: Knob) -> Callable[[object], object]:
 
     return check
 
+
+def _refuse_truth(value: object) -> object:
+    "`true` is no number, though Python would take it for 1."
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not true or false")
+    return value
+
 # %% ../nbs/90_toolbox/02_config_fields.ipynb #d6b36a10
 @cache
 def _adapter(cls: type) -> "TypeAdapter":
-    from pydantic import AfterValidator, ConfigDict, InstanceOf, TypeAdapter
+    from pydantic import AfterValidator, BeforeValidator, ConfigDict, InstanceOf, TypeAdapter
     from typing_extensions import TypedDict
 
-    types = {
-        k.name: InstanceOf[k.type]
-        if dataclasses.is_dataclass(k.type)
-        else Annotated[k.type, AfterValidator(_limit(k))]
-        for k in declared(cls)
-    }
+    types: dict[str, Any] = {}
+    for k in declared(cls):
+        types[k.name] = InstanceOf[k.type]
+        if not dataclasses.is_dataclass(k.type):
+            types[k.name] = Annotated[k.type, AfterValidator(_limit(k))]
+            if {*(get_args(k.type) or [k.type])} <= {int, float, type(None)}:
+                types[k.name] = Annotated[types[k.name], BeforeValidator(_refuse_truth)]
     schema: Any = TypedDict(cls.__name__, types)  # type: ignore
     schema.__pydantic_config__ = ConfigDict(
         arbitrary_types_allowed=True, coerce_numbers_to_str=True

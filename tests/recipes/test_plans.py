@@ -8,7 +8,9 @@ import pytest
 import torch
 from support.snapshots import compare
 
+from trainkit.config import ConfigError
 from trainkit.memory import planner
+from trainkit.model.transformer import Transformer
 from trainkit.recipes import memory_commands as commands
 from trainkit.recipes.config import method_config
 from trainkit.recipes.runner import Rehearsal
@@ -154,3 +156,31 @@ def test_a_rehearsal_in_words():
     assert Rehearsal([], 1, 2, 3, None, 4, 5).to_dict() == dict(
         plan=[], steps=1, tokens=2, effective_batch=3, step_seconds=None, seconds=4, loss=5
     ) | dict(memory=None, notes=[])
+
+
+@pytest.mark.parametrize("depth", [1, 6, 12])
+def test_one_dial_sets_a_model_and_its_run(depth):
+    "20 tokens for each parameter, in batches whose rate is that of GPT-3's smallest model."
+    config = method_config({"depth": depth})
+    model, train, optim = config.model, config.train, config.optim
+    shape = model.n_layers, model.n_heads, model.d_model, model.d_ff, model.mup_base_width
+    assert shape == (depth, depth, 64 * depth, 256 * depth, 768)
+    with torch.device("meta"):
+        whole = Transformer(replace(model, vocab_size=config.tokenizer.vocab_size))
+    batch = train.gradient_accumulation_steps * train.per_device_train_batch_size
+    batch *= config.data.max_length
+    tokens = 20 * sum(p.numel() for p in whole.parameters())
+    assert 0 <= train.max_steps * batch - tokens < batch
+    assert optim.learning_rate == pytest.approx(6e-4 * (batch / 2**19) ** 0.5, rel=0.005)
+    # What is said wins, and the rest of the dial follows from it
+    own = method_config({"depth": depth}, ["train.max_steps=7", "model.d_ff=512"])
+    assert (own.train.max_steps, own.model.d_ff, own.model.n_layers) == (7, 512, depth)
+    assert own.optim.learning_rate == optim.learning_rate or own.model.d_ff != model.d_ff
+
+
+@pytest.mark.parametrize(
+    "values", [{"depth": 0}, {"depth": 129}, {"depth": 6, "method": "sft"}, {"depth": True}]
+)
+def test_a_dial_that_is_wrong_is_named(values):
+    with pytest.raises(ConfigError, match="depth"):
+        method_config(values)

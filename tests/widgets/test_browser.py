@@ -342,7 +342,7 @@ def test_a_panel_trains_in_a_notebook(browser, lab):
         ),
         arg=held,
     )
-    button("Stop").click()
+    press(page, "Stop")
     page.locator("text=/^stopped · step/").first.wait_for()
     assert (folder / "runs" / "seen" / "model" / "model.safetensors").exists()
     assert (
@@ -936,7 +936,7 @@ def test_panel_and_explorers_with_the_libraries_of_colab(browser, classic):
         ),
         arg=held,
     )
-    button("Stop").click()
+    press(page, "Stop")
     page.locator("text=/^stopped · step/").first.wait_for()
     assert (folder / "runs" / "seen" / "model" / "model.safetensors").exists()
     assert page.locator("button:text-is('Continue'):visible").is_enabled()
