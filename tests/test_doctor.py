@@ -1,6 +1,8 @@
 "What the doctor says of many machines, and the limits of a container."
 
 import os
+import subprocess
+import sys
 
 import pytest
 from support.snapshots import compare
@@ -163,3 +165,29 @@ def test_the_first_number_of_a_file(tmp_path):
     folder = write(tmp_path, a="max 5", b="7 8", c="")
     assert read_number(f"{folder}/a", f"{folder}/c", f"{folder}/d", f"{folder}/b") == 7
     assert read_number(f"{folder}/a") is None and file_cache(folder) == 0
+
+
+def test_a_fork_does_not_wait_for_the_helpers_of_its_parent():
+    "A thread that computes may begin in a process that was forked after a product."
+    program = """if True:
+        import os, signal
+        import torch
+        from trainkit.system import start_worker
+
+        left = torch.ones(256, 256)
+        left @ left
+        start_worker(lambda: left @ left, name="in the parent").join()
+        left @ left
+        if not (child := os.fork()):
+            signal.alarm(20)
+            start_worker(lambda: None, name="in the child").join()
+            os._exit(7)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    if not hasattr(os, "fork"):
+        pytest.skip("needs fork")
+    env = dict(os.environ, OMP_NUM_THREADS="2")
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "7", done.stderr

@@ -426,10 +426,15 @@ def bound_kernels(
     return max(counts)
 
 # %% ../nbs/90_toolbox/07_doctor.ipynb #openmp-release
+_PROCESS = os.getpid()
+
+
 def release_threads() -> None:
     """End the OpenMP helpers of the calling thread (`omp_pause_resource_all` of OpenMP 5.0).
 
     They come back with its next product. Only for GNU's OpenMP; without it nothing is done."""
+    if os.getpid() != _PROCESS:
+        return  # A fork has no helpers, but OpenMP believes so, and would wait for them
     try:
         with open("/proc/self/maps") as maps:
             places = {line.split(maxsplit=5)[-1].strip() for line in maps if "libgomp" in line}

@@ -57,6 +57,9 @@ _FAINT = """([selector, least]) => {
         for (let node; node = walker.nextNode();) {
             const tag = node.parentElement.tagName
             if (['STYLE', 'SCRIPT', 'OPTION', 'TITLE'].includes(tag)) continue
+            // What lies behind a text of a picture can be asked only where it is in sight
+            if (node.parentElement.closest('svg'))
+                node.parentElement.scrollIntoView({block: 'center'})
             const range = document.createRange()
             range.selectNodeContents(node)
             for (const box of [...range.getClientRects()].slice(0, 1))

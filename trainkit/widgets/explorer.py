@@ -146,7 +146,7 @@ class Explorer:
             {
                 "application/vnd.jupyter.widget-view+json": model,
                 "text/html": view.page(),
-                "text/plain": repr(type(self).__name__),
+                "text/plain": type(self).__name__,
             },
             raw=True,
         )

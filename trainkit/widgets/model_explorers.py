@@ -371,8 +371,7 @@ def draw_chances(
         body += _BEFORE_BAR.format(x=left, y=y, width=max(1, b / most * room))
         if cut:
             x = left + max(b / most * room, 0) + 6
-            colour = f'fill="{PALETTE[1]}"'
-            body += text(x, y + 14, f"cut by {cut}", more=colour)
+            body += text(x, y + 14, f"cut by {cut}")
         else:
             x = left + max(a, b) / most * room + 6
             body += _AFTER_BAR.format(x=left, y=y + 9, width=max(1, a / most * room))

@@ -376,8 +376,8 @@ def strip(
     return svg(width, top + 26, f"{title}: {label}" if title else label, body)
 
 
-# Colours that no curve next to it has
-PHASE_COLOURS = {"rises": PALETTE[2], "holds": PALETTE[5], "falls": PALETTE[3], "changes": _GREY}
+# Colours that no curve next to it has, dark enough for white words
+PHASE_COLOURS = {"rises": "#347a5b", "holds": "#21788d", "falls": PALETTE[3], "changes": _GREY}
 
 # %% ../../nbs/12_widgets/11_training_explorers.ipynb #ed6d7ca5
 _T = TypeVar("_T")
