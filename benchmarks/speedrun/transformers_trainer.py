@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from trainkit import BPETokenizer
 
-LENGTH, STEPS = 256, 1200
+LENGTH, STEPS = 256, 500
 
 
 class Rows(torch.utils.data.Dataset):

@@ -37,6 +37,7 @@ from ..display import PLAIN, clean
 from ..progress import note
 from ..recipes.control import read_state, send
 from .form import Page, widgets
+from .next_steps import CHAT_TEMPERATURE
 from .panel import PROCESS, TrainerPanel
 from .run_browser import RunBrowser
 from .session import FoundRun, latest_run
@@ -296,7 +297,9 @@ class ChatPage:
         if not self.chosen and not self.server:
             raise ValueError("Choose a model first.")
         self._close_chat()
-        self.chat = ChatCompare(self.chosen, key="studio chat", base_url=self.server)
+        self.chat = ChatCompare(
+            self.chosen, key="studio chat", base_url=self.server, temperature=CHAT_TEMPERATURE
+        )
         self.place.children = [self.chat.widget]
         self.chat.open_soon()
 
