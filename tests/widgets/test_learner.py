@@ -290,7 +290,7 @@ def test_a_run_that_is_quicker_than_its_prediction(panel, monkeypatch):
     panel.form.field("train.max_steps").widget.value = "1000"
     panel.start()
     panel.predict()
-    assert "The run began before it was known" in panel.memory.value
+    assert "the memory of a step is not predicted" in panel.memory.value
 
 
 def test_a_forecast_of_earlier_settings_is_not_shown(panel, monkeypatch):

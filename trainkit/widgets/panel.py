@@ -93,7 +93,7 @@ _RATES = (
     '<div role="status" style="font-size:13px;line-height:1.4">Loss of a test run whose rate grows '
     "at every step{}. A click takes the rate; the valley is the careful choice.</div>{}"
 )
-_MEMORY_TOO_LATE = "The run began before it was known how much memory a step will take."
+_MEMORY_TOO_LATE = "While a run goes on, the memory of a step is not predicted."
 _MEMORY_LATER = "How much memory a step will take is predicted when nothing is missing above."
 _MEMORY_PENDING = "How much memory a step will take is being worked out."
 _STOP = "Stop", "Stop now"

@@ -252,6 +252,8 @@ class RunState:
                 self.step = int(record.get("step") or self.step)
             handler(record)
             if self.clock is not None:
+                if self.step == self.start + 1 != self.clock.done:
+                    self._begin_clock()  # The first step prepares what the others find ready
                 self.clock.at(self.step)
             self.version += 1
 
@@ -271,7 +273,10 @@ class RunState:
         often = dict(no=0.0, steps=1 / max(1, train.get("eval_steps") or 1))
         # Evaluations in a step; None: as often as so far
         self.eval_every = often.get(train.get("eval_strategy", "no"))
-        self.clock = Clock(self.start, now=lambda: self.seconds - self.eval_seconds)
+        self._begin_clock()
+
+    def _begin_clock(self):
+        self.clock = Clock(self.step, now=lambda: self.seconds - self.eval_seconds)
 
     def _step(self, record: _Record):
         "The loss of the first step is shown until the first log record comes."
