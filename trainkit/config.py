@@ -222,7 +222,7 @@ def _limit(knob: Knob) -> Callable[[object], object]:
 
 
 def _refuse_truth(value: object) -> object:
-    "`true` is no number, though Python would take it for 1."
+    "`true` would count as 1 in Python."
     if isinstance(value, bool):
         raise ValueError("must be a number, not true or false")
     return value
@@ -233,7 +233,7 @@ def _adapter(cls: type) -> "TypeAdapter":
     from pydantic import AfterValidator, BeforeValidator, ConfigDict, InstanceOf, TypeAdapter
     from typing_extensions import TypedDict
 
-    types: dict[str, Any] = {}
+    types: dict[str, object] = {}
     for k in declared(cls):
         types[k.name] = InstanceOf[k.type]
         if not dataclasses.is_dataclass(k.type):

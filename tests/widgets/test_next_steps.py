@@ -23,6 +23,7 @@ from trainkit.widgets.next_steps import (
     run_prompts,
 )
 from trainkit.widgets.panel import TrainerPanel
+from trainkit.widgets.run_browser import RunBrowser
 
 pytest.importorskip("ipywidgets")
 
@@ -64,6 +65,30 @@ def test_a_run_that_is_looked_at_has_the_tab(tuned):
     until(lambda: other.finished)
     other.close()
     assert len(instances()) == before, "closing frees what the tab has opened"
+
+
+def test_a_run_is_opened_from_the_list_of_runs(tuned):
+    "Any run of the folder, not only the latest, comes with its settings and its tab Next."
+    config, panel = tuned
+    folder = panel.session.folder
+    given = load_config(RunConfig, dict(name="another", runs_dir=str(folder.parent)))
+    other = TrainerPanel(given, key="other", presets={})
+    assert other.next is None
+    browser = RunBrowser(folder.parent, key="list", open_run=other.look_at)
+    browser.list.value = ()
+    browser.open_button.click()
+    assert "Choose one run" in browser.page.alert.value and other.next is None
+    browser.list.value = (folder.name,)
+    browser.open_button.click()
+    until(lambda: other.next is not None)
+    assert other.next.run.name == folder.name and not browser.page.alert.value
+    assert other.form.config.method == config.method != given.method
+    with pytest.raises(ValueError, match="has not begun"):
+        other.look_at(folder.parent / "nothing")
+    browser.close(), other.close()
+    alone = RunBrowser(folder.parent, key="list")
+    assert alone.open_button.layout.display == "none", "nothing opens it"
+    alone.close()
 
 
 def test_no_model_no_tab(tmp_path):

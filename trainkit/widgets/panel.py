@@ -93,7 +93,7 @@ _RATES = (
     '<div role="status" style="font-size:13px;line-height:1.4">Loss of a test run whose rate grows '
     "at every step{}. A click takes the rate; the valley is the careful choice.</div>{}"
 )
-_MEMORY_TOO_LATE = "While a run goes on, the memory of a step is not predicted."
+_MEMORY_TOO_LATE = "While a run is active, the memory of a step is not predicted."
 _MEMORY_LATER = "How much memory a step will take is predicted when nothing is missing above."
 _MEMORY_PENDING = "How much memory a step will take is being worked out."
 _STOP = "Stop", "Stop now"
@@ -207,6 +207,19 @@ class TrainerPanel:
             return False
         self._watch()  # Which ends at once, and shows the end, where nothing runs
         return True
+
+    def look_at(
+        self,
+        folder: str | Path,  # Of a run that has begun
+    ) -> bool:  # Raises `ValueError` while another run goes on here
+        "Show any run, as `look_at_found` shows the latest one; one that is running is followed."
+        found = look_at_run(folder)
+        if found is None:
+            raise ValueError(f"{Path(folder).name} has not begun, so there is nothing to show")
+        if self.session.snapshot().state in ACTIVE:
+            raise ValueError("a run is active in the panel: stop it first, or wait for its end")
+        self.found = found
+        return self.look_at_found()
 
     def _take_found(self) -> bool:
         if self.found is None or self.session.snapshot().state in ACTIVE:

@@ -175,8 +175,10 @@ class RunBrowser:
         self,
         root: str | Path = "runs",  # The folder with the run folders
         key: str = "",  # A page with the same key is closed; empty: that of the same cell
+        open_run: Callable[[Path], object] | None = None,  # Shows one run; None: no button for it
     ):
         self.root = Path(root)
+        self.open_run = open_run
         self.runs = list_runs(root)
         self.listed = []
         self.page = page = Page(self.html, key)
@@ -207,13 +209,18 @@ class RunBrowser:
         self.again = page.button(
             "Read again", "refresh", "Read the folder again", self.read, width="130px"
         )
+        self.open_button = page.button(
+            "Open", "folder-open", "Show this run, and what can be done with it", self.open
+        )
+        if open_run is None:
+            self.open_button.layout.display = "none"
         self.picture = W.HTML()
         self.quiet = False
         self.words.observe(lambda _: page.guarded(self.filter), names="value")
         for field in (self.list, self.metric, self.log_y):
             field.observe(lambda _: page.guarded(self.draw), names="value")
         page.fill(
-            page.row(self.words, self.again),
+            page.row(self.words, self.again, self.open_button),
             self.list,
             page.row(self.metric, self.log_y),
             self.picture,
@@ -227,6 +234,13 @@ class RunBrowser:
         "Read the folder again."
         self.runs = list_runs(self.root)
         self.filter()
+
+    def open(self):
+        "Show the chosen run where everything can be done with it."
+        if len(self.chosen) != 1:
+            raise ValueError("Choose one run in the list, and open it then.")
+        if self.open_run is not None:
+            self.open_run(self.chosen[0].path)
 
     def filter(self):
         "List the runs that match the filter; the chosen ones stay chosen."

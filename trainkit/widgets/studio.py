@@ -476,11 +476,19 @@ class Studio:
             return
         root = self.panel.form.config.runs_dir
         if name == "Runs":
-            part = RunBrowser(root, key="studio runs")
+            part = RunBrowser(root, key="studio runs", open_run=self.open_run)
         else:
             part = LabelPage("studio label") if name == "Label" else ChatPage("studio chat page")
         self.parts[name] = part
         self.tabs.children[_TABS.index(name)].children = [part.widget]
+
+    def open_run(
+        self,
+        folder: Path,  # Of a run
+    ) -> None:  # Raises `ValueError` while another run goes on in the panel
+        "Show a run in the panel, with its tab Next, and the panel."
+        self.panel.look_at(folder)
+        self.tabs.selected_index = _TABS.index("Train")
 
     def show(self) -> None:
         "Display the application."
