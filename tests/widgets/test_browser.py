@@ -284,7 +284,7 @@ def test_a_panel_trains_in_a_notebook(browser, lab):
     visible_fields(page, "Start is off. Start from: Choose a model")
     assert button("Start").is_disabled() and page.get_by_label("Size of the adapter").count() == 1
     (folder / "fragen.csv").write_text("Frage,Antwort\nWas ist 1 und 1?,Zwei.\n")
-    press(page, "Look again")
+    press(page, "Refresh lists")
     page.get_by_label("data.path").locator("option[value*=fragen]").wait_for(state="attached")
     page.get_by_label("data.path").select_option("fragen.csv, 37 B")
     page.get_by_label("Question", exact=True).select_option("Frage")
@@ -552,7 +552,7 @@ def test_widgets_look_well(browser, lab, scheme):
         page.locator("section[aria-label=base]").first.inner_text().split("\n")[1]
         == page.locator("section[aria-label=twin]").first.inner_text().split("\n")[1]
     )
-    press(page, "X-ray")
+    press(page, "Show tokens")
     visible_fields(page, "grey is what it read")
     shoot(page, f"chat-{scheme}")
     html = saved_html(page, lab[1] / f"chat-{scheme}.ipynb")

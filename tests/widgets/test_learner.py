@@ -78,9 +78,11 @@ def test_what_failed_is_forgotten_when_something_works(panel, tmp_path):
     )
     panel.form.field("data.path").widget.value = str(tmp_path / "nowhere.txt")
     panel.data_button.click()
+    panel.reader.join()
     assert "nowhere.txt" in panel.alert.value
     panel.form.field("data.path").widget.value = str(tmp_path / "mine.jsonl")
     panel.data_button.click()
+    panel.reader.join()
     assert not panel.alert.value and "Row 1: " in panel.data.value and "$" in panel.data.value
 
 
@@ -88,7 +90,7 @@ def test_a_preset_can_be_chosen_again(panel):
     steps = panel.form.field("train.max_steps").widget
     for _ in range(2):
         steps.value = "7"
-        panel.form.preset.value = "as given"
+        panel.form.preset.value = "as opened"
         assert (steps.value, panel.form.preset.value) == ("2000", "")
 
 

@@ -10,6 +10,7 @@ from test_studio import count, instances, small_start, until
 
 from trainkit.config import load_config
 from trainkit.files import show_bytes
+from trainkit.progress import listen
 from trainkit.recipes.config import RunConfig
 from trainkit.widgets.labeler import PreferenceLabels
 from trainkit.widgets.next_steps import (
@@ -181,9 +182,11 @@ def test_the_list_of_exports_shows_their_sizes(tuned, tmp_path):
 
 def test_an_export_tells_its_progress_and_fails_whole(tuned, tmp_path, monkeypatch):
     _, panel = tuned
-    run, told = panel.next.run, []
-    exported = export_run(run, "ollama", tmp_path / "out", lambda *at: told.append(at))
-    assert told[-1][0] == told[-1][1] > 3 and "ollama create" in exported.text
+    run, told, bars = panel.next.run, [], []
+    with listen(bars.append):
+        exported = export_run(run, "ollama", tmp_path / "out")
+    written = [bar for bar in bars if bar.title == "Writing GGUF"][-1]
+    assert written.clock.done == written.total > 3 and "ollama create" in exported.text
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         "Modelfile",
         f"{run.name}-q8_0.gguf",

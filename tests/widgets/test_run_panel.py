@@ -407,4 +407,4 @@ def test_a_preview_shows_the_base_s_own_tokens(tmp_path):
         ),
     )
     page = preview_data(config)
-    assert page.count(">chosen<") == 2 and page.count('class="learned"') > 8
+    assert page.count(">chosen: ") == 2 and page.count('class="learned"') > 8

@@ -55,7 +55,7 @@ def advice(words):
     return " | ".join(
         f"{a.level} {a.path}: {a.text}"
         for a in settings.advise_run(made(words))
-        if (a.path, a.level) != ("method", "note")
+        if (a.path, a.level) not in (("method", "note"), ("train.max_steps", "note"))
     )
 
 

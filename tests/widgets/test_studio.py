@@ -157,6 +157,7 @@ def test_an_error_is_shown_and_raised(panel):
 def test_a_click_that_raises_is_shown(panel):
     panel.form.field("data.path").widget.value = "missing.txt"
     panel.data_button.click()
+    panel.reader.join()
     assert 'role="alert"' in panel.alert.value and "missing.txt" in panel.alert.value
 
 
@@ -263,7 +264,7 @@ def test_the_method_decides_what_is_asked(panel):
     assert not panel.start_button.disabled and not panel.obstacle.value
     form.field("optim.learning_rate").widget.value = "fast"
     assert panel.start_button.disabled and "Learning rate: " in panel.obstacle.value
-    form.preset.value = "as given"
+    form.preset.value = "as opened"
     assert form.config.method == "pretrain" and "model.d_model" in form.first
     assert not panel.start_button.disabled
 
@@ -478,9 +479,9 @@ def test_a_gguf_file_has_a_shape():
 
 
 def test_where_it_runs(panel):
-    assert panel.place.value == HERE and panel.kill_button.layout.display == "none"
+    assert panel.place.value == HERE and panel.kill_row.layout.display == "none"
     panel.place.value = PROCESS
-    assert panel.kill_button.layout.display is None and panel.kill_button.disabled
+    assert panel.kill_row.layout.display is None and panel.kill_button.disabled
     panel.start_button.click()
     assert "job of your own" in panel.alert.value, "only a config can cross into another process"
 
@@ -592,6 +593,7 @@ def test_every_method_trains_from_its_panel(method, of_method):
     "Start, a pause, the end; Copy as code gives the same losses, bit for bit."
     panel = TrainerPanel(of_method(method), presets={}, key="method")
     panel.data_button.click()
+    panel.reader.join()
     assert "rows of kind" in panel.data.value
     panel.code_button.click()
     code = panel.code.value

@@ -381,8 +381,6 @@ def export_gguf(
     name: str | None = None,  # Displayed to users; None: the name of the folder
     pre: str | None = None,  # llama.cpp's name of the splitting pattern; detected if not given
     progress: bool = True,
-    # Called after each tensor with how many are written, and with all of them
-    told: Callable[[int, int], object] | None = None,
     # Name in GGUF -> (in_features,), the weight of an error in each column, from
     # `collect_importance` or `read_imatrix`; for types of 4 to 6 bits
     importance: dict[str, np.ndarray] | None = None,
@@ -445,8 +443,6 @@ def export_gguf(
                     sums[title] = _checksum(data)
                     writer.write_tensor_data(data)
                     bar.update(len(sums))
-                    if told is not None:
-                        told(len(sums), len(tensors))
         finally:
             writer.close()
         again = {t.name: _checksum(t.data) for t in gguf.GGUFReader(rough).tensors}

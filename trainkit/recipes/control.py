@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +82,7 @@ def write_state(
     state: str,
     pid: int | None = None,  # Of its process; this one when None
     stage: Stage | None = None,  # What it is doing besides taking steps
+    progress: Mapping[str, float] | None = None,  # `step` and `seconds` of training so far
 ) -> Path:
     "Record the state of the run in `folder`."
     (Path(folder) / ".control").mkdir(parents=True, exist_ok=True)
@@ -94,6 +95,7 @@ def write_state(
         time=time.time(),
         notebook=pid == os.getpid() and "ipykernel" in sys.modules,  # Is never to be killed
         stage=stage,
+        progress=progress,
     )
     return write_atomic(Path(folder) / ".control" / "state.json", json.dumps(status))
 
@@ -150,11 +152,17 @@ class Remote:
         self,
         folder: str | Path,  # Of the run
         every: float = 0.1,  # Seconds between two looks
+        # Returns what the run does besides taking steps
+        stage: Callable[[], Stage | None] = lambda: None,
     ):
         self.folder = Path(folder)
         self.every = every
+        self.stage = stage
         self.thread = None
-        self.noted = ""
+        self.progress: dict[str, float] = {}  # `step` and `seconds` of training so far
+        # What was recorded last: state, title of the stage, progress
+        self.noted: tuple[str, str, dict[str, float]] = ("", "", {})
+        self.noted_at = 0.0
 
     def obey(self, trainer: "Trainer", order: str, text: str) -> None:
         "Ask the trainer to do what an order says; an error is printed and the run continues."
@@ -182,9 +190,14 @@ class Remote:
         "Obey waiting orders, and record a change of state."
         for order, text in read_orders(self.folder):
             self.obey(trainer, order, text)
-        if (state := _loop_state(trainer.control)) != self.noted and state != "idle":
-            write_state(self.folder, state)
-            self.noted = state
+        stage = self.stage()
+        now = _loop_state(trainer.control), stage.title if stage else "", self.progress
+        if now[0] == "idle" or now == self.noted:
+            return
+        # A slow step is told at once, fast ones once a second
+        if now[:2] != self.noted[:2] or time.monotonic() > self.noted_at + 1:
+            write_state(self.folder, now[0], stage=stage, progress=self.progress)
+            self.noted, self.noted_at = now, time.monotonic()
 
     def watch(self, trainer: "Trainer", done: threading.Event) -> None:
         "Look for orders until the run is done; runs in a thread."
@@ -195,7 +208,7 @@ class Remote:
     def on_start(self, trainer: "Trainer", record: dict[str, Any]) -> None:
         "Start to listen."
         self.done = threading.Event()
-        self.noted = ""
+        self.noted, self.progress = ("", "", {}), {}
         if read_state(self.folder).get("pid") != os.getpid():  # Orders for a run that was killed
             shutil.rmtree(self.folder / ".control", ignore_errors=True)
         self.look(trainer)
@@ -206,6 +219,10 @@ class Remote:
             daemon=True,
         )
         self.thread.start()
+
+    def on_step(self, trainer: "Trainer", record: dict[str, Any]) -> None:
+        "Note the step, which the thread records."
+        self.progress = dict(step=record["step"], seconds=trainer.seconds)
 
     def on_end(self, trainer: "Trainer", record: dict[str, Any]) -> None:
         "Stop listening; later orders are discarded."
@@ -236,6 +253,7 @@ class StageReport:
         self.title = ""  # Of the stage that was told last
         self.next = 0.0
         self.wrote = False
+        self.remote: Remote | None = None
 
     def hear(
         self,
@@ -246,8 +264,9 @@ class StageReport:
         now = time.monotonic()
         stage = self.stages.current()
         title = "" if stage is None else stage.title
-        # The end of a stage is told at once: nothing may come for minutes after it
-        waits = now < self.next and (title == self.title or self.control.running)
+        # A new stage is told at once, as is the end of one: nothing may come for minutes after it
+        watched = self.remote is not None and self.remote.thread is not None  # It tells of these
+        waits = now < self.next and (title == self.title or watched)
         if self.folder is None or waits:
             return
         self.title = title
@@ -271,7 +290,8 @@ class StageReport:
                 path.unlink(missing_ok=True)
         refused = False
         try:
-            yield Remote(folder)
+            self.remote = Remote(folder, stage=self.stages.current)
+            yield self.remote
         except ValueError:
             refused = records.is_file() and records.stat().st_size == size
             raise

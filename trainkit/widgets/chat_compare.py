@@ -1048,8 +1048,9 @@ class ChatCompare:
             "min(100% - 4px, 640px)",
             "70px",
             rows=2,
-            placeholder="Ask all models the same",
+            placeholder=f"Ask {'all models the same' if len(models) > 1 else 'it'}: Enter sends",
         )
+        self.question.observe(self._typed, names="value")
         self.seed = field(
             W.BoundedIntText, "Seed", settings.get("seed", 0), "150px", "70px", min=0, max=2**31 - 1
         )
@@ -1086,7 +1087,11 @@ class ChatCompare:
             style=dict(description_width="initial"),
         )
         self.xray_button = page.button(
-            "X-ray", "eye", "The tokens that this model has read and written", self.xray
+            "Show tokens",
+            "eye",
+            "The tokens that this model has read and written",
+            self.xray,
+            width="130px",
         )
         self.chat = W.HTML()
         self.inside = W.HTML()
@@ -1197,6 +1202,15 @@ class ChatCompare:
         self.page.wait()
         self._settings()
         return cast(Turn, self._write(self.state.ask(question)))
+
+    def _typed(self, change: Mapping[str, str]):
+        "Send the question after Enter; several lines can be pasted."
+        before, text = change["old"], change["new"]
+        enter = text.endswith("\n") and text.count("\n") == before.count("\n") + 1
+        grown = len(text) - len(before) < 9  # A browser may join a few keys into one message
+        if enter and grown and text.strip() and not self.send_button.disabled:
+            self.question.value = text.rstrip("\n")
+            self.page.guarded(self.send)
 
     def send(self):
         "Ask the question of the field, in the background."

@@ -36,6 +36,7 @@ from ..display import PLAIN, Picture, clean, notice, plural
 from ..eval.stats import Interval, proportion
 from ..files import write_atomic, writing
 from ..model.generation import generate, text_to_ids
+from ..progress import Progress, tick
 from ..tokenizer.chat import render
 from .form import Page, widgets
 
@@ -98,39 +99,62 @@ def sample_pairs(
     seed: int = 0,
     tries: int = 4,  # So many times two answers may be the same before a prompt is left out
     batch_size: int = 16,  # Prompts that are answered at once
+    progress: bool = True,  # Show a progress bar
     **knobs: Any,  # Of `SamplingConfig`, such as max_new_tokens and temperature
-) -> list[AnswerPair]:
+) -> list[AnswerPair]:  # After an interrupt those that are complete, if there are any
     "Two different answers of a model to each prompt."
-    prompt_ids = [_prompt_ids(prompt, tokenizer) for prompt in prompts]
-    answers: list[list[str]] = [[] for _ in prompts]
-    eos: Any = tokenizer.eos_token_id
-    for attempt in range(tries + 2):
-        missing = [i for i, texts in enumerate(answers) if len(texts) < 2]
-        for start in range(0, len(missing), batch_size):
-            batch = missing[start : start + batch_size]
-            outputs = generate(
-                model,
-                [prompt_ids[i] for i in batch],
-                seed=seed * 1_000_003 + attempt,
-                eos_token_id=eos,
-                **knobs,
-            )
-            for i, ids in zip(batch, outputs, strict=True):
-                answer = [t for t in ids[len(prompt_ids[i]) :] if t != eos]
-                text = str(tokenizer.decode(answer))
-                if text.strip() and text not in answers[i]:
-                    answers[i].append(text)
-    pairs = [
-        AnswerPair(prompt=prompt, answers=texts)
-        for prompt, texts in zip(prompts, answers, strict=True)
-        if len(texts) == 2
-    ]
+    pairs: list[AnswerPair] = []
+    try:
+        with Progress(len(prompts), "Answering each twice", "question", progress) as bar:
+            for start in range(0, len(prompts), batch_size):
+                group = prompts[start : start + batch_size]
+                pairs += _answer_twice(model, tokenizer, group, seed + start, tries + 2, knobs)
+                bar.update(start + len(group))
+    except KeyboardInterrupt:
+        if not pairs:
+            raise
     if not pairs:
         raise ValueError(
             f"all {len(prompts)} prompts got the same answer in {tries + 2} tries: "
             "a higher temperature gives other answers"
         )
     return pairs
+
+
+def _answer_twice(
+    model: "nn.Module",
+    tokenizer: "AnyTokenizer",
+    prompts: Sequence[_Prompt],
+    seed: int,
+    tries: int,
+    knobs: Mapping[str, Any],
+) -> list[AnswerPair]:  # Without those whose answers were all the same
+    "Two different answers to each prompt, which are answered together."
+    prompt_ids = [_prompt_ids(prompt, tokenizer) for prompt in prompts]
+    answers: list[list[str]] = [[] for _ in prompts]
+    eos: Any = tokenizer.eos_token_id
+    for attempt in range(tries):
+        missing = [i for i, texts in enumerate(answers) if len(texts) < 2]
+        if not missing:
+            break
+        outputs = generate(
+            model,
+            [prompt_ids[i] for i in missing],
+            seed=seed * 1_000_003 + attempt,
+            eos_token_id=eos,
+            **knobs,
+        )
+        for i, ids in zip(missing, outputs, strict=True):
+            answer = [t for t in ids[len(prompt_ids[i]) :] if t != eos]
+            text = str(tokenizer.decode(answer))
+            if text.strip() and text not in answers[i]:
+                answers[i].append(text)
+        tick()
+    return [
+        AnswerPair(prompt=prompt, answers=texts)
+        for prompt, texts in zip(prompts, answers, strict=True)
+        if len(texts) == 2
+    ]
 
 
 def _prompt_ids(prompt: _Prompt, tokenizer: "BPETokenizer | PreTrainedTokenizerBase") -> list[int]:
@@ -554,6 +578,8 @@ def progress_text(labels: PreferenceLabels) -> str:
     done = len(labels.verdicts)
     total = len(labels.plan)
     parts = [f"{done} of {total} judged", plural(labels.count, "preference")]
+    if (twice := total - len(labels.pairs)) > 0:  # To see whether the verdict is the same
+        parts[0] += f" ({len(labels.pairs)} pairs, {twice} of them shown twice)"
     if agreement := labels.agreement():
         parts.append(f"agrees with itself in {agreement.value * agreement.n:.0f} of {agreement.n}")
     return " · ".join(parts)
@@ -637,7 +663,8 @@ class PreferenceLabeler:
             style=dict(description_width="initial"),
         )
         self.keys.observe(self._typed, names="value")
-        page.fill(self.note, self.status, self.pair, page.row(*self.buttons.values(), self.keys))
+        # Above the answers, whose length would move the buttons
+        page.fill(self.note, self.status, page.row(*self.buttons.values(), self.keys), self.pair)
         self.widget = page.widget
         self.show = page.show
         self.close = page.close
@@ -656,6 +683,8 @@ class PreferenceLabeler:
         who: str = "",
         repeat: float = 0.1,
         key: str = "",
+        batch_size: int = 16,  # Prompts that are answered at once
+        progress: bool = True,  # Show a progress bar
         **knobs: Any,  # Of `SamplingConfig`
     ) -> "PreferenceLabeler":
         "A page for judging two answers of a model to each prompt."
@@ -673,8 +702,9 @@ class PreferenceLabeler:
                 )
                 labeler.page.put(labeler.note, notice(text, "#bf8700", "note"))
             return labeler
+        how = dict(batch_size=batch_size, progress=progress)
         pairs = sample_pairs(
-            cast("nn.Module", model), cast("AnyTokenizer", tokenizer), prompts, seed, **knobs
+            cast("nn.Module", model), cast("AnyTokenizer", tokenizer), prompts, seed, **how, **knobs
         )
         return cls(path, pairs, key, seed=seed, repeat=repeat, provenance=origin, who=who)
 

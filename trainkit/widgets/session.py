@@ -14,7 +14,7 @@ while the run continues. It comes from a `RunState`, which listens to a trainer 
 
 # %% auto #0
 __all__ = ['HIDDEN', 'STATES', 'ACTIVE', 'extremes', 'Curve', 'RunSnapshot', 'RunState', 'capture_output', 'TrainSession',
-           'FoundRun', 'look_at_run', 'note_origin', 'find_run', 'latest_run']
+           'FoundRun', 'look_at_run', 'note_origin', 'as_new_run', 'find_run', 'latest_run']
 
 # %% ../../nbs/12_widgets/02_session.ipynb #imports-session
 import asyncio
@@ -35,7 +35,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -775,7 +775,7 @@ class TrainSession:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        write_state(folder, "preparing", self.process.pid)
+        write_state(folder, "preparing", self.process.pid, Stage("Loading the libraries"))
 
     @classmethod
     def attach(
@@ -829,6 +829,9 @@ class TrainSession:
         self._follow()
         stage = report.get("stage")
         self.run_state.show_stage(_stage_now(report) if stage and not ended else None)
+        progress = report.get("progress")  # Between two lines of its log
+        if progress and not ended and progress["step"] > self.run_state.step:
+            self.run_state.update("step", progress)
         if not ended:
             state = report.get("state")
             active = ("pausing", *ACTIVE)
@@ -1050,6 +1053,17 @@ def note_origin(
 ) -> None:
     "Note from which config the panel of a run was opened, so that `find_run` finds the run by it."
     write_atomic(Path(folder) / _ORIGIN, json.dumps(dict(config=_fingerprint(config))))
+
+
+def as_new_run(
+    config: "RunConfig",  # Of a run
+    folder: str | Path,  # Its folder
+) -> "RunConfig":
+    "The settings of a run for another one, which gets a folder by its name again."
+    train = config.train
+    if not train.output_dir or Path(train.output_dir).resolve() != Path(folder).resolve():
+        return config
+    return replace(config, train=replace(train, output_dir=""))
 
 
 def find_run(

@@ -23,6 +23,7 @@ import tempfile
 import time
 import webbrowser
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
@@ -33,15 +34,15 @@ from urllib.parse import urlsplit
 from ..config import load_config
 from ..data.dataset import stream_examples
 from ..data.schema import to_messages
-from ..display import PLAIN, clean
+from ..display import PLAIN, clean, plural
 from ..progress import note
 from ..recipes.control import read_state, send
 from .form import Page, widgets
-from .next_steps import CHAT_TEMPERATURE
+from .next_steps import CHAT_TEMPERATURE, LABEL_TEMPERATURE
 from .panel import PROCESS, TrainerPanel
 from .run_browser import RunBrowser
-from .session import FoundRun, latest_run
-from .settings import find_data, find_models, first_row
+from .session import FoundRun, as_new_run, latest_run
+from .settings import YOUR_RUN, find_data, find_models, first_row
 
 if TYPE_CHECKING:
     from trainkit.recipes.config import RunConfig
@@ -134,8 +135,24 @@ def stop_runs(
     return waiting
 
 # %% ../../nbs/12_widgets/20_studio.ipynb #studio-panel
+def _last_settings(config: "RunConfig") -> "RunConfig":
+    "The settings of the run that was started last; those given where there is none."
+    from trainkit.recipes.config import method_config
+
+    found = latest_run(config.runs_dir)
+    if found is None:
+        return config
+    try:
+        last = as_new_run(method_config(found.folder / "config.yaml"), found.folder)
+        return replace(last, runs_dir=config.runs_dir)
+    except (OSError, ValueError):
+        return config  # A run of another version
+
+
 class StudioPanel(TrainerPanel):
     "A training panel whose runs do not end with the page."
+
+    when_ended: Callable[[], object] = staticmethod(lambda: None)  # Called when a run has ended
 
     def __init__(
         self,
@@ -156,9 +173,14 @@ class StudioPanel(TrainerPanel):
             remember_run(self.session.folder)
         return started
 
+    def finish(self):
+        "Show the end of the run, here and in the other tabs."
+        super().finish()
+        self.when_ended()
+
     def _search(self, config: "RunConfig") -> FoundRun | None:
         "The run to offer: the latest one of the folder, whatever its name and method."
-        return latest_run(config.runs_dir)
+        return super()._search(config) if self.inside else latest_run(config.runs_dir)
 
     def show_in_page(self):
         "Begin to predict the memory: the page around this panel shows it."
@@ -176,7 +198,7 @@ class StudioPanel(TrainerPanel):
                 return cls.attach(folder)  # type: ignore[return-value]
             except (OSError, ValueError):
                 continue  # A run of another version, or just being deleted
-        return cls(config)
+        return cls(_last_settings(config))
 
 # %% ../../nbs/12_widgets/20_studio.ipynb #studio-questions
 def read_questions(
@@ -226,6 +248,11 @@ def _sources() -> list[tuple[str, str]]:  # (text, path or name)
     return sorted(listed, key=lambda item: not Path(item[1]).is_file())  # Yours first
 
 
+def _newest(models: Sequence[tuple[str, str]]) -> str | None:  # None where no run has a model
+    "The model of the run that has ended last."
+    return next((value for text, value in models if text.startswith(YOUR_RUN)), None)
+
+
 def _picker(word: str, options: Sequence[tuple[str, str]], width: str = "640px") -> Any:
     "A list to pick one from."
     W = widgets()
@@ -260,7 +287,9 @@ class ChatPage:
         self.open_button = page.button(
             "Open", "comments", "Open these models", self.open, "success"
         )
-        self.again = page.button("Look again", "refresh", "Look again for models", self.look)
+        self.again = page.button(
+            "Refresh lists", "refresh", "Look again for models", self.look, width="130px"
+        )
         hint = W.HTML(_HINT.format("Choose one to four models: all answer the same questions."))
         self.place = W.VBox([])
         buttons = page.row(self.open_button, self.again)
@@ -268,6 +297,8 @@ class ChatPage:
         self.widget = page.widget
         self.close = page.close
         self.look()
+        newest = _newest(self.models.options)
+        self.models.value = [newest] if newest else []
 
     def look(self):
         "List the models that are there now."
@@ -317,10 +348,12 @@ class LabelPage:
         self,
         key: str = "",  # A page with the same key is closed
     ):
-        self.page = page = Page(lambda: "", key, self._close_labeler)
+        self.page = page = Page(lambda: "", key, self._end)
         W = widgets()
         self.labeler: "PreferenceLabeler | None" = None
-        self.model = _picker("Model", _starts())
+        models = _starts()
+        self.model = _picker("Model", models)
+        self.model.value = _newest(models) or self.model.value
         self.data = _picker("Questions", _sources())
         self.column = _picker("Column", [])  # Shown where the file does not tell
         self.data.observe(lambda _: page.guarded(self._ask_column), names="value")
@@ -341,13 +374,16 @@ class LabelPage:
         self.begin_button = page.button(
             "Begin", "thumbs-o-up", "Let the model answer, then judge", self.begin, "success"
         )
-        self.again = page.button("Look again", "refresh", "Look again for models", self.look)
+        self.stop_button = page.button("Stop", "stop", "Judge the answers so far", page.stop)
+        self.again = page.button(
+            "Refresh lists", "refresh", "Look again for models", self.look, width="130px"
+        )
         hint = "The model answers each question twice, and you choose the better answer. "
         hint += "A file of labels that exists is continued. To train on the labels, choose the "
         hint += "method DPO and this file in the tab Train."
         self.status = W.HTML()
         self.place = W.VBox([])
-        buttons = page.row(self.count, self.begin_button, self.again)
+        buttons = page.row(self.count, self.begin_button, self.stop_button, self.again)
         top = W.HTML(_HINT.format(hint))
         pickers = self.model, self.data, self.column
         page.fill(top, *pickers, self.file, buttons, self.status, self.place)
@@ -409,10 +445,19 @@ class LabelPage:
         try:
             self.page.put(self.status, _HINT.format(f"Opening {clean(Path(source).name)} …"))
             model, tokenizer = load_pretrained(source)
-            text = f"The model answers {len(questions)} questions, each twice …"
+            text = f"The model answers {plural(len(questions), 'question')}, each twice. "
+            text += "Stop keeps the answers that are there."
             self.page.put(self.status, _HINT.format(text))
             page = PreferenceLabeler.sample(
-                path, model, tokenizer, questions, key="studio labels", max_new_tokens=80
+                path,
+                model,
+                tokenizer,
+                questions,
+                key="studio labels",
+                batch_size=4,
+                progress=False,
+                max_new_tokens=80,
+                temperature=LABEL_TEMPERATURE,
             )
         finally:
             self.page.put(self.status, "")
@@ -422,6 +467,10 @@ class LabelPage:
         self._close_labeler()
         self.labeler = labeler
         self.place.children = [labeler.widget]
+
+    def _end(self):
+        self.page.stop()
+        self._close_labeler()
 
     def _close_labeler(self):
         if self.labeler is not None:
@@ -448,6 +497,7 @@ class Studio:
         W = widgets()
         self.page = page = Page(lambda: "", key, self._close_parts)
         self.panel = StudioPanel.open(config)
+        self.panel.when_ended = self._read_runs
         self.parts: dict[str, RunBrowser | LabelPage | ChatPage] = {}
         places = [W.VBox([self.panel.widget])]
         places += [W.VBox([]) for _ in _TABS[1:]]
@@ -481,6 +531,12 @@ class Studio:
             part = LabelPage("studio label") if name == "Label" else ChatPage("studio chat page")
         self.parts[name] = part
         self.tabs.children[_TABS.index(name)].children = [part.widget]
+
+    def _read_runs(self) -> None:
+        "Let the tab Runs show that a run has ended."
+        part = self.parts.get("Runs")
+        if isinstance(part, RunBrowser):
+            part.read()
 
     def open_run(
         self,
