@@ -125,3 +125,19 @@ def test_the_run_browser_reads_the_logs_of_the_chosen_runs_only(tmp_path):
         browser.words.value = "learning_rate>8e-3"
         assert len(browser.listed) == 3 and len(logs) <= 3
         browser.close()
+
+
+def test_a_run_whose_process_is_there_is_running(tmp_path):
+    from trainkit.recipes.control import write_state
+
+    with RunFolder(tmp_path / "one", "method: dpo\n") as folder:
+        folder.record("log", dict(step=1, loss=0.5))
+        write_state(tmp_path / "one", "running")
+        browser = RunBrowser(tmp_path, key="running")
+        assert "one · running" in browser.list.options[0][0]
+        browser.words.value = "running"
+        assert len(browser.listed) == 1
+        write_state(tmp_path / "one", "running", pid=2**22 + 1)  # It is gone
+        browser.read()
+        assert not browser.listed
+        browser.close()

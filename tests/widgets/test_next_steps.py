@@ -1,6 +1,7 @@
 "The tab Next of a run that has ended: it appears, labels lead to DPO, errors are one sentence."
 
 import json
+import re
 import shutil
 import sys
 from types import SimpleNamespace
@@ -125,6 +126,8 @@ def test_labels_lead_to_a_panel_for_dpo(tuned):
     action = press(steps, "train")
     below = steps.panel
     assert action.opened.children == (below.widget,) and not below.form.obstacle
+    assert panel.before.layout.display == "none" and below.form.config.name in panel.folded.value
+    assert below.found is None, "nothing of the run above is offered again"
     assert below.form.config.method == "dpo" and gather_labels(run)[1] == 24
     below.form.field("train.max_steps").widget.value = "2"
     below.form.field("watch_memory").widget.value = False
@@ -133,6 +136,42 @@ def test_labels_lead_to_a_panel_for_dpo(tuned):
     assert below.session.state == "done" and below.next.run.name == f"{run.name}-dpo"
     press(steps, "train")
     assert below.closed and action.opened.children == ()
+    assert panel.before.layout.display is None and not panel.folded.value
+
+
+def test_labels_that_are_taken_back_do_not_count(tmp_path):
+    "The row of a pair that was judged in two ways is blank in its file."
+    run = TrainedRun(tmp_path, load_config(RunConfig, {}))
+    pairs = [dict(prompt=f"{i}?", answers=["Yes.", "No."]) for i in range(3)]
+    labels = PreferenceLabels(open_round(run)[0], pairs, repeat=1.0)
+    first = labels.plan[0][0]
+    while labels.now is not None:
+        number, left = labels.plan[len(labels.verdicts)]
+        again = sum(v["pair"] == number for v in labels.verdicts)
+        chosen = again if number == first else 0  # This one is judged both ways
+        labels.judge("left" if left == chosen else "right")
+    assert gather_labels(run)[1] == labels.count == 2
+
+
+def test_sampling_shows_its_progress_and_a_stop_keeps_what_is_there(tuned):
+    _, panel = tuned
+    steps, shown = panel.next, []
+    shutil.rmtree(steps.run.folder / "labels", ignore_errors=True)  # Those would be continued
+    action = steps.actions["label"]
+    steps.questions.value, steps.typed.value = "typed", "a\nb\nc"
+    steps.pairs.value, steps.length.value = 2000, 8
+    action.doing.observe(lambda change: shown.append(change["new"]), names="value")
+    action.start_button.click()
+    assert action.start_button.description == "Stop" and not action.start_button.disabled
+    until(lambda: any(re.search(r"twice · [1-9]\d* of 2,000", text) for text in shown))
+    action.pressed_at = 0.0  # A second click of a double click does not stop it
+    action.start_button.click()
+    action.wait()
+    assert action.start_button.description == "Close" and not action.doing.value
+    status = action.opened.children[0].children[1].value
+    assert 4 <= int(re.search(r"\((\d+) pairs", status)[1]) < 2000
+    press(steps, "label")
+    assert action.start_button.description == "Label answers"
 
 
 def test_an_error_is_one_sentence_below_its_button(tuned):

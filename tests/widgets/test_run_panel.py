@@ -14,7 +14,7 @@ from test_session import small
 from test_studio import until
 
 from trainkit.config import load_config, save_config
-from trainkit.progress import Stage, StopNow
+from trainkit.progress import Progress, Stage, StopNow
 from trainkit.recipes.config import RunConfig
 from trainkit.recipes.control import read_state, write_state
 from trainkit.recipes.runner import run
@@ -408,3 +408,87 @@ def test_a_preview_shows_the_base_s_own_tokens(tmp_path):
     )
     page = preview_data(config)
     assert page.count(">chosen: ") == 2 and page.count('class="learned"') > 8
+
+
+def test_steps_between_two_lines_of_the_log_are_shown(tmp_path):
+    "A process tells its step at least once a second, and a silent stage from its first moment."
+    from trainkit.recipes.control import Remote, StageReport
+
+    session = TrainSession.attach(begun(tmp_path))
+    stages = StageReport(Control(), tmp_path)
+    trainer = SimpleNamespace(control=Control(), seconds=4.5)
+    with trainer.control.session(), stages.followed(tmp_path) as remote:
+        assert isinstance(remote, Remote)
+        remote.on_step(trainer, dict(step=3))
+        remote.look(trainer)
+        now = session.snapshot()
+        assert (now.state, now.step, now.seconds) == ("running", 3, 4.5)
+        for title in ("Reading", "Predicting"):  # The second one comes at once after the first
+            with Progress(None, title, "", where="silent") as bar:
+                stages.hear(bar)
+                assert session.snapshot().stage.title == title
+            stages.hear(bar)
+        remote.on_step(trainer, dict(step=4))
+        remote.look(trainer)
+        assert session.snapshot().step == 3, "once a second is enough"
+
+
+def begun(folder):
+    "A run folder as a process leaves it at its first step."
+    save_config(load_config(RunConfig, dict(name=folder.name)), folder / "config.yaml")
+    lines = [dict(event="start", total_steps=9, start_step=0, time=0)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_state(folder, "running")
+    return folder
+
+
+def test_a_new_run_forgets_the_curves_of_the_last_one():
+    from trainkit.widgets.panel import TrainerPanel
+
+    config = load_config(RunConfig, dict(name="again", train=dict(max_steps=5, seed=0)))
+    panel = TrainerPanel(config, job=count, key="again", presets={})
+    panel.start_button.click()
+    until(lambda: panel.chart.value)
+    assert panel.resume_button.layout.display == "none", "nothing can be continued now"
+    panel.stop_button.click(), panel.stop_button.click()
+    panel.session.wait(60)
+    panel.form.field("train.max_steps").widget.value = "100000"
+    panel.start_button.click()
+    assert not panel.chart.value and not panel.others.value
+    panel.stop_button.click()
+    panel.session.wait(60)
+    panel.close()
+
+
+def test_pairs_that_a_run_would_cut_are_named_before_start(tmp_path):
+    from trainkit.interop.hf import save_pretrained
+    from trainkit.model.config import ModelConfig
+    from trainkit.model.transformer import Transformer
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+    from trainkit.tokenizer.chat import set_template
+    from trainkit.widgets.panel import preview_rows
+
+    rows = [dict(prompt="long " * 9 * i, chosen="A number.", rejected="No.") for i in range(1, 9)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = BPETokenizer.train(
+        ["long"] * 9, 258, special_tokens=["<|endoftext|>"], progress=False
+    )
+    set_template(tokenizer, "chatml")
+    model = Transformer(
+        ModelConfig(vocab_size=len(tokenizer), d_model=32, n_heads=2, n_layers=1, d_ff=32)
+    )
+    save_pretrained(model, tokenizer, tmp_path / "model")
+    config = load_config(
+        RunConfig,
+        dict(
+            method="dpo",
+            init_from=str(tmp_path / "model"),
+            data=dict(path=str(tmp_path / "pairs.jsonl"), eval_fraction=0.0),
+            dpo=dict(max_length=100, truncation="prompt"),
+        ),
+    )
+    warning, page = preview_rows(config)
+    assert "prompts lost their beginning" in warning and "max_length = 100" in warning
+    assert page.count(">chosen: ") == 2
+    config.dpo.max_length = 1000
+    assert not preview_rows(config)[0]

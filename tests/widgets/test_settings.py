@@ -208,3 +208,44 @@ def test_columns_are_asked_for_where_they_are_not_known(folder):
     prompts = "grpo init_from=x rl.rewards=[passes_tests] data.path=own.jsonl"
     assert "question and right answer" in advice(prompts)
     assert advice(f"{prompts} 'data.columns={{prompt: q}}'") == ""
+
+
+def test_a_taken_name_is_said_before_start(folder):
+    assert "name" not in [a.path for a in settings.advise_run(made("pretrain name=mine"))]
+    (folder / "runs" / "mine").mkdir(parents=True)
+    assert "name" not in [a.path for a in settings.advise_run(made("pretrain name=mine"))]
+    (folder / "runs" / "mine" / "config.yaml").touch()
+    assert "note name: There is such a run: the next one will be called mine-2." in advice(
+        "pretrain name=mine"
+    )
+
+
+def test_another_method_takes_its_own_steps_and_not_those_of_the_profile():
+    "480 steps of the profile `quick` are for pre-training; a number that somebody set stays."
+    config = method_config(profile="quick")
+    lora = settings.switch_method(config, "lora")
+    usual = method_config(profile="quick", method="lora", **{"data.path": lora.data.path})
+    assert config.train.max_steps == 480 and lora == usual
+    config.train.max_steps = 77
+    assert settings.switch_method(config, "lora").train.max_steps == 77
+    assert settings.switch_method(usual, "pretrain") == method_config(profile="quick")
+
+
+def test_a_small_table_is_read_a_few_times_and_logged_often(folder):
+    "The steps are counted before Start, and a run of few steps has a curve."
+    rows = [{"prompt": f"{i}?", "completion": "x" * i} for i in range(40)]
+    (folder / "few.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = made("lora init_from=x train.max_steps=480 data.path=factbook-questions")
+    few = settings.follow_change(config, "data.path", "few.jsonl")
+    assert (few.train.max_steps, few.train.num_train_epochs, few.train.logging_steps) == (-1, 3, 1)
+    notes = {a.path: a.text for a in settings.advise_run(few)}
+    assert notes["train.max_steps"] == "About 15 steps: 36 rows to train on, 8 rows a step."
+    few.train.num_train_epochs = 50.0
+    notes = {(a.path, a.level): a.text for a in settings.advise_run(few)}
+    assert "Each row is seen 50 times" in notes["train.num_train_epochs", "warning"]
+    assert "About 250 steps" in notes["train.max_steps", "note"]
+    many = made("lora init_from=x train.max_steps=20")
+    kept = settings.follow_change(many, "data.path", "few.jsonl")
+    assert (kept.train.max_steps, kept.train.logging_steps) == (20, 1), "four passes are no mistake"
+    assert settings.follow_change(many, "data.path", "missing.jsonl") is None
+    assert 49 < settings.longest_row("few.jsonl") < 99

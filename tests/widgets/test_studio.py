@@ -707,3 +707,24 @@ def test_a_chat_that_is_closed_stops_writing():
     assert a.ids == b.ids and a.log_probs and max(b.kl) == 0
     again.close()
     assert len(instances()) == before
+
+
+def test_enter_sends_a_question_and_pasted_lines_wait():
+    from trainkit.widgets.chat_compare import ChatCompare
+
+    chat = ChatCompare({"a": "nowhere"}, key="enter")
+    chat.send_button.disabled = False
+    sent = []
+    chat.send = lambda: sent.append(chat.question.value)
+    for text in ("Wha", "What?", "What?\n"):
+        chat.question.value = text
+    assert sent == ["What?"]
+    chat.question.value = ""
+    chat.question.value = "Three lines\nof a text\nthat is pasted\n"
+    chat.question.value = ""
+    chat.question.value = "\n"
+    chat.send_button.disabled = True  # While the models write
+    chat.question.value = "x"
+    chat.question.value = "x\n"
+    assert sent == ["What?"]
+    chat.close()

@@ -428,7 +428,9 @@ def visible_fields(
     return [path for paths in visible_sections(config).values() for path in paths]
 
 # %% ../../nbs/12_widgets/17_settings.ipynb #settings-3
-def _defaults(kind: type, method: str, adapter: bool, profile: str | None) -> dict[str, object]:
+def _defaults(
+    kind: type, method: str, adapter: bool, profile: str | None = None
+) -> dict[str, object]:
     "The values of a config about which nothing was said, as dotted names."
     from trainkit.recipes.methods import METHODS
 
@@ -462,9 +464,10 @@ def switch_method(
     profile = _profile_of(config)
     old = _defaults(kind, config.method, config.adapts, profile)
     new = _defaults(kind, method, adapter, profile)
+    here, there = _defaults(kind, config.method, config.adapts), _defaults(kind, method, adapter)
     own = ("method", "use_lora")
     set_here = {path: value for path, value in flatten(config).items() if value != old[path]}
-    kept = {p: v for p, v in set_here.items() if old[p] == new[p] and p not in own}
+    kept = {p: v for p, v in set_here.items() if here[p] == there[p] and p not in own}
     values = {**new, **kept}
     if METHODS[method].learns_from != config.recipe.learns_from:
         values["data.columns"] = {}
