@@ -220,7 +220,7 @@ class Remote:
         )
         self.thread.start()
 
-    def on_step(self, trainer: "Trainer", record: dict[str, Any]) -> None:
+    def on_step(self, trainer: "Trainer", record: Mapping[str, float]) -> None:
         "Note the step, which the thread records."
         self.progress = dict(step=record["step"], seconds=trainer.seconds)
 

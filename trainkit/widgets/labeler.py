@@ -127,7 +127,7 @@ def _answer_twice(
     prompts: Sequence[_Prompt],
     seed: int,
     tries: int,
-    knobs: Mapping[str, Any],
+    knobs: Mapping,  # Of `SamplingConfig`
 ) -> list[AnswerPair]:  # Without those whose answers were all the same
     "Two different answers to each prompt, which are answered together."
     prompt_ids = [_prompt_ids(prompt, tokenizer) for prompt in prompts]

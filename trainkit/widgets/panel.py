@@ -49,7 +49,7 @@ from .settings import count_trained, longest_row, run_guide
 from .waiting import await_until, hold_interrupt, why_blocked
 
 if TYPE_CHECKING:
-    from ipywidgets import Button, Widget
+    from ipywidgets import Button, HBox, Widget
 
     from trainkit.recipes.config import RunConfig
     from trainkit.recipes.runner import RunResult
@@ -299,7 +299,7 @@ class TrainerPanel:
         W = widgets()
         button = self._button
 
-        def row(*children: "Widget") -> Any:  # An HBox
+        def row(*children: "Widget") -> "HBox":
             layout = W.Layout(flex_flow="row wrap", align_items="center")
             return W.HBox(children, layout=layout)
 

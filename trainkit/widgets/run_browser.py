@@ -153,7 +153,7 @@ def runs_html(
     return Picture(_RUNS.format(label=label, body=body))
 
 
-def _differences_html(differences: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+def _differences_html(differences: Sequence[Mapping], names: Sequence[str]) -> str:
     "What differs between runs; settings that only some of them have are folded."
     common, partial = [], []
     for row in differences:

@@ -136,7 +136,7 @@ def stop_runs(
 
 # %% ../../nbs/12_widgets/20_studio.ipynb #studio-panel
 def _last_settings(config: "RunConfig") -> "RunConfig":
-    "The settings of the run that was started last; those given where there is none."
+    "The settings of the run that was started last, or those given before the first run."
     from trainkit.recipes.config import method_config
 
     found = latest_run(config.runs_dir)
