@@ -324,7 +324,7 @@ def test_a_run_in_another_process_is_followed_and_stopped(tmp_path):
     try:
         until(lambda: (found := find_run(config)) is not None and found.step > 3)
         panel = TrainerPanel(config, presets={}, key="elsewhere")
-        assert f"runs in process {child.pid}" in panel.found_text.value
+        assert f"is running (process {child.pid}" in panel.found_text.value
         assert panel.session.snapshot().state == "running" and panel.start_button.disabled
         step = panel.session.snapshot().step
         until(lambda: panel.session.snapshot().step > step)

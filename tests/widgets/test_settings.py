@@ -237,9 +237,9 @@ def test_a_small_table_is_read_a_few_times_and_logged_often(folder):
     (folder / "few.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = made("lora init_from=x train.max_steps=480 data.path=factbook-questions")
     few = settings.follow_change(config, "data.path", "few.jsonl")
-    assert (few.train.max_steps, few.train.num_train_epochs, few.train.logging_steps) == (-1, 3, 1)
+    assert (few.train.max_steps, few.train.num_train_epochs, few.train.logging_steps) == (-1, 12, 3)
     notes = {a.path: a.text for a in settings.advise_run(few)}
-    assert notes["train.max_steps"] == "About 15 steps: 36 rows to train on, 8 rows a step."
+    assert notes["train.max_steps"] == "About 60 steps of 8 rows each."
     few.train.num_train_epochs = 50.0
     notes = {(a.path, a.level): a.text for a in settings.advise_run(few)}
     assert "Each row is seen 50 times" in notes["train.num_train_epochs", "warning"]

@@ -750,6 +750,7 @@ def rehearse(
     length, notes = inputs.max_length, []
     memory = None
     largest = getattr(trainer.train_batches, "largest", lambda: None)
+    predicting = Progress(None, "Predicting the memory of a step", "", where="silent")
     try:
         memory = extrapolate(trainer, rows_at_once(trainer), length)
         if memory is None or memory <= room(trainer)[0]:
@@ -759,6 +760,8 @@ def rehearse(
             f"memory: a step of method {config.method} cannot be "
             f"predicted ({type(error).__name__}); the run measures it"
         )
+    finally:
+        predicting.close()
     if memory is not None and config.watch_memory:
         check_size(trainer, rows_at_once(trainer), 0, memory, notes.append)
     short = replace(
@@ -779,8 +782,9 @@ def rehearse(
     tried.config = short
     tried.callbacks = [clock]
     tried.folder = None
-    if tried.train().stop_reason in EXIT_CODES:
-        raise KeyboardInterrupt  # Stopped by hand: there is nothing to tell
+    with Progress(None, f"Taking {steps} steps", "", where="silent"):
+        if tried.train().stop_reason in EXIT_CODES:
+            raise KeyboardInterrupt  # Stopped by hand: there is nothing to tell
     each = median(b - a for a, b in pairwise(clock.at[1:]))
     return Rehearsal(
         plan, total, total * rows * length, rows, each, each * total, clock.losses[0], memory, notes

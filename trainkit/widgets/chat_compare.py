@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.tokenization import show_mask
-from ..display import PLAIN, Picture, clean, grid, plural, table, visible
+from ..display import PLAIN, Picture, clean, grid, notice, plural, table, visible
 from ..files import show_bytes
 from ..model.generation import TextStreamer, ThinkingBudget, context_length, eval_mode
 from ..model.generation import stream
@@ -91,6 +91,7 @@ _CHAT = (
     '<div style="font-size:12px">Probability of a token: {key}</div>{body}</div>'
 )
 _STATUS = '<div role="status" style="font-size:12px;opacity:.8">{}</div>'
+_LATER = "It is sent as soon as the models are open."
 _OPENING = (
     '<div style="font:14px/1.5 system-ui,sans-serif;display:flex;flex-wrap:wrap;gap:2px 12px;'
     'align-items:center"><progress{value} aria-label="Opening the models" style="width:16em">'
@@ -1082,7 +1083,7 @@ class ChatCompare:
         self.clear_button = page.button("New chat", "file-o", "Forget everything", self.clear)
         self.who = W.Dropdown(
             options=list(models),
-            layout=W.Layout(width="160px"),
+            layout=W.Layout(width="min(100% - 4px, 320px)"),
             description="of",
             style=dict(description_width="initial"),
         )
@@ -1093,6 +1094,8 @@ class ChatCompare:
             self.xray,
             width="130px",
         )
+        self.waits = False  # Whether the question is sent as soon as the models are open
+        self.alert_line = W.HTML()
         self.chat = W.HTML()
         self.inside = W.HTML()
         self.status = W.HTML()
@@ -1110,6 +1113,7 @@ class ChatCompare:
                 self.who,
             ),
             self.status,
+            self.alert_line,
             self.chat,
             self.inside,
         )
@@ -1143,8 +1147,17 @@ class ChatCompare:
             self.page.settle()
 
     def open_soon(self) -> bool:  # False while another job of the page runs
-        "Open the models in the background."
-        return self.page.background(lambda: self.state)
+        "Open the models in the background, and ask them what was sent meanwhile."
+        return self.page.background(self._open)
+
+    def _open(self):
+        state = self.state
+        self.page.put(self.alert_line, "")
+        if self.waits and (question := self.question.value.strip()):
+            self.question.value = ""
+            self._settings()
+            self._write(state.ask(question))
+        self.waits = False
 
     def _stop(self):
         if self._state is not None:
@@ -1208,9 +1221,14 @@ class ChatCompare:
         before, text = change["old"], change["new"]
         enter = text.endswith("\n") and text.count("\n") == before.count("\n") + 1
         grown = len(text) - len(before) < 9  # A browser may join a few keys into one message
-        if enter and grown and text.strip() and not self.send_button.disabled:
+        if not (enter and grown and text.strip()):
+            return
+        if not self.send_button.disabled:
             self.question.value = text.rstrip("\n")
             self.page.guarded(self.send)
+        elif self._state is None:
+            self.waits = True
+            self.page.put(self.alert_line, notice(_LATER, "#6e7781", "status"))
 
     def send(self):
         "Ask the question of the field, in the background."

@@ -75,8 +75,8 @@ _PAIR = (
 )
 _ALL_JUDGED = "<p><b>All pairs are judged.</b> {count} preferences are in <code>{path}</code>.</p>"
 _LEFT_SHARE = (
-    "<p>The left answer won {value:.0f} % of the time "
-    "(95 % interval {low:.0f} to {high:.0f} %).</p>"
+    "<p>You chose the left answer in {value:.0f} % of the pairs (95 % interval {low:.0f} to "
+    "{high:.0f} %; without a habit for one side, 50 is in it).</p>"
 )
 _LABELS = (
     f'<div {PLAIN} aria-label="{{label}}" style="font:14px/1.5 system-ui,sans-serif">'
@@ -581,7 +581,8 @@ def progress_text(labels: PreferenceLabels) -> str:
     if (twice := total - len(labels.pairs)) > 0:  # To see whether the verdict is the same
         parts[0] += f" ({len(labels.pairs)} pairs, {twice} of them shown twice)"
     if agreement := labels.agreement():
-        parts.append(f"agrees with itself in {agreement.value * agreement.n:.0f} of {agreement.n}")
+        same = f"{agreement.value * agreement.n:.0f} of {agreement.n}"
+        parts.append(f"the same verdict again in {same}")
     return " · ".join(parts)
 
 
@@ -649,17 +650,17 @@ class PreferenceLabeler:
         self.buttons = {
             word: page.button(text, icon, tip, partial(self._press, word), style, "120px")
             for word, text, icon, tip, style in (
-                ("left", "A is better", "arrow-left", "Key a", "info"),
-                ("right", "B is better", "arrow-right", "Key b", "info"),
+                ("left", "A is better", "check", "Key a", "info"),
+                ("right", "B is better", "check", "Key b", "info"),
                 ("tie", "Tie", "minus", "Key t", ""),
                 ("skip", "Skip", "step-forward", "Key s", ""),
                 ("undo", "Undo", "undo", "Key u", ""),
             )
         }
         self.keys = W.Text(
-            placeholder="a b t s u",
+            placeholder="type a, b, t, s or u",
             description="Keys",
-            layout=W.Layout(width="170px"),
+            layout=W.Layout(width="210px"),
             style=dict(description_width="initial"),
         )
         self.keys.observe(self._typed, names="value")

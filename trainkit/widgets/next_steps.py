@@ -38,6 +38,7 @@ from ..display import clean, notice, plural
 from ..files import atomic_folder, read_json, show_bytes, write_atomic
 from ..progress import Progress
 from .form import Page, close_all, short_path, widgets
+from .session import ACTIVE
 
 if TYPE_CHECKING:
     from ipywidgets import Widget
@@ -64,6 +65,7 @@ _STYLE = """<style>
   outline: 2px solid #1f77c9 !important; outline-offset: 1px }
 </style>"""
 _HEADING = "<h4>{}</h4>"
+_RUN_NAME = '<div style="font:13px/1.6 system-ui,sans-serif">With the run <b>{}</b>:</div>'
 _WHAT = '<span style="font-size:13px;overflow-wrap:anywhere">{}</span>'
 _SAYS = '<div role="status" style="font-size:13px;line-height:1.4">{}</div>'
 _LINK = '<a href="{}" download target="_blank" style="text-decoration:underline">{}</a>'
@@ -288,7 +290,8 @@ def _export_gguf(
     report = export_gguf(run.model, path, quant_type, run.name, progress=progress)
     size = show_bytes(report["bytes"])
     if kind != "ollama":
-        return Exported(path, f"{run.path(path)}, {size}. llama-cli -m {run.path(path)} opens it.")
+        text = f"{path.resolve()}, {size}. LM Studio and Ollama open it, and llama.cpp with "
+        return Exported(path, f"{text}llama-cli -m {shlex.quote(str(path))}.")
     modelfile = run.path(write_modelfile(path, run.model))
     line = f"ollama create {run.name} -f {shlex.quote(modelfile)} && ollama run {run.name}"
     return Exported(path, f"{run.path(path)}, {size}, and {modelfile}. Then: {line}")
@@ -389,6 +392,7 @@ class NextAction(Page):
         fields: "Sequence[Widget]" = (),  # What can be chosen before
         closed: Callable[[], object] = lambda: None,  # Called when what it opened is closed
         can_stop: bool = False,  # Whether a second press ends it while it works
+        back: str = "Close",  # The word of the button that closes what it opened
     ):
         super().__init__(lambda: "", key)
         W = widgets()
@@ -396,7 +400,10 @@ class NextAction(Page):
         self.do = do
         self.when_closed = closed
         self.can_stop = can_stop
+        self.back = back
+        self.icon = icon
         self.pressed_at = float("-inf")
+        self.stays: Callable[[], str] = str  # Why what it has opened cannot be closed now
         self.close_opened: Callable[[], object] | None = None
         self.start_button = self.button(word, icon, word, self.press, width="200px")
         self.what = W.HTML(
@@ -430,12 +437,15 @@ class NextAction(Page):
         "Do it in the background, stop it while it works, or close what it has opened."
         double_click = time.monotonic() - self.pressed_at < 0.5
         if self.close_opened is not None:
+            if reason := self.stays():
+                raise ValueError(reason)
             self.shut()
         elif not self.busy:
             self.pressed_at = time.monotonic()
             # Before the thread changes it back
             self.put(self.start_button, not self.can_stop, "disabled")
-            self.put(self.start_button, "Stop" if self.can_stop else self.word, "description")
+            if self.can_stop:
+                self._name("Stop", "stop")
             self.background(self.work)
         elif self.can_stop and not double_click:
             self.stop()
@@ -449,9 +459,15 @@ class NextAction(Page):
             widget, self.close_opened = opened
             self.put(self.opened, [widget], "children")
         finally:
-            word = self.word if self.close_opened is None else "Close"
-            self.put(self.start_button, word, "description")
+            if self.close_opened is None:
+                self._name(self.word, self.icon)
+            else:
+                self._name(self.back, "times")
             self.put(self.start_button, False, "disabled")
+
+    def _name(self, word: str, icon: str):
+        self.put(self.start_button, word, "description")
+        self.put(self.start_button, icon, "icon")
 
     def shut(self):
         "Close what was opened, with its widgets."
@@ -463,7 +479,7 @@ class NextAction(Page):
         close()
         for child in children:
             close_all(child)
-        self.put(self.start_button, self.word, "description")
+        self._name(self.word, self.icon)
         self.say("")
         self.when_closed()
 
@@ -505,13 +521,22 @@ class NextSteps:
             ("Take it along", ("export",)),
             ("Look back", ("report", "runs", "code")),
         )
-        children = [style]
+        children = [style, W.HTML(_RUN_NAME.format(escape(run.name)))]
         for heading, names in sections:
             actions = [self.actions[name].widget for name in names if name in self.actions]
             if actions:
                 children += [W.HTML(_HEADING.format(heading)), *actions]
         self.widget = W.VBox(children).add_class("trainkit-next")
+        if "train" in self.actions:
+            self.actions["train"].stays = self._trains
         self.show_labels()
+
+    def _trains(self) -> str:
+        "Why the panel for the labels stays open."
+        if self.panel is None or self.panel.session.snapshot().state not in ACTIVE:
+            return ""
+        name = self.panel.form.config.name
+        return f"{name} is being trained: stop it first, or wait for its end."
 
     def _make_fields(self):
         "What can be chosen before an action."
@@ -629,7 +654,8 @@ class NextSteps:
                 can_stop=True,
                 **freed,
             )
-            yield action("train", "Train on the labels", "graduation-cap", "", self._train)
+            more = dict(closed=self._unfold, back="Back")
+            yield action("train", "Train on the labels", "graduation-cap", "", self._train, **more)
         if config.method != "reward":
             what = "Writes the model as other programs read it; an earlier export is replaced."
             fields = (self.kind, self.place)
@@ -754,7 +780,15 @@ class NextSteps:
     def _train(self, action: NextAction):
         path, _ = gather_labels(self.run)
         self.panel = panel = self.open_panel(preference_config(self.run, path))
+        for part in self.widget.children:  # Else each of these would be there twice
+            if part is not action.widget:
+                part.layout.display = "none"
         return panel.widget, panel.close
+
+    def _unfold(self):
+        if not self.closed:
+            for part in self.widget.children[1:]:
+                part.layout.display = None
 
     def _export(self, action: NextAction):
         kind = self.kind.value

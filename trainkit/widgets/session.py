@@ -986,7 +986,7 @@ class FoundRun(NamedTuple):
             steps = f"step {self.step:,}"
         name = self.folder.name
         if self.state == "running":
-            return f"{name} runs in {self.where}, and this panel follows it."
+            return f"{name} is running ({self.where})."
         if self.state == "done":
             return f"{name} has taken its {self.step:,} steps."
         text = f"{name} {'failed' if self.state == 'failed' else 'stopped'} at {steps}."

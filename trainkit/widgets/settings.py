@@ -514,6 +514,9 @@ def _steps_of(config: "RunConfig", rows: int) -> int:
     return max(1, round(train.num_train_epochs * math.ceil(rows / batch)))
 
 
+_FEW_STEPS = 60  # A small table is passed over until there are about so many
+
+
 def _other_data(config: "RunConfig", path: str) -> "RunConfig | None":
     "Forget the columns of another file; a small table is read a few times, and logged often."
     values: dict[str, object] = {"data.path": path, "data.columns": {}}
@@ -522,8 +525,10 @@ def _other_data(config: "RunConfig", path: str) -> "RunConfig | None":
     if follow and rows:
         train = follow.train
         batch = train.per_device_train_batch_size * train.gradient_accumulation_steps
-        if train.max_steps * batch > _MANY_PASSES * rows:
-            values |= {"train.max_steps": -1, "train.num_train_epochs": 3.0}
+        if train.max_steps < 0 or train.max_steps * batch > _MANY_PASSES * rows:
+            passes = round(_FEW_STEPS / math.ceil(rows / batch))
+            passes = max(train.num_train_epochs, min(passes, _MANY_PASSES))
+            values |= {"train.max_steps": -1, "train.num_train_epochs": float(passes)}
             follow = _changed(config, values) or follow
         steps = _steps_of(follow, rows)
         values["train.logging_steps"] = min(train.logging_steps, max(1, steps // 20))
@@ -657,8 +662,7 @@ def _passes_advice(config: "RunConfig") -> Iterator[Advice]:
         text += f"memorized. Three passes are {few:,} steps."
         yield Advice("train.max_steps", text)
     elif train.max_steps < 0:
-        text = f"About {plural(_steps_of(config, rows), 'step')}: {plural(rows, 'row')} to train "
-        text += f"on, {plural(batch, 'row')} a step."
+        text = f"About {plural(_steps_of(config, rows), 'step')} of {plural(batch, 'row')} each."
         yield Advice("train.max_steps", text, "note")
 
 

@@ -379,8 +379,8 @@ class LabelPage:
             "Refresh lists", "refresh", "Look again for models", self.look, width="130px"
         )
         hint = "The model answers each question twice, and you choose the better answer. "
-        hint += "A file of labels that exists is continued. To train on the labels, choose the "
-        hint += "method DPO and this file in the tab Train."
+        hint += "A file of labels that exists is continued. To train on it, choose the method "
+        hint += "DPO in the tab Train, and this file as its data."
         self.status = W.HTML()
         self.place = W.VBox([])
         buttons = page.row(self.count, self.begin_button, self.stop_button, self.again)
