@@ -946,7 +946,7 @@ class TrainerPanel:
         if not run.answers:
             actions = "try it, export it, compare runs"
         text = _ENDED.format(name=run.name, actions=actions) + verdict(self.session.snapshot())
-        self._put(self.hint, notice(text, _GREEN))
+        self._put(self.hint, notice(text, _GREEN, "status"))
         return True
 
     def _open_below(self, config: "RunConfig") -> "TrainerPanel":
