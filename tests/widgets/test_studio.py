@@ -728,3 +728,51 @@ def test_enter_sends_a_question_and_pasted_lines_wait():
     chat.question.value = "x\n"
     assert sent == ["What?"]
     chat.close()
+
+
+def test_what_is_tried_before_a_run_shows_its_progress_and_can_be_stopped(panel, monkeypatch):
+    from trainkit.progress import Progress
+    from trainkit.widgets import panel as module
+
+    def slow(config):
+        with Progress(100, "Finding the rate", "step", where="silent") as bar:
+            for step in range(100_000):
+                bar.update(min(step, 99))
+                time.sleep(0.01)
+
+    for name, button, place in (
+        ("expect_rate", panel.rate_button, panel.rate_curve),
+        ("expect_time", panel.rehearse_button, panel.time),
+    ):
+        monkeypatch.setattr(module, name, slow)
+        assert panel.stop_button.disabled
+        button.click()
+        until(lambda place=place: "Finding the rate · " in place.value)
+        assert not panel.stop_button.disabled and panel.start_button.disabled
+        panel.stop_button.click()
+        until(lambda: not panel.rehearsing)
+        assert "Stopped" in place.value and panel.session.state == "idle"
+        assert not panel.start_button.disabled
+
+
+def test_the_end_of_a_run_says_what_the_held_out_rows_tell():
+    from trainkit.widgets.panel import verdict
+    from trainkit.widgets.session import RunSnapshot
+
+    def said(*losses):
+        steps = tuple(range(10, 10 * len(losses) + 1, 10))
+        return verdict(RunSnapshot(curves={"eval_loss": (steps, losses)} if losses else {}))
+
+    assert said() == said(2.0) == ""
+    assert said(3.0, 2.0).endswith(
+        "went from 3 to 2. It was still falling: more steps may be better."
+    )
+    assert "lowest after step 20: fewer steps" in said(3.0, 2.0, 2.5)
+    assert said(3.0, 2.0, 1.99).endswith("from 3 to 1.99.")
+
+
+def test_an_answer_stands_below_its_question():
+    from trainkit.widgets.panel import latest_samples_html
+
+    assert "rolls?</b>\nI am" in latest_samples_html([(1, "Can I freeze rolls?", "I am")])
+    assert "The sky</b> is" in latest_samples_html([(1, "The sky", " is")])
