@@ -65,14 +65,15 @@ _STYLE = """<style>
   flex-flow: row wrap; height: auto; width: 100%; margin: 2px 0; position: static }
 .trainkit-knob .widget-label:not(:empty) {
   width: 100% !important; max-width: 100% !important; text-align: left; overflow: hidden;
-  text-overflow: ellipsis; height: 22px; line-height: 22px; margin: 0 }
+  white-space: normal; height: 22px; line-height: 22px; margin: 0 }
 @container knob (max-width: 290px) { .trainkit-group { display: none } } /* The key fits */
 .trainkit-knob .widget-dropdown > select { height: 28px }
 .trainkit-knob .widget-checkbox { width: 100%; height: auto }
 .trainkit-knob .widget-checkbox .widget-label { display: none }
 .trainkit-knob .widget-checkbox .widget-label-basic { /* A long name takes two lines */
   white-space: normal; height: auto; line-height: 1.4; overflow: visible }
-.trainkit-key { font-size: 11px; opacity: .75; margin-left: 4px }
+.trainkit-key { /* Whole, or not at all: on a second line it is out of sight */
+  display: inline-block; white-space: nowrap; font-size: 11px; opacity: .75; margin-left: 4px }
 .trainkit-help { display: none }
 /* Over what follows, so that nothing moves. After an upload the columns are there */
 .trainkit-knob:focus-within:not(:has(button:focus)) .trainkit-help {
