@@ -159,6 +159,7 @@ class TrainerPanel:
         self.handle = None
         # Version and stage of the snapshot that was drawn last
         self.drawn: tuple[int, str] | None = None
+        self.drawn_at = 0.0
         self.click_error = ""  # Of the last button, as HTML
         self.others_drawn = 0.0  # When all charts were drawn
         self.memory_known = False  # Whether the memory of the current config was predicted
@@ -822,14 +823,16 @@ class TrainerPanel:
                 note_origin(now.folder, self.opened_with)
         with self.lock:
             drawn = now.version, str(now.stage)  # The seconds of a stage are no event of the run
-            if self.closed or (drawn == self.drawn and not force):
+            if self.closed:
                 return now
-            self.drawn = drawn
+            if drawn == self.drawn and not force:
+                self._show_head(now)
+                return now
+            self.drawn, self.drawn_at = drawn, time.monotonic()
             self._refresh_buttons(now)
             if getattr(self.form, "locked", False) != (now.state in ACTIVE):
                 self.form.lock(now.state in ACTIVE)
-            name = f" · {escape(Path(now.folder).name)}" if now.folder else ""
-            self._put(self.head, _HEADLINE.format(line=escape(headline(now)), name=name))
+            self._show_head(now)
             self._put(self.state_line, _STATE_LINE.format("pausing" if now.pausing else now.state))
             self._put(self.stages, stages_html(now))
             self._show_found(now)
@@ -841,6 +844,14 @@ class TrainerPanel:
             self._put(self.samples, latest_samples_html(now.samples))
             self._put(self.log, log_html(now.log))
         return now
+
+    def _show_head(self, now: RunSnapshot):
+        "The headline with the name of the run, and for how long nothing has come of it."
+        name = f" · {escape(Path(now.folder).name)}" if now.folder else ""
+        silent = time.monotonic() - self.drawn_at
+        if silent > 3 and now.state in ("running", "stopping") and now.stage is None:
+            name += f" · at work for {duration(silent)}"
+        self._put(self.head, _HEADLINE.format(line=escape(headline(now)), name=name))
 
     def _refresh_buttons(self, now: RunSnapshot):
         can = buttons(now)

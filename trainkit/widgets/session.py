@@ -328,6 +328,7 @@ class RunState:
 
     def _end(self, record: _Record):
         self.phase = "finishing"
+        self.stages.past.clear()  # Those before it are over
         self.reason = str(record.get("reason") or "")
 
     def _on_event(self, event: str, trainer: "Trainer", record: _Record):
