@@ -198,9 +198,13 @@ def _kill_workers(pool: ProcessPoolExecutor) -> None:
         process.kill()
     # One that was killed while it wrote leaves half a result, and the pool's thread would wait
     # for the rest for ever: with no writer left, it meets the end of the pipe.
-    writer = getattr(pool._result_queue, "_writer", None)
-    if writer is not None:
-        writer.close()
+    # And the thread that hands out work would wait for ever at a full pipe that nobody reads,
+    # which Python itself prevents from 3.11.5 on (gh-94777).
+    ends = (pool._result_queue, "_writer"), (getattr(pool, "_call_queue", None), "_reader")
+    for queue, end in ends:
+        connection = getattr(queue, end, None)
+        if connection is not None:
+            connection.close()
 
 
 def pool_result(
