@@ -89,8 +89,13 @@ def test_questions_of_a_file_with_columns_of_its_own(tmp_path, monkeypatch):
     page.column.value = "Frage"
     page.begin_button.click()
     page.page.wait(60)
-    [(_, _, path, _, columns)] = samples
+    [(_, _, path, _, columns, length)] = samples
+    assert length == 80
     assert studio.read_questions(path, 1, columns) == ["Was ist 1 und 1?"]
+    page.close()
+    page = studio.LabelPage("columns", lambda path: dict(prompt="Frage") if "fr" in path else {})
+    page.data.value = "fragen.csv"
+    assert page.column.value == "Frage", "that was said in the panel"
     page.close()
     dpo = load_config(RunConfig, dict(method="dpo", init_from="any"))
     offered = [value for _, value in find_data(dpo)]

@@ -756,7 +756,7 @@ def test_a_panel_for_each_method(browser, lab, scheme):
         dict(
             sft="Loss",
             qlora="Loss",
-            reward="Preferred rightly",
+            reward="Accuracy of rewards",
             dpo="KL from the reference",
             grpo="Reward",
             ppo="Reward",
@@ -787,7 +787,7 @@ def test_a_panel_for_each_method(browser, lab, scheme):
     for i, title in enumerate(shown.values()):
         panel = outputs.nth(i)
         panel.locator("button:text-is('Start')").click()
-        panel.locator("text=/^done · step 30 of 30/").wait_for()
+        panel.locator("text=/^finished · step 30 of 30/").wait_for()
         assert any(
             title in label
             for label in panel.locator("svg[role=img]").evaluate_all(
@@ -1106,7 +1106,7 @@ def test_after_a_run_everything_else_is_a_click_away(browser, lab, scheme):
         page.set_viewport_size(dict(width=1280, height=2400))
 
     button("Start").click()
-    page.locator("text=/^done · step 20 of 20/").wait_for()
+    page.locator("text=/^finished · step 20 of 20/").wait_for()
     button("Label answers").wait_for()  # The tab opens by itself
     assert button("Train on the labels").is_disabled()
     visible_fields(page, "0 of 24 preferences: 24 are missing")
@@ -1138,7 +1138,7 @@ def test_after_a_run_everything_else_is_a_click_away(browser, lab, scheme):
     assert "DPO" in method.locator("option:checked").inner_text()
     picture("preferences")
     button("Start").click()
-    page.locator("text=/^done · step/").nth(1).wait_for()
+    page.locator("text=/^finished · step/").nth(1).wait_for()
     button("Compare with the base").wait_for()
 
     button("Export").click()  # That of the outer panel is folded
@@ -1286,7 +1286,7 @@ def test_from_a_file_to_a_gguf_by_clicks(browser, lab, start):
     restart_kernel(page)
     seen("meine stopped at step [\\d,]+ of")
     button("Continue").click()
-    seen("^done · step")
+    seen("^finished · step")
 
     button("Label answers").wait_for()  # The tab opens by itself
     button("Chat").click()
@@ -1309,7 +1309,7 @@ def test_from_a_file_to_a_gguf_by_clicks(browser, lab, start):
     assert "DPO" in page.get_by_label("Method").nth(1).locator("option:checked").inner_text()
     fill("Steps at most", "4", 1)
     button("Start").click()
-    seen("^done · step", 1)
+    seen("^finished · step", 1)
 
     button("Compare with the base").click()
     page.get_by_role("textbox", name="Question", exact=True).first.fill("Was ist 2 und 1?")

@@ -135,6 +135,29 @@ def test_a_filter_is_read_as_it_is_typed(tmp_path):
     assert names("learning_rate > 5e-3 finished") == names("learning_rate>5e-3  finished") == ["a"]
 
 
+def test_a_run_that_prepares_is_listed(tmp_path):
+    "It has a process, and no line in its log yet."
+    import os
+
+    from trainkit.recipes.control import write_state
+    from trainkit.train.runs import RunFolder
+    from trainkit.widgets.run_browser import RunBrowser, begun_runs, status_of
+
+    with RunFolder(tmp_path / "old", "x: 1\n") as folder:
+        folder.record("log", dict(step=1, loss=2.0))
+    for state, words in (("preparing", "preparing"), ("gone", None)):
+        write_state(tmp_path / "new", state, os.getpid() if words else 2**30)
+        listed = {run.name: status_of(run) for run in begun_runs(tmp_path)}
+        assert listed == {"old": "unfinished"} | ({"new": words} if words else {})
+    write_state(tmp_path / "new", "preparing", os.getpid())
+    browser = RunBrowser(tmp_path, key="prepares")
+    assert browser.list.options[0] == ("new · preparing", "new")
+    assert "new" in browser.picture.value and not browser.page.alert.value
+    write_state(tmp_path / "old", "paused", os.getpid())
+    assert {run.name: status_of(run) for run in begun_runs(tmp_path)}["old"] == "paused"
+    browser.close()
+
+
 def test_pairs_of_another_model_are_said_to_be_that(tmp_path):
     "Existing labels are continued; the page says how they differ, once."
     import torch

@@ -23,6 +23,7 @@ from trainkit.widgets.next_steps import (
     gather_labels,
     open_round,
     run_prompts,
+    what_to_expect,
 )
 from trainkit.widgets.panel import TrainerPanel
 from trainkit.widgets.run_browser import RunBrowser
@@ -54,6 +55,51 @@ def test_the_tab_comes_with_the_end_of_the_run(tuned):
     assert panel.next is not None and panel.tabs.children[5] is panel.next.widget
     assert panel.tabs.selected_index == 5 and panel.next.run.has_model
     assert [*panel.next.actions][:4] == ["chat", "compare", "label", "train"]
+
+
+def test_what_can_be_expected_of_a_small_model(tuned):
+    "Its weights are counted without loading it."
+    _, panel = tuned
+    run = panel.next.run
+    from trainkit.interop.hf import load_pretrained
+
+    model, _ = load_pretrained(run.model)
+    assert run.parameters == sum(p.numel() for p in model.parameters())
+    assert "trained on, and little else" in panel.next.actions["chat"].what.value
+    for weights, words in ((135e6, "With 135 million parameters it writes fluently"), (2e9, "")):
+        large = TrainedRun(run.folder, run.config)
+        large.parameters = int(weights)
+        text = what_to_expect(large)
+        assert text.startswith(words) and bool(text) == bool(words)
+
+
+def test_memory_is_predicted_for_the_longest_row(tuned, tmp_path):
+    "In tokens of the model, once it is chosen; a byte is a token at most before that."
+    from trainkit.data.tokenization import tokenize_examples
+    from trainkit.interop.hf import load_tokenizer
+    from trainkit.widgets.panel import _as_long_as_rows, expect_memory
+
+    config, panel = tuned
+    rows = [dict(prompt=f"What is {i}?", completion="one two" * i) for i in range(1, 12)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = dict(method="lora", data=dict(path=str(tmp_path / "mine.jsonl"), max_length=512))
+    start = str(panel.next.run.model)
+    based = load_config(RunConfig, {**words, "init_from": start})
+    longest = max(
+        len(row["input_ids"])
+        for row in tokenize_examples(rows, load_tokenizer(start), kind="prompt_completion")
+    )
+    fitted, word = _as_long_as_rows(based)
+    assert (fitted.data.max_length, word) == (longest, "about") and longest < 512
+    pairs = [dict(prompt="a", chosen="b " * 9, rejected="c") for _ in range(9)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    words["data"]["path"] = str(tmp_path / "pairs.jsonl")
+    dpo = load_config(RunConfig, {**words, "method": "dpo", "init_from": start})
+    fitted, word = _as_long_as_rows(dpo)
+    assert word == "about" and 9 < fitted.dpo.max_length < 100
+    assert "A step will take about" in expect_memory(dpo).text
+    unknown, word = _as_long_as_rows(load_config(RunConfig, {**words, "method": "reward"}))
+    assert word == "at most" and unknown.data.max_length > fitted.dpo.max_length
 
 
 def test_a_run_that_is_looked_at_has_the_tab(tuned):
@@ -118,8 +164,8 @@ def test_labels_lead_to_a_panel_for_dpo(tuned):
     for i in range(LABELS_NEEDED):
         labels.judge("tie" if i == 3 else "left")
     steps.show_labels()
-    assert "23 of 24 preferences: 1 are" not in steps.actions["train"].what.value
-    assert "23 of 24 preferences: 1 is missing" in steps.actions["train"].what.value
+    assert "23 of 24 preferences: 1 more are" not in steps.actions["train"].what.value
+    assert "23 of 24 preferences: 1 more is needed" in steps.actions["train"].what.value
     labels.judge("right")
     steps.show_labels()
     assert not steps.actions["train"].start_button.disabled

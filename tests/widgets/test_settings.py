@@ -233,7 +233,7 @@ def test_another_method_takes_its_own_steps_and_not_those_of_the_profile():
 
 def test_a_small_table_is_read_a_few_times_and_logged_often(folder):
     "The steps are counted before Start, and a run of few steps has a curve."
-    rows = [{"prompt": f"{i}?", "completion": "x" * i} for i in range(40)]
+    rows = [{"prompt": f"{i}?", "completion": "x" * (i + 1)} for i in range(40)]
     (folder / "few.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = made("lora init_from=x train.max_steps=480 data.path=factbook-questions")
     few = settings.follow_change(config, "data.path", "few.jsonl")
@@ -249,3 +249,21 @@ def test_a_small_table_is_read_a_few_times_and_logged_often(folder):
     assert (kept.train.max_steps, kept.train.logging_steps) == (20, 1), "four passes are no mistake"
     assert settings.follow_change(many, "data.path", "missing.jsonl") is None
     assert 49 < settings.longest_row("few.jsonl") < 99
+    kind, rows = settings.longest_rows(few)
+    assert kind == "prompt_completion" and [len(row["completion"]) for row in rows] == [
+        *range(40, 32, -1)
+    ]
+
+
+def test_the_rows_to_train_on_are_counted_as_the_run_splits_them(folder):
+    "Rows are held out by a hash of their question: not a tenth of forty."
+    from trainkit.data.dataset import load_splits
+
+    rows = [{"Frage": f"{i}?", "Antwort": "x" * (i + 1)} for i in range(45)]
+    (folder / "few.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    unknown = made("lora init_from=x data.path=few.jsonl data.eval_fraction=0.2")
+    assert settings.count_trained(unknown) == 36, "its columns are not known: about so many"
+    known = made("lora init_from=x data.path=few.jsonl data.eval_fraction=0.2")
+    known.data.columns = dict(prompt="Frage", completion="Antwort")
+    parts, _ = load_splits(known.data)
+    assert settings.count_trained(known) == len(parts["train"]) != 36

@@ -168,11 +168,12 @@ def test_what_is_saved_needs_no_kernel(panel):
     assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == panel.widget.model_id
     assert (
         "<img" in bundle["text/html"]
-        and "done · step 30 of 30" in bundle["text/html"]
+        and "finished · step 30 of 30" in bundle["text/html"]
         and "<svg" not in bundle["text/html"]
     )
     assert (
-        bundle["text/plain"].startswith("TrainerPanel: done") and len(json.dumps(bundle)) < 60_000
+        bundle["text/plain"].startswith("TrainerPanel: finished")
+        and len(json.dumps(bundle)) < 60_000
     )
 
 
@@ -604,7 +605,7 @@ def test_every_method_trains_from_its_panel(method, of_method):
     assert result.steps == 4 and now.state == "done" and not panel.alert.value.count('role="alert"')
     assert panel.chart.value.count("aria-label") and "Learning rate" in panel.others.value
     shown = {
-        "dpo": ("Rewards of answers", "Margin", "Preferred rightly", "KL from the reference"),
+        "dpo": ("Rewards of answers", "Margin", "Accuracy of rewards", "KL from the reference"),
         "reward": ("Rewards of answers", "Margin"),
     }
     for title in shown.get(

@@ -445,7 +445,8 @@ def export_gguf(
                     bar.update(len(sums))
         finally:
             writer.close()
-        again = {t.name: _checksum(t.data) for t in gguf.GGUFReader(rough).tensors}
+        with Progress(None, "Checking what was written", enabled=progress):
+            again = {t.name: _checksum(t.data) for t in gguf.GGUFReader(rough).tensors}
         if wrong := {a for a, _ in sums.items() ^ again.items()}:
             raise OSError(f"{path} was not written: read again, {min(wrong)} differs")
         rough.replace(path)

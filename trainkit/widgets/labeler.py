@@ -105,7 +105,7 @@ def sample_pairs(
     "Two different answers of a model to each prompt."
     pairs: list[AnswerPair] = []
     try:
-        with Progress(len(prompts), "Answering each twice", "question", progress) as bar:
+        with Progress(len(prompts), "Answering each question twice", "question", progress) as bar:
             for start in range(0, len(prompts), batch_size):
                 group = prompts[start : start + batch_size]
                 pairs += _answer_twice(model, tokenizer, group, seed + start, tries + 2, knobs)

@@ -13,12 +13,13 @@ fetch a file, `shell_line` the line that repeats a run."""
 
 # %% auto #0
 __all__ = ['LABELS_NEEDED', 'FEW_LABELS', 'EXPORTS', 'CHAT_TEMPERATURE', 'LABEL_TEMPERATURE', 'TrainedRun', 'folder_bytes',
-           'run_prompts', 'context_size', 'label_files', 'open_round', 'gather_labels', 'labels_text',
+           'run_prompts', 'context_size', 'label_files', 'open_round', 'gather_labels', 'labels_text', 'what_to_expect',
            'preference_config', 'Exported', 'export_sizes', 'export_run', 'file_address', 'shell_line', 'NextAction',
            'NextSteps']
 
 # %% ../../nbs/12_widgets/18_next_steps.ipynb #imports-next_steps
 import json
+import math
 import os
 import shlex
 import shutil
@@ -114,6 +115,18 @@ class TrainedRun:
             return True
         file = self.model / "tokenizer_config.json"
         return file.is_file() and "chat_template" in json.loads(file.read_text(encoding="utf-8"))
+
+    @cached_property
+    def parameters(self) -> int:  # 0 where there is none
+        "The weights of the model, counted in the heads of its files."
+        from safetensors import safe_open
+
+        count = 0
+        for file in self.model.glob("*.safetensors"):
+            with safe_open(file, "np") as tensors:
+                names = tensors.keys()
+                count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
+        return count
 
     def path(self, path: Path) -> str:
         "A path as one would type it: from the working folder, where it lies below."
@@ -215,7 +228,18 @@ def labels_text(count: int) -> str:
         return f"There are {plural(count, 'preference')}."
     missing = LABELS_NEEDED - count
     are = "is" if missing == 1 else "are"
-    return f"{count} of {LABELS_NEEDED} preferences: {missing} {are} missing before it makes sense."
+    return f"{count} of {LABELS_NEEDED} preferences: {missing} more {are} needed before you train."
+
+
+def what_to_expect(run: TrainedRun) -> str:  # Empty for a large model
+    "What can be expected of a model of this size, in a sentence."
+    count = run.parameters
+    if not count or count > 1e9:
+        return ""
+    size = f"With {count / 1e6:,.3g} million parameters it"
+    if count < 5e7:
+        return f"{size} can answer what it was trained on, and little else."
+    return f"{size} writes fluently, and it is often wrong: that is normal for this size."
 
 # %% ../../nbs/12_widgets/18_next_steps.ipynb #next-4
 def preference_config(
@@ -518,7 +542,7 @@ class NextSteps:
         sections = (
             ("Try it", ("continue", "chat", "compare")),
             ("Improve it", ("label", "train")),
-            ("Take it along", ("export",)),
+            ("Use it elsewhere", ("export",)),
             ("Look back", ("report", "runs", "code")),
         )
         children = [style, W.HTML(_RUN_NAME.format(escape(run.name)))]
@@ -620,7 +644,7 @@ class NextSteps:
         size = show_bytes(folder_bytes(run.model))
         freed = dict(closed=self.free)
         if run.answers:
-            what = f"Opens {model} ({size}) here and lets you talk with it."
+            what = f"Opens {model} ({size}) here and lets you talk with it. {what_to_expect(run)}"
             yield action("chat", "Chat", "comments", what, self._chat, **freed)
         elif config.method != "reward":
             what = f"Opens {model} ({size}) and lets it write on from your text: it was not taught "
@@ -747,7 +771,9 @@ class NextSteps:
             pairs, provenance = self._sample(action)
             labeler = PreferenceLabeler(file, pairs, key, provenance=provenance)
         labeler.status.observe(lambda _: self.show_labels(), names="value")
-        action.say(f"The labels are kept in {self.run.path(file)}.")
+        action.say(
+            f"The labels are kept in {self.run.path(file.parent)}, also when you close this."
+        )
         return labeler.widget, labeler.close
 
     def _sample(self, action: NextAction) -> "tuple[list[AnswerPair], dict[str, object]]":
@@ -767,7 +793,7 @@ class NextSteps:
         return pairs, dict(model=fingerprint, sampling=knobs, prompts=count)
 
     def show_labels(self):
-        "Tell how many labels are missing before it makes sense to train on them."
+        "Tell how many labels are needed before it makes sense to train on them."
         if (action := self.actions.get("train")) is None:
             return
         count = gather_labels(self.run)[1]

@@ -12,12 +12,15 @@ are unusual, and `run_guide` combines it all for a `Form`. Nothing here needs a 
 # %% auto #0
 __all__ = ['METHODS_IN_WORDS', 'DATA_IN_WORDS', 'LABELS', 'WORDS', 'YOUR_RUN', 'COLUMNS_IN_WORDS', 'find_models', 'corpora_for',
            'find_data', 'find_templates', 'find_rewards', 'find_environments', 'find_losses', 'save_upload',
-           'first_row', 'count_data', 'longest_row', 'count_trained', 'unknown_columns', 'visible_sections',
-           'visible_fields', 'switch_method', 'follow_change', 'missing_file', 'advise_run', 'run_guide']
+           'first_row', 'count_data', 'longest_row', 'count_trained', 'longest_rows', 'unknown_columns',
+           'visible_sections', 'visible_fields', 'switch_method', 'follow_change', 'missing_file', 'advise_run',
+           'run_guide']
 
 # %% ../../nbs/12_widgets/17_settings.ipynb #imports-settings
+import json
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -26,7 +29,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import ConfigError, load_config
+from ..config import ConfigError, load_config, to_dict
 from ..data.readers import plain_suffix, read_rows
 from ..data.schema import fitting_kinds
 from ..display import plural
@@ -330,14 +333,47 @@ def longest_row(
     return _table_size(path)[1]
 
 
+@lru_cache(maxsize=32)
+def _read_small(data: str, changed: float) -> tuple[int, str, list[dict]]:
+    "How many rows a run is trained on, their kind, and the longest of all."
+    from trainkit.data.dataset import DataConfig, count_characters, load_splits
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # The run says them
+        parts, facts = load_splits(load_config(DataConfig, json.loads(data)))
+    rows = parts["train"] + parts["eval"]
+    rows.sort(key=lambda row: count_characters(row, facts.kind), reverse=True)
+    return len(parts["train"]), facts.kind, rows[:8]
+
+
+def _small_data(config: "RunConfig") -> tuple[int, str, list[dict]] | None:
+    if not count_data(config.data.path):
+        return None
+    data = json.dumps(to_dict(config.data), sort_keys=True)
+    try:
+        return _read_small(data, Path(config.data.path).stat().st_mtime)
+    except (OSError, ValueError):
+        return None  # Its columns are not known yet, or a row is wrong
+
+
 def count_trained(
     config: "RunConfig",
 ) -> int:  # 0 where it is not known without reading much
-    "About how many rows of a small table of yours a run is trained on."
+    "How many rows of a small table of yours a run is trained on."
     if config.recipe.learns_from not in ("answers", "pairs"):
         return 0
+    if small := _small_data(config):
+        return small[0]
     rows = count_data(config.data.path)
     return rows - round(config.data.eval_fraction * rows) if rows > 1 else rows
+
+
+def longest_rows(
+    config: "RunConfig",
+) -> tuple[str, list[dict]]:  # Their kind, and the rows; none where `count_data` is 0
+    "The eight rows of a small table of yours with the most characters."
+    small = _small_data(config)
+    return small[1:] if small else ("", [])
 
 
 def unknown_columns(
