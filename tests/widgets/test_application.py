@@ -245,6 +245,19 @@ def tab(page, name):
     page.locator(f".lm-TabBar-tabLabel:text-is('{name}')").first.click()
 
 
+def scroll(page, place=None):
+    "Where the page stands, after it is scrolled there if asked."
+    return page.evaluate(
+        """place => {
+            let e = document.querySelector(".trainkit-studio");
+            while (e.parentElement && !(e.scrollHeight > e.clientHeight &&
+                getComputedStyle(e).overflowY != "visible")) e = e.parentElement;
+            if (place != null) e.scrollTop = place;
+            return e.scrollTop }""",
+        place,
+    )
+
+
 def press(page, word):
     page.locator(f"button:text-is('{word}'):visible").first.click()
 
@@ -356,8 +369,16 @@ def test_the_application_in_a_browser(browser, tmp_path, scheme):
         shoot(page, f"looked-{scheme}")
         press(page, "Continue")
         page.locator("text=/^running · step/").first.wait_for()
+        assert scroll(page, 300) > 0
+        page.wait_for_timeout(300)
+        there = scroll(page)
         tab(page, "Runs")
         page.locator("text=1 run").first.wait_for()
+        assert scroll(page) < there
+        tab(page, "Train")
+        page.wait_for_timeout(500)
+        assert scroll(page) == there, "a tab keeps its place on the page"
+        tab(page, "Runs")
         shoot(page, f"runs-{scheme}")
         tab(page, "Label")
         press(page, "Begin")
