@@ -535,7 +535,7 @@ def test_widgets_look_well(browser, lab, scheme):
         color_scheme=scheme,
     )
     page.on("pageerror", lambda e: errors.append(str(e)))
-    visible_fields(page, "Nobody has been asked yet.")
+    visible_fields(page, "No question has been asked yet.")
     press(page, "Ask")
     page.get_by_role("alert").filter(has_text="Write a question first").wait_for()
     page.get_by_role("textbox", name="Question", exact=True).fill("what colour is the sky?")

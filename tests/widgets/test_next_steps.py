@@ -73,6 +73,24 @@ def test_what_can_be_expected_of_a_small_model(tuned):
         assert text.startswith(words) and bool(text) == bool(words)
 
 
+def test_the_application_opens_the_last_run(tuned, tmp_path):
+    "One that has ended is shown with its tab Next, and Look at it has nothing to do."
+    from trainkit.widgets.studio import StudioPanel
+
+    config, panel = tuned
+    shutil.copytree(panel.next.run.folder, tmp_path / "mine")
+    shutil.rmtree(tmp_path / "mine" / ".control")
+    opened = StudioPanel.open(load_config(RunConfig, dict(runs_dir=str(tmp_path))))
+    until(lambda: opened.next is not None)
+    assert opened.next.run.folder == tmp_path / "mine" and "finished · step 4" in opened.head.value
+    assert opened.tabs.selected_index == 5 and opened.look_button.layout.display == "none"
+    before = opened.next
+    assert opened.look_at_found() and opened.next is before, "it is not drawn anew"
+    opened.tabs.selected_index = 1
+    assert opened.look_at(tmp_path / "mine") and opened.tabs.selected_index == 5
+    opened.close()
+
+
 def test_memory_is_predicted_for_the_longest_row(tuned, tmp_path):
     "In tokens of the model, once it is chosen; a byte is a token at most before that."
     from trainkit.data.tokenization import tokenize_examples

@@ -255,6 +255,12 @@ def test_a_small_table_is_read_a_few_times_and_logged_often(folder):
     ]
 
 
+def test_a_model_has_a_name():
+    assert settings.model_name("runs/mine/model") == "runs/mine/model"
+    if settings.course_model():
+        assert settings.model_name(settings.course_model()) == "smollm2-135m"
+
+
 def test_the_rows_to_train_on_are_counted_as_the_run_splits_them(folder):
     "Rows are held out by a hash of their question: not a tenth of forty."
     from trainkit.data.dataset import load_splits

@@ -84,7 +84,7 @@ _TURN = (
     "{answers}</div>"
 )
 _SYSTEM = '<div style="opacity:.8">System: {}</div>'
-_NO_TURNS = '<p style="opacity:.75">Nobody has been asked yet.</p>'
+_NO_TURNS = '<p style="opacity:.75">No question has been asked yet.</p>'
 _CHAT = (
     f'<div role="log" {PLAIN} aria-label="Chat with {{names}}, {{turns}} turns" '
     'style="font:14px/1.5 system-ui,sans-serif">{system}'

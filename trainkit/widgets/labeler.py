@@ -579,10 +579,10 @@ def progress_text(labels: PreferenceLabels) -> str:
     total = len(labels.plan)
     parts = [f"{done} of {total} judged", plural(labels.count, "preference")]
     if (twice := total - len(labels.pairs)) > 0:  # To see whether the verdict is the same
-        parts[0] += f" ({len(labels.pairs)} pairs, {twice} of them shown twice)"
+        parts[0] += f" ({len(labels.pairs)} pairs, {twice} shown twice to check you)"
     if agreement := labels.agreement():
         same = f"{agreement.value * agreement.n:.0f} of {agreement.n}"
-        parts.append(f"the same verdict again in {same}")
+        parts.append(f"{same} judged the same way again")
     return " · ".join(parts)
 
 
@@ -631,7 +631,7 @@ class PreferenceLabeler:
     "A page for judging pairs of answers."
 
     # Least seconds between two verdicts by button: a double click is one verdict
-    apart = 0.4
+    apart = 0.25
 
     def __init__(
         self,

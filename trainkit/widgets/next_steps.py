@@ -40,6 +40,7 @@ from ..files import atomic_folder, read_json, show_bytes, write_atomic
 from ..progress import Progress
 from .form import Page, close_all, short_path, widgets
 from .session import ACTIVE
+from .settings import model_name
 
 if TYPE_CHECKING:
     from ipywidgets import Widget
@@ -660,7 +661,7 @@ class NextSteps:
             )
         if run.answers and config.init_from:
             what = "Opens it and the model that it began from, "
-            what += f"<code>{escape(short_path(config.init_from))}</code>, and asks both the same."
+            what += f"<code>{escape(model_name(config.init_from))}</code>, and asks both the same."
             yield action(
                 "compare", "Compare with the base", "columns", what, self._compare, **freed
             )
@@ -736,7 +737,7 @@ class NextSteps:
         tuned = self.load(self.run.model, action)
         start = Path(self.run.config.init_from)
         run_before = start.name == "model" and (start.parent / "config.yaml").is_file()
-        name = start.parent.name if run_before else "base"
+        name = start.parent.name if run_before else short_path(model_name(str(start)))
         return self._talk({name: base, self.run.name: tuned}, "compare")
 
     def _continue(self, action: NextAction):
@@ -796,9 +797,11 @@ class NextSteps:
         "Tell how many labels are needed before it makes sense to train on them."
         if (action := self.actions.get("train")) is None:
             return
-        count = gather_labels(self.run)[1]
+        path, count = gather_labels(self.run)
         what = "Opens a panel for DPO below, filled in with your labels, which you can change "
         what += f"before you press Start. {labels_text(count)}"
+        if count:
+            what += f" All of them: <code>{escape(self.run.path(path))}</code>."
         action.put(action.what, _WHAT.format(what))
         if action.close_opened is None:
             action.put(action.start_button, count < LABELS_NEEDED, "disabled")

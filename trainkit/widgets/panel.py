@@ -102,6 +102,7 @@ _RATES = (
     "at every step{}. A click takes the rate; the valley is the careful choice.</div>{}"
 )
 _MEMORY_TOO_LATE = "While a run is active, the memory of a step is not predicted."
+_TIME_LATER = "How long the run will take: Try 3 steps measures it."
 _MEMORY_LATER = "How much memory a step will take is predicted when nothing is missing above."
 _READING = "Reading the data …"
 _TRIAL_STOPPED = "Stopped: nothing of it is kept."
@@ -218,12 +219,19 @@ class TrainerPanel:
 
     def look_at_found(self) -> bool:
         "Show the run of an earlier kernel, with its curves, its samples and the tab Next."
-        if self.found is not None and str(self.session.folder) == str(self.found.folder):
-            return True  # It is shown already
+        if self.found is not None and self._shows(self.found):
+            if self.leads_on and self.next is not None:
+                self.tabs.selected_index = 5
+            self.leads_on = False
+            return True
         if not self._take_found():
             return False
         self._watch()  # Which ends at once, and shows the end, where nothing runs
         return True
+
+    def _shows(self, found: FoundRun) -> bool:
+        folder = self.session.folder
+        return folder is not None and Path(folder).resolve() == found.folder.resolve()
 
     def look_at(
         self,
@@ -407,7 +415,7 @@ class TrainerPanel:
         self.data = W.HTML()
         self.prompt = W.Text(
             value=(config.prompts or [""])[0],
-            placeholder="What the model continues",
+            placeholder="The beginning of a text, or a question",
             description="Prompt",
             layout=W.Layout(width="min(100%, 420px)"),
             style=dict(description_width="60px"),
@@ -441,9 +449,8 @@ class TrainerPanel:
             self.tabs.set_title(i, name)
         self.tabs.add_class("trainkit-tabs")
         style = W.HTML(_STYLE, layout=W.Layout(display="none"))
-        charts = W.Box([self.chart, self.others.add_class("trainkit-others")]).add_class(
-            "trainkit-charts"
-        )
+        charts = W.Box([self.chart, self.others.add_class("trainkit-others")])
+        charts = W.VBox([charts.add_class("trainkit-charts")])  # Which can be hidden
         self.before = W.VBox(
             [
                 self.found_box,
@@ -647,7 +654,7 @@ class TrainerPanel:
         self.memory_known = False
         with self.lock:
             if not self.rehearsing:
-                self._put(self.time, "")  # That of other settings
+                self._put(self.time, self._no_time())  # That of other settings
             if not self.taking_rate:
                 self._show_rates(None)
         if self.handle is not None or self.inside:
@@ -800,7 +807,12 @@ class TrainerPanel:
                     return  # The forecast for what it is now comes next
         with self.lock:
             self._put(self.memory, notice(text, colour, "status"))
+            if not self.time.value:
+                self._put(self.time, self._no_time())
         self.preview_soon()
+
+    def _no_time(self) -> str:
+        return "" if self.form.obstacle else notice(_TIME_LATER, _GREY, "status")
 
     def _memory_text(self, config: "RunConfig") -> tuple[str, str]:
         "The predicted memory in a sentence, and its colour."
@@ -896,7 +908,7 @@ class TrainerPanel:
         for button in (self.continue_button, self.anew_button):
             self._put(button.layout, "none" if done else None, "display")
         self._put(self.continue_button, found.checkpoint is None or done, "disabled")
-        looked_at = str(self.session.folder) == str(found.folder)
+        looked_at = self._shows(found)
         self._put(self.look_button.layout, "none" if looked_at else None, "display")
 
     def _show_obstacle(self, ended: bool):
@@ -952,11 +964,12 @@ class TrainerPanel:
         if self.next is not None:
             self.next.close()
         self.next = NextSteps(run, self._open_below, lambda: as_code(run.config), self.key)
+        before, ended = self.tabs.selected_index, self.session.state in ("done", "stopped")
+        leads = self.leads_on or ended and before in (None, 0, 5)
+        self.tabs.selected_index = 0 if leads else before  # A browser leaves a tab that is replaced
         self.tabs.children = [*self.tabs.children[:5], self.next.widget]
         self.tabs.set_title(5, "Next")
-        ended = self.session.state in ("done", "stopped")
-        if self.leads_on or ended and not self.tabs.selected_index:
-            self.tabs.selected_index = 5
+        self.tabs.selected_index = 5 if leads else before
         self.leads_on = False
         actions = "chat with it, compare it, label its answers, export it"
         if not run.answers:
@@ -1143,13 +1156,17 @@ def stages_html(
     return _STAGES.format("".join(rows)) if rows else ""
 
 
+_FEW_STEPS = 20
+
+
 def verdict(
     snapshot: RunSnapshot,
-) -> str:  # Empty where nothing was held out, or once only
+) -> str:  # Empty where it was held out once only, after many steps
     "What the losses of the held-out rows say about a run that has ended, in a sentence or two."
     steps, losses = snapshot.curves.get("eval_loss", ((), ()))
     if len(losses) < 2:
-        return ""
+        few = "Its curves say little: each number is that of one batch, and the steps are few."
+        return f" {few}" if 0 < snapshot.step < _FEW_STEPS else ""
     best = min(losses)
     text = f" The loss of the held-out rows went from {losses[0]:.3g} to {losses[-1]:.3g}."
     if losses[-1] > 1.02 * best:
@@ -1236,15 +1253,15 @@ FROM_ZERO = (
 )
 # Title -> what the chart shows, for those who see one for the first time
 MEANINGS: dict[str, str] = {
-    "Loss": "how much the model is surprised by the text that it should write: lower is better. "
-    "The held-out rows are not trained on; when only their loss rises, the model memorizes.",
+    "Loss": "how much the model is surprised by the text that it should write: lower is better.",
     "Rewards of answers": "how much likelier the better and the worse answers have become than "
     "they were for the model before this run.",
     "Margin": "the reward of the better answer minus that of the worse one: it should grow.",
     "Accuracy of rewards": "the share of pairs in which the better answer has the higher reward.",
     "Reward": "the score of the answers that the model writes itself: it should grow.",
-    "KL from the reference": "how far the model has moved from the one that it began with. Much "
-    "of it often means that the answers get worse in ways that the reward does not see.",
+    "KL from the reference": "how far the model has moved from the one that it began with, as a "
+    "few texts show it: a value just below 0 means nothing. Where it grows large, the answers "
+    "often get worse in ways that the reward does not see.",
     "Length of answers": "in tokens, which are words or pieces of words.",
     "Token accuracy": "how often the likeliest next token is the right one.",
     "Learning rate": "how far a step moves the weights. It rises first, and falls to the end.",
@@ -1310,6 +1327,14 @@ def pictures(
 
 
 _MEANING = "<b>{}</b>: {}<br>"
+_OTHER_LOSSES = {  # A number of the run -> what its loss is then
+    "rewards/margins": "how far the model is from preferring the better answers: 0.69 where it "
+    "prefers none, and lower is better.",
+    "reward": "what a step of the optimizer makes smaller. Here it says little: see the reward.",
+}
+_HELD_OUT = (
+    " The held-out rows are not trained on; when only their loss rises, the model memorizes."
+)
 _ALL_MEANINGS = (
     '<details style="font-size:13px;line-height:1.6"><summary>What the curves mean</summary>{}'
     "</details>"
@@ -1320,11 +1345,13 @@ def meanings_html(
     snapshot: RunSnapshot,
 ) -> str:  # Empty where there are no curves yet
     "A sentence about each chart of a run, folded."
-    rows = [
-        _MEANING.format(title, text)
-        for title, text in MEANINGS.items()
-        if _matching(snapshot, CHARTS[title])
-    ]
+    meanings = {t: text for t, text in MEANINGS.items() if _matching(snapshot, CHARTS[t])}
+    if "Loss" in meanings:
+        for name, text in _OTHER_LOSSES.items():
+            if name in snapshot.curves:
+                meanings["Loss"] = text
+        meanings["Loss"] += _HELD_OUT if "eval_loss" in snapshot.curves else ""
+    rows = [_MEANING.format(title, text) for title, text in meanings.items()]
     return _ALL_MEANINGS.format("".join(rows)) if rows else ""
 
 # %% ../../nbs/12_widgets/03_view.ipynb #df5ea5a2
@@ -1730,8 +1757,8 @@ _QUOTE = (
     'border-left:3px solid rgba(128,128,128,.4);padding-left:10px">{}</pre>'
 )
 _ROW_COUNTS = (
-    "<p style='margin:4px 0'>{train_rows:,} rows of kind {kind} to train on, "
-    "{eval_rows:,} held out.</p>"
+    "<p style='margin:4px 0'>{train_rows:,} rows to train on, {eval_rows:,} held out to test the "
+    "model on (kind: {kind}).</p>"
 )
 _TOKENIZER_LATER = (
     "The tokenizer is learned when the run starts: the tokens below are those of a small one."
@@ -1859,9 +1886,10 @@ def _cut_html(config: "RunConfig") -> str:
     "What happens to rows that are too long."
     truncation = config.sft.truncation
     if truncation == "error":
-        text = "A run refuses rows that are longer than data.max_length, drawn as a red line."
+        text = f"A run refuses rows of more than {config.data.max_length:,} tokens (Longest row)."
     else:
-        text = f"Rows longer than data.max_length, drawn as a red line: {truncation}."
+        most = f"{config.data.max_length:,} tokens (Longest row), drawn as a red line"
+        text = f"Rows of more than {most}: {truncation}."
     return f"<p style='margin:4px 0'>{clean(text)}</p>"
 
 

@@ -13,8 +13,8 @@ are unusual, and `run_guide` combines it all for a `Form`. Nothing here needs a 
 __all__ = ['METHODS_IN_WORDS', 'DATA_IN_WORDS', 'LABELS', 'WORDS', 'YOUR_RUN', 'COLUMNS_IN_WORDS', 'find_models', 'corpora_for',
            'find_data', 'find_templates', 'find_rewards', 'find_environments', 'find_losses', 'save_upload',
            'first_row', 'count_data', 'longest_row', 'count_trained', 'longest_rows', 'unknown_columns',
-           'visible_sections', 'visible_fields', 'switch_method', 'follow_change', 'missing_file', 'advise_run',
-           'run_guide']
+           'visible_sections', 'visible_fields', 'switch_method', 'model_name', 'follow_change', 'missing_file',
+           'advise_run', 'run_guide']
 
 # %% ../../nbs/12_widgets/17_settings.ipynb #imports-settings
 import json
@@ -59,10 +59,10 @@ METHODS_IN_WORDS: dict[str, tuple[str, str]] = {
 }
 # What a method learns from -> what its data must be, in plain words
 DATA_IN_WORDS = {
-    "text": "Its data are plain texts.",
-    "answers": "Its data are questions with answers, or conversations.",
-    "pairs": "Its data are questions, each with a better and a worse answer.",
-    "prompts": "Its data are questions, often with the right answer.",
+    "text": "It learns from plain texts.",
+    "answers": "It learns from questions with answers, or from conversations.",
+    "pairs": "It learns from questions, each with a better and a worse answer.",
+    "prompts": "It learns from questions, often with the right answer.",
 }
 LABELS: dict[str, str] = {  # Knob -> its name in plain words
     "method": "Method",
@@ -541,6 +541,13 @@ def _other_start(config: "RunConfig", start: str) -> "RunConfig | None":
     return _changed(config, values) if values else None
 
 
+def model_name(
+    start: str,  # As in `init_from`
+) -> str:
+    "A model as one would call it: the course's by its name, others by the end of their path."
+    return COURSE_MODEL if start == course_model() else short_path(start)
+
+
 def _steps_of(config: "RunConfig", rows: int) -> int:
     "The optimizer steps of a run on so many rows."
     train = config.train
@@ -688,7 +695,7 @@ _MANY_PASSES = 20  # After so many, small models repeat their rows
 def _passes_advice(config: "RunConfig") -> Iterator[Advice]:
     "How often a run sees each row of a small table, and in how many steps."
     train, rows = config.train, count_trained(config)
-    if not rows:
+    if not rows or unknown_columns(config) and not _small_data(config):
         return
     batch = train.per_device_train_batch_size * train.gradient_accumulation_steps
     passes = train.max_steps * batch / rows
@@ -698,7 +705,9 @@ def _passes_advice(config: "RunConfig") -> Iterator[Advice]:
         text += f"memorized. Three passes are {few:,} steps."
         yield Advice("train.max_steps", text)
     elif train.max_steps < 0:
-        text = f"About {plural(_steps_of(config, rows), 'step')} of {plural(batch, 'row')} each."
+        text = f"About {plural(_steps_of(config, rows), 'step')} of {plural(batch, 'row')} each"
+        at_once, times = train.per_device_train_batch_size, train.gradient_accumulation_steps
+        text += f", {at_once} at once." if times > 1 else "."
         yield Advice("train.max_steps", text, "note")
 
 
@@ -719,7 +728,8 @@ def _training_advice(config: "RunConfig") -> Iterator[Advice]:
         yield Advice("optim.learning_rate", f"{times}: hardly anything will be learned.")
     if train.max_steps > 0:
         text = (
-            f"No effect: the run ends after step {train.max_steps:,} (Steps at most; -1: no limit)."
+            f"No effect: the run ends after step {train.max_steps:,}. Empty Steps at most to count "
+            "passes."
         )
         yield Advice("train.num_train_epochs", text, "note")
     yield from _passes_advice(config)

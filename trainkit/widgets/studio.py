@@ -165,6 +165,12 @@ class StudioPanel(TrainerPanel):
         "The run to offer: the latest one of the folder, whatever its name and method."
         return super()._search(config) if self.inside else latest_run(config.runs_dir)
 
+    def _find_run(self, config: "RunConfig"):
+        "Also show the latest run at once, where it has ended."
+        super()._find_run(config)
+        if self.found is not None and self.found.state == "done" and not self.inside:
+            self.look_at_found()
+
     def show_in_page(self):
         "Begin to predict the memory: the page around this panel shows it."
         self.handle = SimpleNamespace(update=lambda panel: None)  # type: ignore[assignment]
@@ -369,6 +375,7 @@ class LabelPage:
             "Begin", "thumbs-o-up", "Let the model answer, then judge", self.begin, "success"
         )
         self.stop_button = page.button("Stop", "stop", "Judge the answers so far", page.stop)
+        self.stop_button.disabled = True
         self.again = page.button(
             "Refresh lists", "refresh", "Look again for models", self.look, width="130px"
         )
@@ -422,6 +429,7 @@ class LabelPage:
             raise ValueError("Choose the column with the questions first.")
         columns = dict(prompt=self.column.value) if self.column.value else None
         asked = self.model.value, self.data.value, self.count.value, columns, self.length.value
+        self.page.put(self.stop_button, False, "disabled")
         self.page.background(lambda: self._sample(path, *asked))
         return None
 
@@ -457,6 +465,7 @@ class LabelPage:
             )
         finally:
             self.page.put(self.status, "")
+            self.page.put(self.stop_button, True, "disabled")
         self._show(page)
 
     def _show(self, labeler: "PreferenceLabeler"):
