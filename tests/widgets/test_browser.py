@@ -1109,7 +1109,7 @@ def test_after_a_run_everything_else_is_a_click_away(browser, lab, scheme):
     page.locator("text=/^finished · step 20 of 20/").wait_for()
     button("Label answers").wait_for()  # The tab opens by itself
     assert button("Train on the labels").is_disabled()
-    visible_fields(page, "0 of 24 preferences: 24 are missing")
+    visible_fields(page, "0 of 24 preferences: 24 more are needed")
     picture("tab")
 
     button("Chat").click()
