@@ -85,7 +85,7 @@ def test_the_application_opens_the_last_run(tuned, tmp_path):
     assert opened.next.run.folder == tmp_path / "mine" and "finished · step 4" in opened.head.value
     assert opened.tabs.selected_index == 5 and opened.look_button.layout.display == "none"
     before = opened.next
-    assert opened.look_at_found() and opened.next is before, "it is not drawn anew"
+    assert opened.look_at_found() and opened.next is before, "it is not drawn again"
     opened.tabs.selected_index = 1
     assert opened.look_at(tmp_path / "mine") and opened.tabs.selected_index == 5
     opened.close()

@@ -1541,9 +1541,15 @@ def _longest_in_tokens(config: "RunConfig") -> int:  # 0 where the tokenizer is 
             return 0
         else:
             sft = config.sft
-            how = dict[str, Any](kind=kind, train_on=sft.train_on, reasoning=sft.reasoning)
-            how["chat_template_kwargs"] = sft.chat_template_kwargs
-            examples = tokenize_examples(rows, tokenizer, untrained="drop", **how)
+            examples = tokenize_examples(
+                rows,
+                tokenizer,
+                kind=kind,
+                train_on=sft.train_on,
+                reasoning=sft.reasoning,
+                untrained="drop",
+                chat_template_kwargs=sft.chat_template_kwargs,
+            )
             sizes = [len(example["input_ids"]) for example in examples]
     return max(sizes, default=0)
 
