@@ -208,6 +208,7 @@ def test_verdicts_are_kept_undone_and_counted(tmp_path):
     sides = [v for number in (0, 1) for v in judged[number]]
     share = labels.left_share()
     assert (share.value, share.n) == (sides.count("left") / len(sides), len(sides))
+    assert "no sign that you favour a side" in labeler.labels_html(labels)
     again = sum(len(judged[number]) - 1 for number in (0, 1, 2))
     assert labels.agreement().value == 1.0 and labels.agreement().n == again
     with labels.journal.open("ab") as file:
@@ -231,3 +232,13 @@ def test_the_divergence_of_two_vocabularies_is_that_of_their_common_tokens():
     other = torch.full((2, 7), 0.5).log()
     assert token_kl(p[:, :2], other).tolist() == pytest.approx(want, abs=1e-6)
     assert token_kl(p[1:], other[1:]).tolist() == pytest.approx(want[1:], abs=1e-6)
+
+
+def test_who_favours_a_side_is_told(tmp_path):
+    "Thirty pairs, of which the left answer wins all, and their sides were drawn."
+    labeler = pytest.importorskip("trainkit.widgets.labeler")
+    pairs = [dict(prompt=f"{i}?", answers=["yes", "no"]) for i in range(30)]
+    labels = labeler.PreferenceLabels(tmp_path / "x.jsonl", pairs)
+    while labels.now is not None:
+        labels.judge("left")
+    assert "100 % of the pairs: you seem to favour a side" in labeler.labels_html(labels)

@@ -75,8 +75,8 @@ _PAIR = (
 )
 _ALL_JUDGED = "<p><b>All pairs are judged.</b> {count} preferences are in <code>{path}</code>.</p>"
 _LEFT_SHARE = (
-    "<p>You chose the left answer in {value:.0f} % of the pairs (95 % interval {low:.0f} to "
-    "{high:.0f} %; without a habit for one side, 50 is in it).</p>"
+    "<p>You chose the left answer in {value:.0f} % of the pairs: {means} "
+    "(95 % interval {low:.0f} to {high:.0f} %).</p>"
 )
 _LABELS = (
     f'<div {PLAIN} aria-label="{{label}}" style="font:14px/1.5 system-ui,sans-serif">'
@@ -595,7 +595,9 @@ def labels_html(
         body = _ALL_JUDGED.format(count=labels.count, path=clean(labels.path))
         if share := labels.left_share():
             percent = dict(value=100 * share.value, low=100 * share.low, high=100 * share.high)
-            body += _LEFT_SHARE.format(**percent)
+            fair = share.low <= 0.5 <= share.high
+            means = "no sign that you favour a side" if fair else "you seem to favour a side"
+            body += _LEFT_SHARE.format(**percent, means=means)
     else:
         cards = [
             _CARD.format(side=side, text=clean(text))
