@@ -99,3 +99,15 @@ def test_where_no_line_fits_the_range_decides():
         scale, minimum, codes = ggml._fit_range(x, weights, 15, np.linspace(-1, 1, 21))
     assert (float(scale[0]), float(minimum[0])) == (pytest.approx(0.1), 1.0)
     assert codes[:, 0].tolist() == [0, 5, 12, 15]
+
+
+def test_scales_of_a_superblock_are_searched():
+    "Eight scales share one number; without a search the largest error is 0.000185."
+    from trainkit.quant.ggml import _fit_scales
+
+    r = np.random.default_rng(0)
+    x = r.random((8, 4000), dtype=np.float32) + np.float32(0.05)
+    weights = r.random((8, 4000), dtype=np.float32)
+    scale, codes = _fit_scales(x, weights)
+    error = (weights * (x - scale * codes) ** 2).sum(0)
+    assert error.max() < 1.75e-4 and error.mean() < 4.88e-5 and codes.max() <= 63
