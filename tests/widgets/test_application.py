@@ -292,6 +292,28 @@ def wait_for_step(page, least):
 @pytest.mark.browser
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_from_a_file_to_a_chat_in_the_application(browser, tmp_path, scheme):
+    "The same clicks as in a notebook, with either stack."
+    from test_browser import tune_and_chat, write_table
+    from test_studio import small_start
+
+    small_start(tmp_path / "work" / "runs")
+    write_table(tmp_path / "work")
+    with running_studio(tmp_path / "work", tmp_path / "log") as (_, address):
+        look = dict(viewport=dict(width=1280, height=2400), color_scheme=scheme)
+        page = browser.new_context(**look).new_page()
+        page.set_default_timeout(PATIENCE)
+        errors = []
+        page.on("pageerror", lambda e: errors.append(str(e)))
+        page.goto(address)
+        tune_and_chat(page)
+        page.context.close()
+    assert not errors, errors
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_application_in_a_browser(browser, tmp_path, scheme):
     """Train, close the page, find the run again, kill it, continue it, and end by Ctrl-C.
 

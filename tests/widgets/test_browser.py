@@ -1189,6 +1189,75 @@ def test_buttons_work_under_run_all_with_the_libraries_of_colab(browser, classic
     page.close()
 
 
+def tune_and_chat(page, shoot=lambda width: None):
+    """By clicks, from a file with columns of its own to a chat with the model that it has tuned.
+
+    The folder has `fragen.csv` and the run `base`. Nothing sticks out on a phone.
+    """
+
+    def button(word):
+        return page.locator(f"button:text-is('{word}'):visible").first
+
+    def pick(label, words):
+        field = page.get_by_label(label).first
+        option = field.locator("option", has_text=words)
+        option.wait_for(state="attached")
+        field.select_option(option.inner_text())
+
+    button("Start").wait_for()
+    pick("Method", re.compile("^LoRA"))
+    pick("init_from", "Your run base")
+    countries = page.get_by_label("data.path").first.locator(
+        "option", has_text="factbook-questions"
+    )
+    countries.wait_for(state="attached")  # The list for LoRA: what is picked is sent as a number
+    pick("data.path", "fragen.csv")
+    page.get_by_label("Question", exact=True).select_option("Frage")
+    page.get_by_label("Answer", exact=True).select_option("Antwort")
+    words = {"Name of the run": "mine", "Steps at most": "20", "Rows at once": "4"}
+    for label, value in (words | {"Longest row, in tokens": "64"}).items():
+        field = page.get_by_label(label).first
+        field.fill(value)
+        field.press("Tab")
+    button("Start").click()
+    page.locator("text=/^finished · step 20 of 20/").first.wait_for()
+    button("Chat").click()  # The tab Next has opened by itself
+    page.get_by_role("textbox", name="Question", exact=True).fill("Was ist 1 und 1?")
+    button("Ask").click()
+    visible_fields(page, "All tokens")
+    for width in (420, 1280):
+        page.set_viewport_size(dict(width=width, height=2400))
+        page.wait_for_timeout(700)
+        panel = page.locator(".trainkit-panel").first
+        wide, room = panel.evaluate("e => [e.scrollWidth, e.clientWidth]")
+        assert wide <= room + 2 and room <= width, f"at {width}: {wide} of {room} pixels"
+        assert not (faint := faint_texts(page, ".trainkit-panel")), f"at {width}: {faint}"
+        shoot(width)
+
+
+def write_table(folder):
+    "A file with columns of its own."
+    rows = [f"Was ist {i} und 1?,Das ist {i + 1}." for i in range(40)]
+    (folder / "fragen.csv").write_text("Frage,Antwort\n" + "\n".join(rows) + "\n")
+
+
+@pytest.mark.slow
+def test_from_a_file_to_a_chat_with_the_libraries_of_colab(browser, classic):
+    "The same clicks as in JupyterLab and in the application."
+    from test_studio import small_start
+
+    folder = classic[1]
+    small_start(folder / "tuned")
+    write_table(folder)
+    page = open_classic(browser, classic, "tunes.ipynb", [STORY % "tuned"])
+    errors = []
+    page.on("pageerror", lambda e: errors.append(str(e)))
+    page.evaluate("Jupyter.notebook.execute_all_cells()")
+    tune_and_chat(page)
+    assert not errors, errors
+    page.close()
+
+
 STORY = """
 from trainkit import RunConfig, TrainerPanel
 panel = TrainerPanel(RunConfig(runs_dir="%s"))

@@ -52,7 +52,7 @@ def press(steps, name):
 
 def test_the_tab_comes_with_the_end_of_the_run(tuned):
     _, panel = tuned
-    assert panel.next is not None and panel.tabs.children[5] is panel.next.widget
+    assert panel.next is not None and panel.tabs.children[5].children == (panel.next.widget,)
     assert panel.tabs.selected_index == 5 and panel.next.run.has_model
     assert [*panel.next.actions][:4] == ["chat", "compare", "label", "train"]
 

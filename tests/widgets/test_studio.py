@@ -595,7 +595,7 @@ def test_every_method_trains_from_its_panel(method, of_method):
     panel = TrainerPanel(of_method(method), presets={}, key="method")
     panel.data_button.click()
     panel.reader.join()
-    assert "rows of kind" in panel.data.value
+    assert "rows to train on" in panel.data.value
     panel.code_button.click()
     code = panel.code.value
     panel.start_button.click()

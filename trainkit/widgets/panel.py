@@ -448,6 +448,7 @@ class TrainerPanel:
         for i, name in enumerate(("Samples", "Log", "Data", "Code", "Sweep")):
             self.tabs.set_title(i, name)
         self.tabs.add_class("trainkit-tabs")
+        self.next_place = W.VBox()  # The tab Next, once a run has ended
         style = W.HTML(_STYLE, layout=W.Layout(display="none"))
         charts = W.Box([self.chart, self.others.add_class("trainkit-others")])
         charts = W.VBox([charts.add_class("trainkit-charts")])  # Which can be hidden
@@ -964,12 +965,13 @@ class TrainerPanel:
         if self.next is not None:
             self.next.close()
         self.next = NextSteps(run, self._open_below, lambda: as_code(run.config), self.key)
-        before, ended = self.tabs.selected_index, self.session.state in ("done", "stopped")
-        leads = self.leads_on or ended and before in (None, 0, 5)
-        self.tabs.selected_index = 0 if leads else before  # A browser leaves a tab that is replaced
-        self.tabs.children = [*self.tabs.children[:5], self.next.widget]
-        self.tabs.set_title(5, "Next")
-        self.tabs.selected_index = 5 if leads else before
+        if len(self.tabs.children) == 5:  # A browser leaves a tab that is replaced: it stays
+            self.tabs.children = [*self.tabs.children, self.next_place]
+            self.tabs.set_title(5, "Next")
+        self._put(self.next_place, (self.next.widget,), "children")
+        ended = self.session.state in ("done", "stopped")
+        if self.leads_on or ended and not self.tabs.selected_index:
+            self.tabs.selected_index = 5
         self.leads_on = False
         actions = "chat with it, compare it, label its answers, export it"
         if not run.answers:
