@@ -1206,11 +1206,11 @@ def tune_and_chat(page, shoot=lambda width: None):
 
     button("Start").wait_for()
     pick("Method", re.compile("^LoRA"))
-    pick("init_from", "Your run base")
     countries = page.get_by_label("data.path").first.locator(
         "option", has_text="factbook-questions"
     )
-    countries.wait_for(state="attached")  # The list for LoRA: what is picked is sent as a number
+    countries.wait_for(state="attached")  # The lists for LoRA: a choice is sent as a number
+    pick("init_from", "Your run base")
     pick("data.path", "fragen.csv")
     page.get_by_label("Question", exact=True).select_option("Frage")
     page.get_by_label("Answer", exact=True).select_option("Antwort")
