@@ -1087,6 +1087,7 @@ class TrainerPanel:
             self.closed = True
             self.form.close()
             close_all(self.widget)
+            close_all(self.next_place)  # Which no tab may hold yet
         if self.panels.get(self.key) is self:
             del self.panels[self.key]
         self.when_closed()
