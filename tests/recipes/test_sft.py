@@ -393,7 +393,7 @@ def test_the_lesson_tunes_the_model_of_the_tour():
         }
     assert (
         settings["00_tour"] == settings["28_instruction_tuning"]
-        and len(settings["28_instruction_tuning"]) == 10
+        and len(settings["28_instruction_tuning"]) == 11
     )
 
 
