@@ -346,7 +346,7 @@ def block_tile(
         groups = b.lshr(columns, v.long(5))
         with cgutils.for_range(b, groups) as loop:
             w_at = v.at(w, (loop.index, layout.code_bytes))
-            kernels.prefetch(v, v.at(w_at, (4096, 1)), layout.code_bytes)
+            kernels.prefetch(v, v.at(w_at, (kernels.AHEAD, 1)), layout.code_bytes)
             side = _Scales(v, layout, name, s, loop.index)
             x_at = v.at(x, (loop.index, x_group))
             blocks = [v.at(x_at, (j, kernels.BLOCK)) for j in range(rows)]
