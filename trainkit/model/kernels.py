@@ -20,11 +20,12 @@ __all__ = ['FORMATS', 'BLOCK', 'AHEAD', 'tile_large', 'tile_outs', 'tile_rows', 
            'arrive', 'arrived', 'give_way', 'carray', 'FREE_SUMS', 'STEP_PARTS', 'MATRICES', 'WeightFormat',
            'PackedMatrix', 'Vectors', 'prefetch', 'product_tile', 'round_groups', 'TiledMatrix', 'integer_instruction',
            'add_products', 'load_halves', 'store_first', 'integer_tile', 'group_quantizer', 'memory_functions',
-           'attention_tiles', 'compiled_only', 'product_part', 'round_rows', 'exponential', 'sigmoid', 'activate',
-           'normalize', 'copy_row', 'rotate_head', 'soften', 'attend_together', 'wait', 'StepMemory', 'part_of',
-           'prepare_inputs', 'multiply', 'normalize_stream', 'read_heads', 'attend_groups', 'add_product',
-           'gate_and_up', 'decode_part', 'common_kernels', 'compiled_kernels', 'in_threads', 'packing_reason',
-           'in_one_memory', 'use_large_pages', 'PackedModel', 'PackedPlan', 'packed_copy', 'decode_plan']
+           'attention_tiles', 'compiled_only', 'product_part', 'round_rows', 'exponential', 'sigmoid',
+           'gated_activation', 'normalize', 'copy_row', 'rotate_head', 'soften', 'attend_together', 'wait',
+           'StepMemory', 'part_of', 'prepare_inputs', 'multiply', 'normalize_stream', 'read_heads', 'attend_groups',
+           'add_product', 'gate_and_up', 'decode_part', 'common_kernels', 'compiled_kernels', 'in_threads',
+           'packing_reason', 'in_one_memory', 'use_large_pages', 'PackedModel', 'PackedPlan', 'packed_copy',
+           'decode_plan']
 
 # %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #imports-kernels
 import ctypes
@@ -852,7 +853,7 @@ def sigmoid(x):
     return (e if x < 0 else np.float32(1.0)) / (np.float32(1.0) + e)
 
 
-def activate(gate, up, gelu):
+def gated_activation(gate, up, gelu):
     "SiLU or GELU of the gate, times up, in place."
     for i in range(len(gate)):
         x = gate[i]
@@ -1097,7 +1098,7 @@ def gate_and_up(step, layer, thread, threads):
         multiply(step, layer, 4 + m, x, wide, 4 * wide, y, y_row, first, last)
     for b in range(len(own)):
         gate = step.act[b, first:last]
-        activate(gate, step.act[b, deep + first : deep + last], step.gelu)
+        gated_activation(gate, step.act[b, deep + first : deep + last], step.gelu)
     all = step.blocks.ctypes.data + threads * step.blocks.strides[0]
     act = np.int64(step.act.ctypes.data)
     return round_rows(act, y_row, np.int64(all), first, last, len(own))
@@ -1137,7 +1138,7 @@ def common_kernels() -> tuple[SimpleNamespace, Mapping[str, object]]:
     "What is the same in all formats; and all that other functions find under these names."
     wide = _has_wide_vectors()
     extra = memory_functions() | attention_tiles(16 if wide else 8)
-    vectors = exponential, sigmoid, activate, normalize, copy_row, rotate_head, soften
+    vectors = exponential, sigmoid, gated_activation, normalize, copy_row, rotate_head, soften
     same = (*vectors, attend_together, wait, attend_groups)
     same = compile_kernels(same, extra, f"{wide}", FREE_SUMS)
     return same, {**extra, **vars(same)}
