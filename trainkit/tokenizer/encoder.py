@@ -443,7 +443,8 @@ class Encoder:
 
     def __getstate__(self) -> dict[str, object]:
         "A copy, also in another process, begins with an empty table of recent words."
-        return {name: value for name, value in vars(self).items() if name != "recent"}
+        own = {"recent", "integers"}
+        return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state, recent=threading.local())
@@ -498,6 +499,14 @@ class Encoder:
             merged_ids,
         )
 
+    @functools.cached_property
+    def integers(self) -> np.ndarray:  # (ids,) Python's integers
+        "All ids once: lists that share them take 8 bytes an id instead of 40, and less time."
+        most = max(*self.byte_ids, *self.merged_ids, *self.tokens.values())
+        out = np.empty(most + 1, object)
+        out[:] = range(most + 1)
+        return out
+
     def unreached(
         self,
         tokens: Mapping[bytes, int],  # Bytes of each token -> its id
@@ -519,10 +528,10 @@ class Encoder:
         A lone surrogate, or a byte that the vocabulary lacks, is a `ValueError`."""
         if self._begin(texts) == "python":
             return [self._encode_python(text) for text in texts]
-        ids, sizes = self._encode_numba(texts)
+        flat, sizes = self._encode_numba(texts)
+        ids = self.integers.take(flat).tolist()
         if len(texts) == 1:
-            return [ids.tolist()]
-        ids = ids.tolist()
+            return [ids]
         at = [0, *np.cumsum(sizes).tolist()]
         return [ids[a:b] for a, b in pairwise(at)]
 
