@@ -589,6 +589,15 @@ def test_every_reader_gives_lines_from_one(tmp_path):
 GOOD_LINE = '{"prompt": "a", "completion": "b"}\n'
 
 
+def test_an_object_of_all_columns_of_messages_is_one_row(tmp_path):
+    "Its lists look like lists of rows, and there are six of them."
+    message = [{"role": "user", "content": "hi"}]
+    columns = ["messages", "conversations", "chosen", "rejected", "prompt", "completion"]
+    path = tmp_path / "row.json"
+    path.write_text(json.dumps({name: message for name in columns}))
+    assert [row for _, row in read_rows(path)] == [{name: message for name in columns}]
+
+
 @pytest.mark.parametrize(
     "first", ["broken", '["x", "y"]', "# a comment", "{", '{"prompt": "a"', "5"]
 )
