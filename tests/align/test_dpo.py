@@ -703,6 +703,13 @@ def test_rows_become_pairs_as_trl_makes_them():
         assert pair["length"] == sum(map(len, tokens))  # By which batches are grouped
 
 
+def test_a_pair_of_unequal_answers_is_not_reported_as_cut():
+    letters = BPETokenizer.train(["abc"], 257, special_tokens=["<|end|>"], progress=False)
+    row = dict(prompt="abc", chosen="d" * 20, rejected="e")
+    report = tokenize_pairs([row], letters, 40, None, "prompt").report
+    assert (report.answers_cut, report.prompts_cut, report.dropped) == (0, 0, 0)
+
+
 def test_pairs_that_are_the_same_once_they_are_cut_are_left_out():
     letters = BPETokenizer.train(["abc"], 257, special_tokens=["<|end|>"], progress=False)
     letters.eos_token = "<|end|>"

@@ -235,6 +235,8 @@ def test_models_of_transformers_learn_too(method):
         return [sum(i < 10 for i in ids) / 4 for ids in completion_ids]
 
     actor = ActorCritic(policy) if method == "ppo" else policy
+    if method == "ppo":
+        assert actor.value_head.out_features == 1, "one value for each token"
     rollouts = Rollouts(actor, None, [[3, 4], [5]], low, config)
     result = Trainer(
         actor,

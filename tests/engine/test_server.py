@@ -475,6 +475,20 @@ def test_strangers(place, caplog):
     assert "GET /v1/models 401" in caplog.text and KEY not in caplog.text + text
 
 
+def test_the_first_token_comes_before_the_whole_answer(place):
+    "In the sums of times that Prometheus reads."
+
+    def seconds():
+        lines = dict(line.rsplit(" ", 1) for line in ask(place, "/metrics")[1].splitlines())
+        return [float(lines[f"trainkit_{name}_seconds_sum"]) for name in ("first_token", "request")]
+
+    first, whole = seconds()
+    asked = dict(model="small", prompt="a", max_tokens=20)
+    assert ask(place, "/v1/completions", asked)[0] == 200
+    new_first, new_whole = seconds()
+    assert 0 < new_first - first < new_whole - whole
+
+
 def test_clients_that_go(place):
     "A client that hangs up frees its row, while it waits, while it streams, and without a stream."
     data = json.dumps(endless(place, stream=True)).encode()

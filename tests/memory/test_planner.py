@@ -46,6 +46,10 @@ def test_a_budget_too_small_says_the_smallest_need():
     plan = plan_memory(TINY, "1 kB", Setup(1, 64), levers=["chunked loss"])
     assert not plan.fits and "the smallest need is" in str(plan)
     assert plan.peak == min(size for _, size in plan.waterfall)
+    ax = plan.draw()
+    (_, top), (_, bottom) = ax.transData.transform([(0, 0), (0, len(plan.waterfall))])
+    one = (top - bottom) / len(plan.waterfall) * 72 / ax.figure.dpi
+    assert one > 12, "a line of text and its bar need as many points"
     with pytest.raises(ValueError, match="no lever 'lora'"):
         plan_memory(TINY, 1, levers=["lora"])
 
