@@ -24,7 +24,7 @@ __all__ = ['FORMATS', 'BLOCK', 'AHEAD', 'tile_large', 'tile_outs', 'tile_rows', 
            'gated_activation', 'normalize', 'copy_row', 'rotate_head', 'soften', 'attend_together', 'wait',
            'StepMemory', 'part_of', 'prepare_inputs', 'multiply', 'normalize_stream', 'read_heads', 'attend_groups',
            'add_product', 'gate_and_up', 'decode_part', 'common_kernels', 'compiled_kernels', 'in_threads',
-           'packing_reason', 'in_one_memory', 'use_large_pages', 'PackedModel', 'PackedPlan', 'packed_copy',
+           'packing_reason', 'use_large_pages', 'in_one_memory', 'PackedModel', 'PackedPlan', 'packed_copy',
            'decode_plan']
 
 # %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #imports-kernels
@@ -1236,22 +1236,6 @@ MATRICES = [f"self_attn.{name}_proj" for name in "qkvo"]
 MATRICES += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 
 
-def in_one_memory(matrices: Sequence[PackedMatrix]) -> list[PackedMatrix]:
-    "One after another as they are read; numpy asks for large pages, which are found faster."
-    sizes = []
-    for m in matrices:
-        sizes += [-(-side.nbytes // 64) * 64 for side in (m.codes, m.scales)]
-    memory = torch.from_numpy(np.empty(sum(sizes) + 64, np.uint8))
-    memory = memory[-memory.data_ptr() % 64 :]
-    places = iter(memory[: sum(sizes)].split(sizes))
-
-    def move(side: Tensor) -> Tensor:
-        place = next(places)[: side.nbytes].view(side.dtype).view(side.shape)
-        return place.copy_(side)
-
-    return [replace(m, codes=move(m.codes), scales=move(m.scales)) for m in matrices]
-
-
 def use_large_pages(tensors: Iterable[Tensor]) -> None:
     """Ask Linux to hold the memory of tensors in pages of 2 MB; elsewhere nothing happens.
 
@@ -1273,6 +1257,24 @@ def use_large_pages(tensors: Iterable[Tensor]) -> None:
         for advice in (14, 25):  # MADV_HUGEPAGE, and MADV_COLLAPSE since Linux 6.1
             if size > 0:  # An answer that says no is as good
                 advise(ctypes.c_void_p(begin), ctypes.c_size_t(size), advice)
+
+
+def in_one_memory(matrices: Sequence[PackedMatrix]) -> list[PackedMatrix]:
+    "One after another as they are read, in large pages."
+    sizes = []
+    for m in matrices:
+        sizes += [-(-side.nbytes // 64) * 64 for side in (m.codes, m.scales)]
+    memory = torch.from_numpy(np.empty(sum(sizes) + 64, np.uint8))
+    memory = memory[-memory.data_ptr() % 64 :]
+    places = iter(memory[: sum(sizes)].split(sizes))
+
+    def move(side: Tensor) -> Tensor:
+        place = next(places)[: side.nbytes].view(side.dtype).view(side.shape)
+        return place.copy_(side)
+
+    moved = [replace(m, codes=move(m.codes), scales=move(m.scales)) for m in matrices]
+    use_large_pages([memory])
+    return moved
 
 
 class PackedModel:
