@@ -64,7 +64,7 @@ class Constraint:
         self.read = ids.shape[1]
         mask = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
         if self.matcher.is_error():
-            reason = _first_line(self.matcher.get_error())
+            reason = _in_one_line(self.matcher.get_error())
             raise ConstraintError(f"the constraint failed: {reason}")
         if (seconds := time.thread_time() - begun) > _STEP_SECONDS:
             raise ConstraintError(f"the constraint took {seconds:.1f} s for one token: simplify it")
@@ -172,7 +172,7 @@ class Grammars:
         if seconds > _STEP_SECONDS:
             raise ValueError(f"the {kind} took {seconds:.1f} s for two tokens: simplify it")
         if matcher.is_error():
-            raise ValueError(f"the {kind} is not valid: {_first_line(matcher.get_error())}")
+            raise ValueError(f"the {kind} is not valid: {_in_one_line(matcher.get_error())}")
         return Constraint(matcher)
 
 
@@ -188,6 +188,5 @@ def _try_steps(matcher: "LLMatcher") -> float:  # CPU seconds
     return time.thread_time() - begun
 
 
-def _first_line(error: str) -> str:
-    lines = [line.strip() for line in error.splitlines() if line.strip()]
-    return " ".join(lines[:5])[:300] if lines else "no reason given"
+def _in_one_line(error: str) -> str:
+    return " ".join(error.split())[:300] or "no reason given"

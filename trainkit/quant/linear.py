@@ -130,13 +130,6 @@ def fused_product(
     return y.view(*x.shape[:-1], wide)
 
 # %% ../../nbs/06_quant/04_quantized_layers.ipynb #b13beb09
-def _fused(x: Tensor) -> Callable[..., Tensor] | None:  # `fused_product`, or None
-    "The product in one kernel, where it is asked for and available."
-    if os.environ.get("TRAINKIT_FUSED") != "1":
-        return None
-    return fused_product if can_fuse(x) else None
-
-
 class _FrozenProduct(torch.autograd.Function):
     "x·Wᵀ for a weight that is made when it is needed, in the forward and in the backward pass."
 
@@ -150,8 +143,8 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore
-        if isinstance(ctx.layer, Linear4bit) and (fused := _fused(grad)):
-            return fused(grad, ctx.layer.quantized, True), None, None
+        if isinstance(ctx.layer, Linear4bit) and can_fuse(grad):
+            return fused_product(grad, ctx.layer.quantized, True), None, None
         weight = ctx.layer.dequantize(grad.dtype)
         flat = grad.reshape(-1, grad.shape[-1])
         with fast_products() if use_manual_backward(grad) else nullcontext():
@@ -312,8 +305,8 @@ class Linear4bit(_FrozenLinear):
         return dequantize_4bit(self.quantized, dtype)
 
     def _product(self, x: Tensor) -> Tensor:
-        if fused := _fused(x):
-            return fused(x, self.quantized)
+        if can_fuse(x):
+            return fused_product(x, self.quantized)
         weight = self.dequantize(x.dtype)
         with fast_products() if use_manual_backward(x) else nullcontext():
             return F.linear(x, weight)
