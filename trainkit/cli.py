@@ -41,7 +41,7 @@ from .config import nearest
 from .course import course, lab
 from .files import printable, say, to_json, write_atomic
 from .progress import SafeStream, is_terminal, note
-from .recipes.data_commands import data
+from .recipes.data_commands import Column, data, read_columns
 from .recipes import commands as tools
 from .recipes import memory_commands as needs
 from .train.monitors import check_health
@@ -952,6 +952,7 @@ def train(
             help="A file, a folder, a folder of shards, or the name of a corpus.",
         ),
     ] = None,
+    column: Column = None,
     strategy: Annotated[
         Optional[str],
         typer.Option(
@@ -994,7 +995,7 @@ def train(
     """Run a config: read, train, evaluate, save, report.
 
     `--method sft --model FOLDER --dataset FILE` teaches a model to answer, `--method dpo` which
-    answer is better."""
+    answer is better. `trainkit config show --explain` lists every knob with its meaning."""
     short = {
         "preset": strategy,
         "method": method,
@@ -1002,6 +1003,7 @@ def train(
         "init_from": model,
         "distill.teacher": teacher,
         "data.path": dataset,
+        "data.columns": read_columns(column) or None,
         "train.num_train_epochs": epochs,
         "train.max_steps": None if epochs is None else -1,
     }

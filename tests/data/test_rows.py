@@ -2,9 +2,10 @@
 
 import json
 
+import pytest
 from support.snapshots import answer_all
 
-from trainkit.data.dataset import count_characters
+from trainkit.data.dataset import count_characters, load_examples
 from trainkit.data.schema import as_example, map_texts, split_prompt, to_messages
 
 
@@ -35,3 +36,34 @@ def test_each_row_keeps_its_meaning():
 
 def test_each_pair_is_split_at_the_same_place():
     answer_all(lambda question: outcome(split_prompt, *json.loads(question)), "pairs.txt")
+
+
+@pytest.mark.parametrize("name", ["answer", "completion"])
+def test_a_null_is_named_by_its_own_column(name):
+    with pytest.raises(
+        ValueError, match=rf"^column '{name}' is empty \(null\), and kind prompt_comp"
+    ):
+        as_example({"question": "Null?", name: None}, "prompt_completion")
+
+
+def test_a_bad_row_says_how_it_is_left_out(tmp_path):
+    rows = [dict(prompt="a", completion="b"), dict(prompt="c", completion="")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=r"line 2: completion is empty .*data\.on_bad=skip"):
+        load_examples(tmp_path / "rows.jsonl")
+
+
+def test_pairs_are_no_conversation_and_have_a_method():
+    row = dict(prompt="a", chosen="b", rejected="c")
+    with pytest.raises(ValueError, match="pairs train with method=dpo"):
+        to_messages(as_example(row, "preference"), "preference")
+
+
+def test_rows_that_share_a_line_are_counted(tmp_path):
+    rows = [dict(prompt="a", completion="b"), dict(prompt="c", completion="d"), dict(prompt="e")]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    with pytest.raises(ValueError, match="rows.json, line 1, row 3: "):
+        load_examples(tmp_path / "rows.json")
+    (tmp_path / "rows.json").write_text(json.dumps(rows, indent=1))
+    with pytest.raises(ValueError, match="rows.json, line 10: "):
+        load_examples(tmp_path / "rows.json")

@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainkit.align.distillation import shared_vocabulary
 from trainkit.model.generation import generate
-from trainkit.interop.gguf import export_gguf, gguf_names, read_tensors
-from trainkit.interop.hf import load_pretrained, save_pretrained
+from trainkit.interop.gguf import export_gguf, gguf_names, read_tensors, write_modelfile
+from trainkit.interop.hf import load_pretrained, load_tokenizer, save_pretrained
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
-from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+from trainkit.tokenizer.bpe_tokenizer import DIGITS_APART, BPETokenizer
+from trainkit.tokenizer.chat import set_template
 
 BASE = dict(
     vocab_size=320, d_model=64, n_heads=4, n_kv_heads=2, n_layers=2, d_ff=96, max_seq_len=64
@@ -270,3 +271,49 @@ def test_a_version_that_cannot_be_says_what_to_do(tmp_path, version, remedy):
     (tmp_path / "m.gguf").write_bytes(b"GGUF" + version.to_bytes(4, "little") + bytes(100))
     with pytest.raises(ValueError, match=f"m.gguf has GGUF version {version}, .*{remedy}"):
         load_pretrained(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_digits_stand_apart_where_the_file_says_so(tmp_path, native):
+    "transformers reads a file of SmolLM2 as one of GPT-2, where a space belongs to a number."
+    own = BPETokenizer.train(
+        [Path(ast.__file__).read_text()], 320, pattern=DIGITS_APART, progress=False
+    )
+    _, folder = saved(own, tmp_path / "m")
+    export_gguf(folder, tmp_path / "m.gguf", "f32", progress=False)
+    assert gguf.GGUFReader(tmp_path / "m.gguf").fields["tokenizer.ggml.pre"].contents() == "smollm"
+    read = load_tokenizer(tmp_path / "m.gguf", native=native)
+    for text in ("a    5", "in all:   42 of 12345\n        7", "it's  x"):
+        ids = read.encode(text) if native else read.encode(text, add_special_tokens=False)
+        assert list(ids) == own.encode(text)
+    assert len(own.encode("a    5")) == 3
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_a_modelfile_leaves_out_the_begin_token_where_the_program_adds_it(tmp_path, added):
+    own = BPETokenizer.train(
+        [Path(ast.__file__).read_text()], 320, special_tokens=["<|im_start|>", "<|im_end|>"]
+    )
+    set_template(own, "smollm2")
+    own.bos_token = "<|im_start|>"
+    if added:
+        begin = dict(SpecialToken=dict(id="<|im_start|>", type_id=0))
+        own.post_processor = dict(
+            type="TemplateProcessing",
+            single=[begin, dict(Sequence=dict(id="A", type_id=0))],
+            pair=[begin, dict(Sequence=dict(id="A", type_id=0))],
+            special_tokens={
+                "<|im_start|>": dict(
+                    id="<|im_start|>",
+                    ids=[own.special_tokens["<|im_start|>"]],
+                    tokens=["<|im_start|>"],
+                )
+            },
+        )
+    _, folder = saved(own, tmp_path / "m")
+    export_gguf(folder, tmp_path / "m.gguf", "f32", progress=False)
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    assert fields["tokenizer.ggml.add_bos_token"].contents() == added
+    template = write_modelfile(tmp_path / "m.gguf", folder).read_text().split('"""')[1]
+    assert template.startswith("<|im_start|>{{") != added
+    assert template.count("<|im_start|>") == 4 - added, "user, assistant, the answer, and the start"

@@ -13,7 +13,14 @@ from huggingface_hub import constants
 
 from trainkit.config import ConfigError
 from trainkit.interop.hf import load_pretrained, save_pretrained
-from trainkit.interop.hub import HubConfig, HubPush, explain, fetch_model, open_repo
+from trainkit.interop.hub import (
+    HubConfig,
+    HubPush,
+    explain,
+    fetch_model,
+    find_model_files,
+    open_repo,
+)
 from trainkit.recipes.config import method_config
 from trainkit.recipes.runner import run
 
@@ -344,3 +351,11 @@ def test_of_several_processes_one_uploads(hub, tmp_path):
     model = {p.name: p.read_bytes() for p in (tmp_path / "runs" / "two" / "model").iterdir()}
     assert {name: hub["files"][name] for name in model} == model
     assert any(name.startswith("last-checkpoint/") for name in hub["files"])
+
+
+def test_a_mistyped_folder_has_a_neighbour(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "no-model").mkdir(parents=True)
+    with pytest.raises(OSError, match="'runs/nomodel' is not a folder here.*mean 'no-model'"):
+        find_model_files("runs/nomodel")

@@ -8,6 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 from support.processes import call, command, in_child
 from support.processes import shell as trainkit
 
@@ -203,6 +205,7 @@ def test_a_config_file_makes_the_run_again(demo):
 def test_a_second_run_never_overwrites_the_first(demo):
     done = trainkit("train", "runs/demo/config.yaml", "train.max_steps=2", cwd=demo[0])
     assert done.returncode == 0 and (demo[0] / "runs" / "demo-2" / "model").is_dir(), done.stderr
+    assert "Folder     runs/demo-2, as runs/demo has a run already" in done.stdout
 
 
 def interrupted(words, cwd, env, step):
@@ -422,6 +425,10 @@ WRONG = {
     ),
     "config: a method that is none": (["config", "show", "method=stf"], "Did you mean 'sft'"),
     "merge: no adapter": (["merge", ".", ".", "out"], "adapter_config.json"),
+    "columns that are not written NAME=COLUMN": (
+        ["train", "--method", "sft", "--dataset", "pairs.jsonl", "--column", "prompt"],
+        "--column prompt: is written NAME=COLUMN",
+    ),
     "export: no such model": (["export", "gguf", "nowhere", "m.gguf"], "nowhere"),
     "export: no such source": (["export", "hf", "nowhere", "out"], "nowhere"),
     "tokenizer: none there": (["tokenizer", "show", "."], "tokenizer.json"),
@@ -667,6 +674,15 @@ def test_from_a_config_of_another_library_to_a_model_that_chats(demo, tmp_path):
         for m in ("merged", str(run / "model"))
     ]
     assert answers[0] == answers[1]
+    exported = call("export", "gguf", str(base), "base.gguf", "--type", "f32", cwd=tmp_path)
+    assert exported.returncode == 0, exported.stderr
+    merged = call("merge", "base.gguf", str(run / "adapter"), "same", cwd=tmp_path)
+    assert merged.returncode == 0, merged.stderr
+    one, other = (
+        safetensors.torch.load_file(tmp_path / name / "model.safetensors")
+        for name in ("merged", "same")
+    )
+    assert one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
     again = call("export", "hf", str(run / "model"), "again", cwd=tmp_path)
     assert (
         again.returncode == 0

@@ -585,3 +585,21 @@ def test_answers_of_a_run_are_shown_with_those_of_before_where_there_are_any(bef
     assert heading == "Answers"
     for word in ("Spell 0.", "Spell 1.", "zero", "one", *before, *judge.after):
         assert word in page
+
+
+def test_a_reward_model_is_no_damaged_model(home):
+    run(config(home, "reward", "scores", max_steps=1), verbose=False)
+    with pytest.raises(ValueError, match="is a reward model: it scores answers"):
+        load_pretrained(home / "runs" / "scores" / "model")
+
+
+def test_a_reward_of_ones_own_is_given_in_python(home):
+    changed = config(home, "grpo", "own", {"rl": {"rewards": ["mine.py:short"]}})
+    with pytest.raises(ValueError, match=r"given in Python: run\(config, rewards=\.\.\.\)"):
+        prepare(changed)
+
+
+def test_answers_as_long_as_the_context_leave_no_room(home):
+    rl = {"rewards": ["right_answer"], "max_completion_length": 64}
+    with pytest.raises(ValueError, match="rl.max_completion_length takes the whole context"):
+        run(config(home, "grpo", "long", {"rl": rl}), verbose=False)

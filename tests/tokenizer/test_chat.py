@@ -16,6 +16,7 @@ from tokenizers.processors import ByteLevel
 
 from trainkit.tokenizer.chat import (
     encode_spans,
+    find_template,
     render,
     render_batch,
     resize_embeddings,
@@ -1309,3 +1310,13 @@ def test_the_letters_of_bytes_are_those_of_gpt2():
     letters = byte_letters()
     assert [letters[b] for b in (0, 10, 32, 65, 173, 255)] == ["Ā", "Ċ", "Ġ", "A", "Ń", "ÿ"]
     assert sorted(letters) == list(range(256)) and len({*letters.values()}) == 256
+
+
+def test_a_name_of_a_format_that_is_misspelt_is_no_template():
+    tokenizer = BPETokenizer.train(["a b c " * 9], 258, progress=False)
+    with pytest.raises(
+        ValueError, match=r"'chatlm' is neither Jinja nor one of chatml, .*'chatml'"
+    ):
+        set_template(tokenizer, "chatlm")
+    with pytest.raises(ValueError, match="neither Jinja nor one of"):
+        find_template(tokenizer, "chatlm")

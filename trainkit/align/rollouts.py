@@ -82,6 +82,8 @@ def _check_room(
     room: float,
     setting: str,
 ) -> None:
+    if room < 1:
+        raise ValueError(f"{setting} takes the whole context of the model: choose a smaller one")
     if len(ids) > room:
         raise ValueError(
             f"prompt {i} has {len(ids)} tokens, and with {setting} taken off "

@@ -191,6 +191,10 @@ def _usual_spelling(
         yield where, source, line, row
 
 # %% ../../nbs/02_data/04_loading.ipynb #5ffc0ccc
+# At the end of what is wrong with a row
+_REMEDY = "; on_bad='skip' leaves such rows out (data.on_bad=skip, or trainkit data --skip-bad)"
+
+
 def _source_name(source: object) -> str:
     "The name of a path, a corpus, or rows in memory, for reports and errors."
     if isinstance(source, (str, PathLike)):
@@ -294,7 +298,7 @@ def stream_examples(
                 break
             if isinstance(out, ValueError):
                 if on_bad == "raise":
-                    raise out
+                    raise ValueError(f"{out}{_REMEDY}") from None
                 report.skip(str(out))
                 continue
             report.rows += 1

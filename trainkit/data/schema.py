@@ -366,12 +366,14 @@ def _find_columns(row: Mapping, kind: str) -> dict[str, str]:
         if name is not None:
             columns[column] = name
         elif column != "input" and not (kind == "preference" and column == "prompt"):
-            here = "is empty (null)" if column in row and row[column] is None else "is missing"
+            if null := next((n for n in candidates if n in row and row[n] is None), None):
+                raise ValueError(f"column '{null}' is empty (null), and kind {kind} needs it")
+            here = "is missing"
             if column == "label" and row.get(column) is not None:
                 here = f"= {row[column]!r}: true or false is needed"
             raise ValueError(
                 f"column '{column}' {here} for kind {kind} (there are {', '.join(map(repr, row))})."
-                + (nearest(column, [n for n in row if n != column]) if "null" not in here else "")
+                + nearest(column, [n for n in row if n != column])
             )
     return columns
 
@@ -473,6 +475,8 @@ def to_messages(
         raise ValueError(
             f"a row of kind {kind} cannot become a conversation; only prompt_completion, "
             "instruction, messages and reasoning can"
+            + "; pairs train with method=dpo"
+            * (kind == "preference")
         )
     return [*first, dict(role="user", content=prompt), dict(role="assistant", content=answer)]
 

@@ -527,8 +527,11 @@ def _file_rows(
     report: LoadReport,
 ) -> Iterator[Raw]:
     report.files += 1
-    for line, row in read_rows(path, encoding, field):
-        yield f"{path}, line {line}", source, line, row
+    last = 0
+    for number, (line, row) in enumerate(read_rows(path, encoding, field), 1):
+        among = f", row {number}" if line == last else ""  # Of several in a line
+        yield f"{path}, line {line}{among}", source, line, row
+        last = line
 
 # %% ../../nbs/02_data/03_sources.ipynb #4ccc573c
 def _has_configs(folder: Path) -> bool:

@@ -498,9 +498,9 @@ def tokenize_examples(
         i = int(report.lengths.argmax())
         raise ValueError(
             f"{report.dropped:,} of {len(rows):,} rows are longer than max_length = {max_length} "
-            f"({_place(rows[i], numbers[i])} has {report.lengths[i]} tokens); a max_length of "
-            f"{report.limit(0.01)} fits 99 % of them. Raise it, or say truncation='keep_end', "
-            "'keep_start' or 'drop'"
+            f"({_place(rows[i], numbers[i])} has {report.lengths[i]} tokens). truncation='drop' "
+            "(in a config sft.truncation) leaves such rows out, 'keep_end' and 'keep_start' cut "
+            f"them; a max_length of {report.limit(0.01)} fits 99 % of them"
         )
     empty = [i for i, pair in enumerate(pairs) if pair is not None and not _learned_count(pair[1])]
     if empty and untrained == "error":

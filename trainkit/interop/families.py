@@ -442,6 +442,11 @@ def check_family_weights(
         for k, v in expected.items()
         if k in weights and weights[k].shape != v.shape
     ]
+    if "score.weight" in weights and "score.weight" not in expected:
+        raise ValueError(
+            f"{source} is a reward model: it scores answers, as in rl.rewards or "
+            "trainkit.align.load_reward_model, and writes no text"
+        )
     for words, names in (
         ("lacks", [k for k in expected if k not in weights]),
         ("has a wrong shape:", wrong),

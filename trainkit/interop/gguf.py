@@ -40,7 +40,7 @@ from ..model.config import ModelConfig
 from ..progress import Progress
 from ..quant.ggml import BLOCKS, PACKED, GGUFTensor, open_gguf, pack_blocks
 from ..tokenizer.chat_template import render_text
-from ..tokenizer.bpe_tokenizer import default_template, read_pattern
+from ..tokenizer.bpe_tokenizer import DIGITS_APART, default_template, read_pattern
 from ..tokenizer.pretokenize import GPT4_PATTERN, PATTERNS
 
 if TYPE_CHECKING:
@@ -169,6 +169,7 @@ PRE_TOKENIZERS = {  # Our name of a pattern, or the pattern itself -> llama.cpp'
     "o200k": "gpt-4o",
     _LLAMA3: "llama-bpe",
     _QWEN2: "qwen2",
+    DIGITS_APART: "smollm",
     **{
         text: name
         for text, name in (
@@ -181,18 +182,20 @@ PRE_TOKENIZERS = {  # Our name of a pattern, or the pattern itself -> llama.cpp'
 
 
 def _pre_tokenizer(data: dict) -> str:
-    part = data.get("pre_tokenizer")
-    kinds = [p.get("type") for p in (part or {}).get("pretokenizers") or [part or {}]]
-    if kinds == ["Digits", "ByteLevel"]:
-        return "smollm"
-    pattern = read_pattern(part)
+    pattern = read_pattern(data.get("pre_tokenizer"))
     if pattern not in PRE_TOKENIZERS:
         known = ", ".join(sorted(set(PRE_TOKENIZERS.values())))
         raise ValueError(
-            f"llama.cpp has no name for the pattern {pattern!r}: it knows those of {known} and "
-            "smollm. If one of its names splits text in the same way, give this name as pre="
+            f"llama.cpp has no name for the pattern {pattern!r}: it knows those of {known}. "
+            "If one of its names splits text in the same way, give this name as pre="
         )
     return PRE_TOKENIZERS[pattern]
+
+
+def _adds_bos(data: dict) -> bool:  # Of tokenizer.json
+    "Whether encoding a plain text puts a begin token in front."
+    first = next(iter((data.get("post_processor") or {}).get("single") or []), {})
+    return "SpecialToken" in first
 
 
 def read_template(
@@ -248,9 +251,7 @@ def describe_tokenizer(
         writer.add_eos_token_id(ends[0])
     if len(ends) > 1:
         writer.add_eot_token_id(ends[1])
-    first = next(iter((data.get("post_processor") or {}).get("single") or []), {})
-    # Whether encoding a plain text puts a begin token in front
-    writer.add_add_bos_token("SpecialToken" in first)
+    writer.add_add_bos_token(_adds_bos(data))
     if template := read_template(folder):
         writer.add_chat_template(template)
 
@@ -590,7 +591,7 @@ def _quoted(text: str) -> str:
 
 def go_template(
     parts: ChatParts,
-    bos_token: str = "",  # Left out at the start: llama.cpp adds it if the file says so
+    bos_token: str = "",  # Left out at the start, as llama.cpp adds it where the file says so
 ) -> str:
     "The chat template in the template language of Ollama."
     start = parts.start.removeprefix(bos_token) if bos_token else parts.start
@@ -647,9 +648,10 @@ def write_modelfile(
             "and Ollama needs no Modelfile for that"
         )
     bos, eos, stops = _special(folder)
+    added = bos if _adds_bos(_read(folder / "tokenizer.json")) else ""
     lines = [
         f"FROM ./{gguf_file.name}",
-        f'TEMPLATE """{go_template(chat_parts(template, bos, eos), bos)}"""',
+        f'TEMPLATE """{go_template(chat_parts(template, bos, eos), added)}"""',
     ]
     lines += [f'PARAMETER stop "{stop}"' for stop in stops]
     lines.append(f"PARAMETER temperature {temperature:g}")

@@ -30,6 +30,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from tokenizers import pre_tokenizers
 from torch import Tensor, nn
 
 from ..config import load_config, pick_device, save_config
@@ -47,7 +48,7 @@ from .families import take_weights, to_hf_config, to_hf_weights
 from .hub import find_model_files
 from ..model.config import MAX_LAYERS, ModelConfig
 from ..model.transformer import Transformer
-from ..quant.ggml import gguf_version
+from ..quant.ggml import gguf_version, open_gguf
 from ..quant.quantize import QuantConfig, load_quantized, quantize_model, tensor_files
 from ..tokenizer.bpe_tokenizer import BPETokenizer
 
@@ -301,18 +302,8 @@ def _open_tokenizer(path: Path, native: bool, trust: bool = False) -> _Tokenizer
             f"{path} holds no tokenizer that can be opened ({type(error).__name__}: {reason}): "
             "copy or save its tokenizer.json again"
         ) from None
-    if (
-        gguf
-        and find_spec("transformers.integrations.gguf") is None
-        and type(tokenizer.backend_tokenizer.pre_tokenizer).__name__ == "ByteLevel"
-    ):
-        warnings.warn(
-            f"transformers {transformers.__version__} cuts the text of {path.name} as GPT-2 does, "
-            "whatever pattern the file names: ids may differ where there are digits or line ends. "
-            "5.23 reads the pattern; so does a folder",
-            stacklevel=3,
-        )
     if gguf:
+        _cut_as_stored(tokenizer, path)
         tokenizer = _without_defaults(tokenizer)
     if native and gguf:
         try:
@@ -320,6 +311,23 @@ def _open_tokenizer(path: Path, native: bool, trust: bool = False) -> _Tokenizer
         except ValueError:
             pass
     return tokenizer
+
+
+def _cut_as_stored(tokenizer: transformers.PreTrainedTokenizerBase, path: Path) -> None:
+    "Let a tokenizer from a GGUF file cut text by the pattern that the file names; in place."
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or type(backend.pre_tokenizer).__name__ != "ByteLevel":
+        return
+    if open_gguf(path)[0].get("tokenizer.ggml.pre") == "smollm":  # Unknown to transformers 5.23
+        parts = [pre_tokenizers.Digits(True), backend.pre_tokenizer]
+        backend.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    elif find_spec("transformers.integrations.gguf") is None:
+        warnings.warn(
+            f"transformers {transformers.__version__} cuts the text of {path.name} as GPT-2 does, "
+            "whatever pattern the file names: ids may differ where there are digits or line ends. "
+            "5.23 reads the pattern; so does a folder",
+            stacklevel=4,
+        )
 
 
 def _without_defaults(tokenizer: Any) -> Any:

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import check_config, knob, without_secrets
+from ..config import check_config, knob, nearest, without_secrets
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -287,4 +287,10 @@ def find_model_files(
             f"'{name}' is no model: give a folder, a .gguf file, or a name on the hub such as "
             "'owner/name'"
         )
-    return fetch_model(name, cache_dir or None, token, more, wanted)
+    try:
+        return fetch_model(name, cache_dir or None, token, more, wanted)
+    except OSError as error:
+        here = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        if hint := nearest(path.name, here):
+            raise OSError(f"{error}.{hint}") from None
+        raise

@@ -21,6 +21,7 @@ __all__ = ['config', 'tokenizer', 'export', 'Folder', 'DraftModel', 'DraftTokens
 # %% ../../nbs/11_recipes/17_commands.ipynb #imports-commands
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
@@ -73,15 +74,21 @@ def show_config(
     overrides: Annotated[
         Optional[list[str]], typer.Argument(metavar="[GROUP.KNOB=VALUE]...", show_default=False)
     ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="With the meaning of each knob above it.")
+    ] = False,
     as_json: _AsJson = False,
 ) -> None:
     "The whole config of a run, as file, preset, method and changes make it."
-    from trainkit.config import dump_config
+    from trainkit.config import dump_config, explain_config
     from trainkit.recipes.config import method_config
 
     changes = [*([file] if file and "=" in file else []), *(overrides or [])]
     run_config = method_config(Path(file) if file and "=" not in file else None, changes)
-    say(dump_config(run_config, "json" if as_json else "yaml"), nl=False)
+    if explain and not as_json:
+        say(explain_config(run_config), nl=False)
+    else:
+        say(dump_config(run_config, "json" if as_json else "yaml"), nl=False)
 
 
 @config.command(name="convert")
@@ -253,7 +260,13 @@ def show_tokenizer(folder: Folder, as_json: _AsJson = False) -> None:
 
 # %% ../../nbs/11_recipes/17_commands.ipynb #8aad5951
 def merge(
-    base: Annotated[Path, typer.Argument(help="The base model's folder.", show_default=False)],
+    base: Annotated[
+        str,
+        typer.Argument(
+            help="The base model: its folder, its .gguf file or its name on the hub.",
+            show_default=False,
+        ),
+    ],
     adapter: Annotated[
         Path,
         typer.Argument(help="The adapter's folder, such as runs/NAME/adapter.", show_default=False),
@@ -261,17 +274,23 @@ def merge(
     output: Annotated[Path, typer.Argument(help="A new folder for the model.", show_default=False)],
 ) -> None:
     "Fold an adapter into its base model, on disk, a tensor at a time."
+    from trainkit.interop.hub import find_model_files
     from trainkit.lora.merge import merge_folder
 
-    for folder, what in (
-        (base, "a saved model"),
-        (adapter, "an adapter, such as runs/NAME/adapter"),
-    ):
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} is not a folder: give that of {what}")
+    if not adapter.is_dir():
+        raise FileNotFoundError(
+            f"{adapter} is not a folder: give that of an adapter, such as runs/NAME/adapter"
+        )
     if not (adapter / "adapter_config.json").is_file():
         raise FileNotFoundError(f"{adapter} is not an adapter: it has no adapter_config.json")
-    say(f"Model   {merge_folder(base, adapter, output)}")
+    path = find_model_files(base)
+    with tempfile.TemporaryDirectory(prefix="trainkit-merge-") as home:
+        if path.is_file():  # A merge reads tensors from a folder
+            from trainkit.interop.hf import load_pretrained, save_pretrained
+
+            model, tokenizer = load_pretrained(path)
+            path = save_pretrained(model, tokenizer, Path(home) / "base")
+        say(f"Model   {merge_folder(path, adapter, output)}")
 
 
 def check_project_command(

@@ -633,13 +633,14 @@ def prepare_sft(
         form = f"packed into {plural(len(packed), 'row')} ({sft.packing}), {full:.1%} full"
     test_rows = f", {data.test_rows:,} for a test that this run does not read"
     report = train.report
+    cut = f"; {plural(report.dropped, 'row')} too long, left out" if report.dropped else ""
     plan = [
         f"Data       {data.path}: "
         f"{plural(data.train_rows, 'example')} of kind {data.kind} to train on, "
         f"{data.eval_rows:,} held out{test_rows if data.test_rows else ''}",
         f"Examples   {plural(int(report.kept.sum()), 'token')}, "
         f"{int(report.answers_kept.sum()):,} of them learned; the longest has "
-        f"{int(report.lengths.max()):,} of {length:,}; {form}",
+        f"{int(report.lengths[report.kept > 0].max()):,} of {length:,}; {form}{cut}",
         f"Tokenizer  {tokenizer.vocab_size:,} tokens, answers end with {tokenizer.eos_token}",
     ]
     batches, held = make_batches(config, packed, test, tokenizer, c.group_by_length)
@@ -987,7 +988,8 @@ def _by_name(
     if name not in table:
         raise ValueError(
             f"{knob}: {text!r} is {folders}one of "
-            f"{', '.join(table)}.{nearest(name or text, list(table))}"
+            f"{', '.join(table)}.{nearest(name or text, list(table))} "
+            f"One of your own is given in Python: run(config, {knob.removeprefix('rl.')}=...)"
         )
     try:
         args = [ast.literal_eval(a) for a in getattr(call, "args", ())]

@@ -602,6 +602,8 @@ def run(
             trainer.config = replace(trainer.config, output_dir=str(folder.path))
             remote = stack.enter_context(stages.followed(folder.path))
         say = _printer(folder, verbose)
+        if main and folder.path != config.folder:
+            say(f"Folder     {folder.path}, as {config.folder} has a run already")
         _save_inputs(inputs, folder.path)
         if main:
             _load_libraries(model)

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..config import nearest
 from .bpe_tokenizer import BPETokenizer
 from .chat_template import TEMPLATES, Template, render_text, render_texts
 from .chat_template import thought_end
@@ -282,6 +283,15 @@ def _names(tokenizer: object) -> dict[str, str]:
     }
 
 
+def _check_template(template: str) -> None:
+    "Raise `ValueError` for a name that is none; Jinja has at least one bracket."
+    if template not in TEMPLATES and "{" not in template:
+        raise ValueError(
+            f"template = {template!r} is neither Jinja nor one of {', '.join(TEMPLATES)}."
+            f"{nearest(template, [*TEMPLATES])}"
+        )
+
+
 def find_template(
     tokenizer: object,
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
@@ -292,6 +302,7 @@ def find_template(
     if isinstance(template, Mapping):
         template = template.get("default", template)
     if isinstance(template, str):
+        _check_template(template)
         return TEMPLATES[template].jinja if template in TEMPLATES else template
     if template:
         raise ValueError(
@@ -694,6 +705,7 @@ def set_template(
     """Attach a chat format: the template, its special tokens, and one EOS.
 
     The EOS is set in the tokenizer, the config and the generation config."""
+    _check_template(template)
     form = TEMPLATES.get(template, Template(template))
     eos = (
         eos_token
