@@ -429,3 +429,19 @@ def test_whether_an_adapter_is_trained_follows_from_the_method():
     assert choice(method="dpo", quant=QuantConfig(bits=4)) == ("dpo", True)
     with pytest.raises(ConfigError, match="trains no adapter"):
         RunConfig(method="pretrain", use_lora=True)
+
+
+@pytest.mark.parametrize("method", ["pretrain", "grpo"])
+def test_every_knob_of_a_run_is_explained_in_a_file_that_can_be_read(method, tmp_path):
+    shown = call("config", "show", "--explain", f"method={method}", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    plain = call("config", "show", f"method={method}", cwd=tmp_path)
+    assert yaml.safe_load(shown.stdout) == yaml.safe_load(plain.stdout)
+    lines = shown.stdout.splitlines()
+    assert all(len(line) <= 100 for line in lines if line.lstrip().startswith("#"))
+    bare = [
+        line
+        for above, line in zip(["", *lines], lines, strict=False)
+        if re.match(r" *[a-z_0-9]+:", line) and not above.lstrip().startswith("#")
+    ]
+    assert not bare, "these have no word of explanation"

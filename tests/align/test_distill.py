@@ -280,7 +280,7 @@ def test_answers_do_not_depend_on_the_cut_and_a_round_resumes():
     assert batches(2).largest()["input_ids"].shape[1] >= whole["input_ids"].shape[1]
     with pytest.raises(ValueError, match="row 0 has no answer"):
         DistillBatches(student, None, [dict(prompt=[1])], settings)
-    with pytest.raises(ValueError, match="with distill.max_completion_length taken off"):
+    with pytest.raises(ValueError, match="distill.max_completion_length takes the whole context"):
         DistillBatches(student, None, rows, DistillConfig(max_completion_length=10**6))
 
 

@@ -299,10 +299,11 @@ def find_template(
     "The template to render with."
     if template is None:
         template = getattr(tokenizer, "chat_template", None)
+    elif isinstance(template, str):
+        _check_template(template)
     if isinstance(template, Mapping):
         template = template.get("default", template)
     if isinstance(template, str):
-        _check_template(template)
         return TEMPLATES[template].jinja if template in TEMPLATES else template
     if template:
         raise ValueError(
