@@ -951,7 +951,7 @@ def dump_config(
 
 
 def explain_config(
-    config: Any,  # An instance of a config class
+    config: "DataclassInstance",  # An instance of a config class
     indent: str = "",  # Before each line
 ) -> str:  # YAML, which `load_config` reads back
     "The text of a config file, with the meaning of each knob above it."
