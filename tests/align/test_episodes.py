@@ -563,7 +563,7 @@ def test_a_process_that_is_killed_within_an_episode_resumes_to_the_same_bits(tmp
 def test_the_memory_of_the_largest_batch_is_that_of_the_batches():
     "Same columns of the same types and sizes, so a prediction from it covers `kept`, too."
     config = RLConfig(num_prompts=2, num_generations=4, max_completion_length=30, top_p=0.5)
-    rollouts = Rollouts(tiny(), None, [{}] * 4, config=config, environment=Echo)
+    rollouts = Rollouts(tiny(vocab=72), None, [{}] * 4, config=config, environment=Echo)
     largest, batch = rollouts.largest(), rollouts.collect([0, 1], 1)
     for name in ("input_ids", "labels", "kept", "advantages"):
         assert largest[name].dtype == batch[name].dtype

@@ -161,8 +161,6 @@ def int8_linear(
     "LLM.int8(): whole numbers for all columns but the loud ones (Dettmers et al. 2022, eq. 8)."
     flat = x.reshape(-1, x.shape[-1])
     x_codes, scale, columns = quantize_rows(flat, threshold)
-    if len(flat) == 1:
-        x_codes[:, columns] = 0
     out = (_product(x_codes, codes).float() * (scale[:, None] * (absmax / 127**2))).to(x.dtype)
     if len(columns):
         out += flat[:, columns] @ (codes[:, columns] * (absmax / 127)[:, None]).to(x.dtype).T
