@@ -885,3 +885,19 @@ def test_whitened_numbers_by_hand(shift):
     assert torch.allclose(white[mask.bool()], wanted, atol=1e-5) and not white[:, 2].any()
     alone = whiten(torch.tensor([[5.0, 7.0]]), torch.tensor([[1, 0]]), shift)
     assert alone.tolist() == [[0.0 if shift else 5.0, 0.0]]
+
+
+def test_scores_of_a_model_that_computes_in_bfloat16_by_itself():
+    "accelerate switches mixed precision on inside of the model, and not where it is scored."
+    torch.manual_seed(0)
+    config = ModelConfig(vocab_size=40, d_model=32, n_heads=2, n_layers=1, d_ff=64, max_seq_len=16)
+    model = Transformer(config).eval()
+    ids = torch.randint(0, 40, (2, 9))
+    labels = ids.clone()
+    labels[:, 0] = -100
+    batch = dict(input_ids=ids, labels=labels, attention_mask=torch.ones_like(ids))
+    with torch.no_grad():
+        exact = token_scores(model, batch, 1.0).log_probs
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+        rounded = token_scores(model, batch, 1.0).log_probs
+    assert rounded.dtype == torch.float32 and 0 < (rounded - exact).abs().max() < 0.05

@@ -172,7 +172,9 @@ def token_scores(
     plain = _is_plain(inner, head) and not (learn_entropy and learn or exact) and kept is None
 
     def pick(layer: nn.Module, args: tuple) -> tuple:
+        nonlocal plain
         states.append(args[0][before])  # (B, T, d) -> (N, d)
+        plain = plain and states[0].dtype == layer.weight.dtype  # Not with mixed precision
         return states[0][:0] if plain else states[0], *args[1:]
 
     hook = head.register_forward_pre_hook(pick) if head is not None else None
