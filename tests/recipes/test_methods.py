@@ -1,9 +1,12 @@
 "Preferences, reward models and rewards from one config, in Python and a shell, with LoRA too."
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.processes import call, shell
 
 from trainkit.config import load_config, save_config
@@ -504,16 +507,26 @@ def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("method, more", [("dpo", ADAPTER), ("grpo", {})])
-def test_stopped_and_resumed_it_is_the_same_run(home, method, more):
-    class StopAt:
-        def on_step(self, trainer, record):
-            if trainer.state.step == 3:
-                trainer.control.stop("interrupted")
+class StopAt:
+    "Stops a run after its third step."
 
+    def on_step(self, trainer, record):
+        if trainer.state.step == 3:
+            trainer.control.stop("interrupted")
+
+
+QUANTIZED = {"quant": {"bits": 4}}
+
+
+@pytest.mark.parametrize(
+    "method, more",
+    [("dpo", ADAPTER), ("dpo", {**ADAPTER, **QUANTIZED}), ("ppo", ADAPTER), ("grpo", {})],
+)
+def test_stopped_and_resumed_it_is_the_same_run(home, method, more):
     long = dict(max_steps=6, save_strategy="steps", eval_strategy="no")
-    expected = run(config(home, method, f"{method}-whole", more, **long), verbose=False)
-    half = config(home, method, f"{method}-half", more, **long)
+    kind = f"{method}-{len(more)}"
+    expected = run(config(home, method, f"{kind}-whole", more, **long), verbose=False)
+    half = config(home, method, f"{kind}-half", more, **long)
     assert run(half, callbacks=[StopAt()], verbose=False).steps == 3
     resumed = run(half, resume=True, verbose=False)
     assert (
@@ -603,3 +616,24 @@ def test_answers_as_long_as_the_context_leave_no_room(home):
     rl = {"rewards": ["right_answer"], "max_completion_length": 64}
     with pytest.raises(ValueError, match="rl.max_completion_length takes the whole context"):
         run(config(home, "grpo", "long", {"rl": rl}), verbose=False)
+
+
+@pytest.mark.parametrize("more", [ADAPTER, {**ADAPTER, **QUANTIZED}], ids=["lora", "qlora"])
+def test_a_checkpoint_of_adapters_leaves_the_base_out(home, tmp_path, more):
+    shutil.copytree(home / "base", tmp_path / "base")
+    half = config(home, "reward", f"small-{len(more)}", more, max_steps=6, eval_strategy="no")
+    half.init_from = str(tmp_path / "base")
+    stopped = run(half, callbacks=[StopAt()], verbose=False)
+    held = load_file(Path(stopped.final_checkpoint) / "model.safetensors")
+    learning = {name for name, p in stopped.model.named_parameters() if p.requires_grad}
+    assert set(held) == learning and any("lora_A" in name for name in held)
+    assert "score.weight" in {name.removeprefix("model.") for name in held}
+
+    file = tmp_path / "base" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.0.self_attn.o_proj.weight"][0, 0] += 1
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ValueError, match="o_proj.*load the base that the run began with"):
+        run(half, resume=True, verbose=False)
+    with pytest.warns(UserWarning, match="other frozen weights"):
+        assert run(half, resume=True, force_resume=True, verbose=False).steps == 6

@@ -32,6 +32,7 @@ from .preference_data import collate_pairs
 from ..files import write_atomic
 from ..lora.adapters import active_adapters, adapters_off
 from ..progress import Progress
+from ..train.checkpoint import of_adapter
 from ..train.objectives import to_model_device
 
 # %% ../../nbs/08_align/03_reference.ipynb #465734fd
@@ -181,8 +182,7 @@ def model_fingerprint(
     "A hash of every weight of the bare model."
     digest = hashlib.blake2b(digest_size=16)
     for name, value in sorted(unwrap_model(model).state_dict(keep_vars=True).items()):
-        of_adapter = "lora_" in name or ".modules_to_save." in name
-        if (of_adapter and not adapter) or not isinstance(value, Tensor):
+        if (of_adapter(name) and not adapter) or not isinstance(value, Tensor):
             continue
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")

@@ -45,6 +45,7 @@ from ..quant.nf4 import CODEBOOKS, dequantize_4bit, quantize_4bit
 from ..system import available_memory, trim_malloc, heap_peak, malloc_used
 from ..system import bound_kernels
 from ..train.objectives import lm_loss
+from ..train.checkpoint import frozen_base
 from ..train.optim import STATE_BLOCK, UPDATE_CHUNK, OptimConfig, make_optimizer
 from ..train.optim import quantize_blocks, step_in_backward
 from ..train import optim as adamw8bit
@@ -393,7 +394,8 @@ class _Step:
     def checkpoint_sizes(self) -> list[int]:  # Bytes
         "Sizes of the storages that a checkpoint contains."
         states = tree_leaves(list(self.optimizer.state.values()))
-        weights = self.model.state_dict().values()
+        base = frozen_base(self.model)
+        weights = [t for name, t in self.model.state_dict().items() if name not in base]
         tensors = [x for x in (*weights, *states) if isinstance(x, Tensor)]
         storages = [x.untyped_storage() for x in tensors]
         return [*{storage._cdata: storage.nbytes() for storage in storages}.values()]

@@ -135,28 +135,29 @@ def prepare(
     recipe = config.recipe
     if recipe.learns_from == "prompts":
         check_reward_names(config)
-    base = base or (open_trained(config) if config.init_from else None)
+    # Loaded when the rows are read, so that what is wrong with them is said at once
+    given = base or (partial(open_trained, config) if config.init_from else None)
     if (rewards or environment) and recipe.learns_from != "prompts":
         raise ValueError(
             f"{'rewards are' if rewards else 'an environment is'} for the methods grpo, rloo, ppo "
             f"and reinforce, and this is {config.method}"
         )
-    if recipe.trains == "adapter" and base is None:
+    if recipe.trains == "adapter" and given is None:
         raise ValueError(
             f"method = '{config.method}' adapts a trained model: "
             "set init_from to it (--model in a shell)"
         )
     if recipe.learns_from == "pairs":
-        return prepare_pairs(config, base, saved)
+        return prepare_pairs(config, given, saved)
     if recipe.learns_from == "prompts":
-        return prepare_prompts(config, base, rewards, environment)
+        return prepare_prompts(config, given, rewards, environment)
     if config.method == "distill":
-        return prepare_distill(config, base, saved)
+        return prepare_distill(config, given, saved)
     if recipe.learns_from == "answers":
-        return prepare_sft(config, base, saved)
+        return prepare_sft(config, given, saved)
     if (Path(config.data.path) / "index.json").is_file():
-        return prepare_shards(config, base)
-    return prepare_text(config, base, saved)
+        return prepare_shards(config, given)
+    return prepare_text(config, given, saved)
 
 # %% ../../nbs/11_recipes/01_recipes.ipynb #db343780
 @dataclass

@@ -885,6 +885,7 @@ class Trainer:
             self.accelerator.scaler,
             position,
             verify=False,
+            same_base=not force,
         )
         names = {field.name for field in fields(TrainState)}
         self.state = TrainState(**{name: saved[name] for name in saved if name in names})
