@@ -543,7 +543,9 @@ def test_stopped_and_resumed_it_is_the_same_run(home, method, more):
         ("grpo", "pairs.jsonl", "rl.rewards is empty"),
     ],
 )
-def test_data_of_the_wrong_kind_is_a_sentence(home, method, file, words):
+def test_data_of_the_wrong_kind_is_a_sentence(home, method, file, words, monkeypatch):
+    if "learns from" in words:  # Said before a model is loaded, which takes time
+        monkeypatch.setattr(runner, "open_trained", lambda config: pytest.fail("it was loaded"))
     wrong = config(home, method, "wrong")
     wrong.data.path = str(home / file)
     with pytest.raises(ValueError, match=words):

@@ -860,7 +860,7 @@ def check_empty(case: Case) -> Iterator[Finding]:
         "error",
         "Fields without any text.",
         "The model learns empty answers, or answers without a question.",
-        "Fill them, or drop the rows: `clean_examples`.",
+        "Fill them, or drop the rows: `trainkit data clean`, in Python `clean_examples`.",
     )
     yield from placeholders.finding(
         "placeholders",
@@ -951,14 +951,15 @@ def check_duplicates(case: Case) -> Iterator[Finding]:
         level(exact),
         "Rows that are equal to an earlier one.",
         "They are trained on more often than other rows, and memorized.",
-        "`clean_examples` keeps the first of each.",
+        "`trainkit data clean`, in Python `clean_examples`, keeps the first of each.",
     )
     yield from near.finding(
         "near_duplicates",
         level(near, 0.02),
         "Rows that are nearly the same as an earlier one.",
         "They count several times; a random split puts them on both sides.",
-        "`drop_duplicates` keeps the first of each.",
+        "`trainkit data clean --near-duplicates 0.8`, in Python `drop_duplicates`, keeps the "
+        "first of each.",
     )
     yield from against.finding(
         "contradictions",
@@ -995,8 +996,8 @@ def check_leaks(case: Case) -> Iterator[Finding]:
                 questions.add(f"{eval_rows.where(rest[i])} ≈ {train.where(j)}", known[j])
     effect = "The evaluation measures what the model has memorized."
     remedy = (
-        "Drop them from the training rows, or split again: `split_examples` keeps equal "
-        "questions on one side."
+        "Drop them from the training rows (`trainkit data clean --eval FILE`), or split again: "
+        "`split_examples` keeps equal questions on one side."
     )
     yield from exact.finding(
         "leak",

@@ -238,16 +238,18 @@ def save_trained(
 ) -> None:
     "Save a trained model in the formats of transformers and PEFT."
     from trainkit.interop.hf import save_pretrained  # transformers takes seconds to import
+    from trainkit.interop.hub import published_name
 
+    base = published_name(parts.config.init_from)
     net: Any = parts.model if model is None else model
     net = getattr(net, "policy", net)  # The critic of ppo is of no use without its policy's rewards
     if isinstance(net, RewardModel):
         save_reward_model(net, parts.tokenizer, where, parts.causal)
         if parts.config.adapts and adapter:
-            save_reward_adapter(net, adapter, parts.causal, parts.config.init_from)
+            save_reward_adapter(net, adapter, parts.causal, base)
         return
     if parts.config.adapts and adapter:
-        save_adapter(net, adapter, base=parts.config.init_from)
+        save_adapter(net, adapter, base=base)
     save_pretrained(merged_copy(net) if parts.config.adapts else net, parts.tokenizer, where)
     if parts.config.adapts and parts.config.quant.bits:  # For those who quantize it again
         origin = dict(bits=parts.config.quant.bits, base=parts.config.init_from)
