@@ -1,6 +1,8 @@
 "A small model learns to answer from a file, in Python and in a shell, and opens elsewhere."
 
 import json
+import signal
+import sys
 import os
 import re
 from pathlib import Path
@@ -162,6 +164,22 @@ def test_stopped_and_resumed_it_ends_the_same(home):
     run(half, callbacks=[StopAt()], verbose=False)
     resumed = run(half, resume=True, verbose=False)
     assert resumed.metrics == expected.metrics and resumed.final_loss == expected.final_loss
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+def test_two_presses_end_a_run_at_once_and_it_says_how_to_resume(home, capsys):
+    class Press:
+        def on_step(self, trainer, record):
+            if trainer.state.step == 3:
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+
+    pressed = config(home, "pressed", max_steps=9, save_strategy="steps", save_steps=1)
+    with pytest.raises(KeyboardInterrupt):
+        run(pressed, callbacks=[Press()])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"Resume with: trainkit train --resume {pressed.folder}"
+    assert run(pressed, resume=True, verbose=False).steps == 9
 
 
 def test_min_length_counts_tokens_and_min_chars_characters(home):

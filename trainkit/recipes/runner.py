@@ -72,7 +72,7 @@ from trainkit.recipes.preparation import (
 from .saving import save_trained
 from ..system import environment as collect_facts
 from ..tokenizer.bpe_tokenizer import BPETokenizer
-from ..train.checkpoint import run_lock
+from ..train.checkpoint import find_checkpoints, run_lock
 from ..train.config import AT_RUNG, EXIT_CODES, Control, Result, TrainConfig
 from ..train.config import check_callbacks
 from ..train.loggers import MetricsLog, check_report_to
@@ -242,6 +242,8 @@ def plan_lines(
     c = inputs.config.train
     model = inputs.model.config
     rows = c.per_device_train_batch_size * trainer.window_size
+    there = len(getattr(inputs.train_batches, "rows", ()))
+    only = f"; there are {there:,}" if there < c.per_device_train_batch_size and there else ""
     kind = (
         hf_architecture(model)
         or f"trainkit's own: no transformers class has {', '.join(unsupported_knobs(model))}"
@@ -270,7 +272,7 @@ def plan_lines(
         ),
         f"Training   {plural(trainer.total_steps, 'step')} of {c.per_device_train_batch_size} x "
         f"{c.gradient_accumulation_steps} x "
-        f"{trainer.accelerator.num_processes} = {plural(rows, 'row')} "
+        f"{trainer.accelerator.num_processes} = {plural(rows, 'row')}{only} "
         f"of {inputs.max_length} tokens{at_most}, "
         f"on {trainer.accelerator.device}, engine {_engine(inputs.config)}",
     ]
@@ -513,6 +515,17 @@ def _printer(folder: RunFolder, verbose: bool) -> Callable[..., None]:
     return say
 
 
+def _resume_hint(folder: Path, say: Callable[..., None]) -> Callable[..., None]:
+    "For an `ExitStack`: say how to resume a run that was interrupted and could not finish."
+
+    def leave(kind: type[BaseException] | None, *_: object) -> None:
+        stopped = kind is not None and issubclass(kind, KeyboardInterrupt)
+        if stopped and find_checkpoints(folder / "checkpoints"):
+            say(f"Resume with: trainkit train --resume {folder}")
+
+    return leave
+
+
 @contextmanager
 def _stage_bar(enabled: bool) -> Iterator[ExitStack]:  # Closed before the training begins
     "A bar that shows each stage of the preparation in turn."
@@ -603,6 +616,7 @@ def run(
             trainer.config = replace(trainer.config, output_dir=str(folder.path))
             remote = stack.enter_context(stages.followed(folder.path))
         say = _printer(folder, verbose)
+        stack.push(_resume_hint(folder.path, say))
         if main and folder.path != config.folder:
             say(f"Folder     {folder.path}, as {config.folder} has a run already")
         _save_inputs(inputs, folder.path)
