@@ -254,8 +254,8 @@ class LoRAConfig:
     )
     target_modules: list[str] | str | None = knob(
         None,
-        "Names, 'a,b', a pattern, 'all-linear', or a preset: conservative (also when unset), "
-        "balanced, aggressive",
+        "Names, 'a,b', a pattern, 'all-linear' (the default of runs), or a preset: conservative "
+        "(also when unset), balanced, aggressive",
         aliases=("lora_target", "targets"),
     )
     exclude_modules: list[str] | str | None = knob(None, "Names or a pattern to leave out")

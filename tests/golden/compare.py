@@ -61,7 +61,7 @@ TEXT = [
     "model.max_seq_len=128",
 ]
 STEPS = ["train.max_steps=6", "train.per_device_train_batch_size=4", "data.max_length=64"]
-ADAPTER = ["lora.r=4", "lora.lora_dropout=0.1"]
+ADAPTER = ["lora.r=4", "lora.lora_dropout=0.1", "lora.target_modules=conservative"]
 SCORED = ["rl.num_prompts=4", "rl.num_generations=4", "rl.max_completion_length=8", "rl.beta=0.05"]
 
 # name -> the data file it reads, and its changes; all but the first start from the first's model

@@ -366,7 +366,7 @@ class RunConfig:
         "ppo, reinforce and distill; unset: if the config has a group lora",
         aliases=("lora.enabled",),
     )
-    lora: LoRAConfig = knob(
+    lora: LoRAConfig = _unset(
         LoRAConfig(), "The adapter, for methods lora and qlora, and with use_lora"
     )
     quant: QuantConfig = knob(

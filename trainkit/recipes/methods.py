@@ -104,4 +104,6 @@ def defaults_of(
         defaults["train"] |= dict(per_device_train_batch_size=16, gradient_accumulation_steps=1)
     if adapter and row.adapter_rate is not None:
         defaults["optim"]["learning_rate"] = row.adapter_rate
+    if adapter or row.trains == "adapter":  # As in QLoRA: the layers matter more than the rank
+        defaults["lora"] = dict(target_modules="all-linear")
     return defaults
