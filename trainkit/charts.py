@@ -128,6 +128,8 @@ def as_points(
     data: Any,
 ) -> list[tuple[float, float]]:
     "The points of one series."
+    if hasattr(data, "index") and hasattr(data, "to_numpy"):  # A Series of pandas
+        data = (data.index.to_numpy(), data.to_numpy())
     data = _as_list(data)
     pair = len(data) == 2 and not any(isinstance(d, (int, float)) for d in data)
     if pair:
@@ -364,7 +366,8 @@ def _set_margins(
 
 @chart_style()
 def curves(
-    series: Mapping,  # Name -> numbers, or a pair `(xs, ys)`; NaN is a gap
+    # Name -> numbers, a pair `(xs, ys)`, or a Series of pandas; NaN is a gap
+    series: Mapping,
     title: str = "",
     x_label: str = "step",
     y_label: str = "",

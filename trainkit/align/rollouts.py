@@ -32,6 +32,7 @@ from .policy import TokenScores, dropout_layers, token_scores
 from .reference import Reference, make_reference
 from .rewards import Reward, score
 from .rl import RLConfig, gae, group_relative, leave_one_out, zero_std_groups, whiten
+from ..config import check_items
 from ..lora.merge import merged_lora
 from ..model.decoding import unsupported_reason
 from ..model.generation import SamplingConfig, context_length, decode_rows, eval_mode
@@ -62,6 +63,7 @@ def encode_prompts(
     setting: str = "rl.max_completion_length",  # That leaves so much room, for the error
 ) -> tuple[list[list[int]], list[dict]]:  # ids of each; its row
     "Prompts as ids, and their rows for the reward functions."
+    check_items(prompts, "prompts", "prompts")
     rows = [dict(p) if isinstance(p, dict) else dict(prompt=p) for p in prompts]
     if not rows:
         raise ValueError("there are no prompts")

@@ -31,7 +31,7 @@ from os import PathLike
 from os.path import expanduser
 from pathlib import Path
 
-from ..config import ConfigError, Problem, check_config, knob, nearest
+from ..config import ConfigError, Problem, check_config, check_items, knob, nearest
 from ..display import plural
 from .schema import ALIASES, KINDS, as_example, example_kind, fitting_kinds, map_texts
 from .sources import LoadReport, Raw, best_corpus, raw_rows
@@ -532,6 +532,7 @@ def split_examples(
     """Split rows by a hash of their questions, and by nothing else.
 
     Added rows move no other row, and no question is on both sides."""
+    check_items(rows, "rows", "examples")
     rows = list(rows)
     own = dict(fractions or {})
     _check(rows, eval_fraction, test_fraction, by, own, on_empty)

@@ -43,6 +43,7 @@ class Constraint:
     def __init__(self, matcher: "LLMatcher"):
         self.matcher = matcher
         self.read = -1  # Ids that the matcher has seen, with the prompt; -1 before the first call
+        self.last = -1  # The last of them
 
     @property
     def complete(self) -> bool:
@@ -55,13 +56,19 @@ class Constraint:
         logits: Tensor,  # (1, V)
     ) -> Tensor:  # (1, V)
         if len(ids) != 1:
-            raise ValueError(f"a constraint belongs to one text, not to {len(ids)}: make one each")
-        if self.read < 0:
-            self.read = ids.shape[1]
+            raise ValueError(
+                f"a constraint belongs to one text, and here are {len(ids)}: generate them one "
+                "by one, or with a Scheduler, where each request has its own processors"
+            )
+        tokens = ids[0].tolist()
+        if self.read < 0 or tokens[: self.read] == tokens or tokens[self.read - 1] != self.last:
+            self.matcher.reset()  # The first call, or the first for another text
+            self.read = len(tokens)
         begun = time.thread_time()
-        for token in ids[0, self.read :].tolist():
+        for token in tokens[self.read :]:
             self.matcher.consume_token(token)
-        self.read = ids.shape[1]
+        self.read = len(tokens)
+        self.last = tokens[-1]
         mask = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
         if self.matcher.is_error():
             reason = _in_one_line(self.matcher.get_error())

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..config import check_items
 from ..data.schema import example_kind, to_messages
 from ..display import Picture, clean, plural, table, token_boxes
 from .metrics import METRICS
@@ -374,6 +375,7 @@ def evaluate(
     thinking_budget: int | None = None,  # Most tokens of a thought in an answer; None: any number
 ) -> EvalReport:
     "The scores of a model on these rows, with intervals, and whether another model is better."
+    check_items(rows, "rows", "texts or examples")
     if wrong := [m for m in metrics if isinstance(m, str) and m not in METRICS]:
         raise ValueError(f"metric {wrong[0]!r} is none of {', '.join(METRICS)}")
     models = [model] if other is None else [model, other]

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..config import check_items
 from ..files import open_with
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def with_references(
     references: Sequence[str | Sequence[str]],  # One for each prediction, or several
 ) -> list[tuple[str, list[str]]]:
     "Each prediction with all of its references."
+    check_items(predictions, "predictions", "texts")
+    check_items(references, "references", "texts")
     if len(predictions) != len(references):
         raise ValueError(
             f"{len(predictions)} predictions and {len(references)} references: "

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..config import check_items
 from .stats import Interval, proportion
 from ..model.generation import context_length, text_to_ids
 from ..model.transformer import fast_products
@@ -305,6 +306,7 @@ def score_texts(
     "How likely a model finds each text."
     size = int(max_length or min(2048, context_length(model)))
     step = stride or max(1, size // 2)
+    check_items(texts, "texts", "texts")
     texts = iter(texts)
     done = 0
     with Progress(None, "Scoring", "text", enabled=progress) as bar:

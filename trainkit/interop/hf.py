@@ -45,10 +45,11 @@ from trainkit.files import (
 from .families import CONSTANTS, check_family_weights, from_hf, from_hf_config
 from .families import hf_architecture, unsupported_knobs, stored_as
 from .families import take_weights, to_hf_config, to_hf_weights
-from .hub import find_model_files
+from .hub import find_model_files, published_name
 from ..model.config import MAX_LAYERS, ModelConfig
 from ..model.transformer import Transformer
 from ..quant.ggml import gguf_version, open_gguf
+from ..quant.linear import Linear4bit, Linear8bit
 from ..quant.quantize import QuantConfig, load_quantized, quantize_model, tensor_files
 from ..tokenizer.bpe_tokenizer import BPETokenizer
 
@@ -430,11 +431,21 @@ def load_tokenizer(
     return _open_tokenizer(_find(source, cache_dir), native)
 
 # %% ../../nbs/10_interop/01_hugging_face.ipynb #load-pretrained
+def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None or dtype == "auto":
+        return None
+    named = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(named, torch.dtype):
+        raise ValueError(f"dtype = {dtype!r}: must be a name such as 'bfloat16', or 'auto'")
+    return named
+
+
 def load_pretrained(
     source: str | Path,  # A folder that we or transformers saved, a .gguf file, or a hub name
     # Our `Transformer` and, for byte-level BPE, our tokenizer; False for transformers'
     native: bool = True,
-    dtype: torch.dtype | None = None,  # Of the weights in memory; None keeps that of the file
+    # Of the weights in memory, 'bfloat16' too; None and 'auto' keep that of the file
+    dtype: torch.dtype | str | None = None,
     # Folder for models downloaded from the Hub; None: that of HF_HUB_CACHE
     cache_dir: str | Path | None = None,
     # 'auto', a device, or with native=False a dict from parts to devices; None: main memory
@@ -451,6 +462,7 @@ def load_pretrained(
         raise ValueError(
             "trust_remote_code = True: our own model runs no remote code; set native=False"
         )
+    dtype = _as_dtype(dtype)
     if isinstance(device_map, dict) and native:
         raise ValueError(
             f"device_map = {device_map}: our own model is on one device; "
@@ -481,6 +493,7 @@ def load_pretrained(
             net.config.use_cache = use_cache
         tokenizer = _open_tokenizer(path, native, trust_remote_code)
         _check_sizes(tokenizer, model.config.vocab_size)
+    net.name_or_path = published_name(str(source))  # What an adapter says that it belongs to
     return model.eval(), tokenizer
 
 # %% ../../nbs/10_interop/01_hugging_face.ipynb #8fa977b7
@@ -610,6 +623,12 @@ def save_pretrained(
     if strange := [p.name for p in there if not any(p.match(name) for name in _FILES)]:
         raise FileExistsError(
             f"{folder} holds '{strange[0]}', which is not part of a model: choose another folder"
+        )
+    if any(isinstance(m, (Linear4bit, Linear8bit)) for m in model.modules()):
+        raise ValueError(
+            "the model is quantized, and the format of transformers has other codes: save it "
+            "before quantize_model, and load_pretrained(folder, quant=QuantConfig(…)) makes it "
+            "so again, or write a file in few bits with export_gguf"
         )
     _check_sizes(tokenizer, cast(Any, model.config).vocab_size)
     if isinstance(model, Transformer) and (reasons := unsupported_knobs(model.config)):

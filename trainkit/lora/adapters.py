@@ -355,10 +355,12 @@ def save_adapter(
     model: nn.Module,
     folder: str | Path,  # Created, or replaced if it contains an adapter and nothing else
     adapter: str = "default",
-    base: str | None = None,  # Name or folder of the base model, for anyone who loads it
+    # Name or folder of the base model, for anyone who loads it; None: where it was loaded from
+    base: str | None = None,
 ) -> Path:  # The folder; it is written completely or not at all
     "Write an adapter that `PeftModel.from_pretrained` opens."
     folder = Path(folder)
+    base = base or getattr(model, "name_or_path", None)
     if adapter not in adapter_names(model):
         use_adapter(model, adapter)  # Raises an error that lists the adapters
     if folder.is_file():

@@ -798,8 +798,8 @@ def kernels_kept(
 
 def predict_run(
     trainer: "Trainer",  # A `Trainer`, before, in or after its run
-    rows: int = 1,  # Of one forward pass
-    tokens: int = 2,  # Of a row
+    rows: int | None = None,  # Of one forward pass; None: as in the largest batch of the trainer
+    tokens: int | None = None,  # Of a row; None: as there
     # Instead of those, a batch of the run: for an objective that reads more than rows of text
     batch: _Batch | None = None,
     resident: bool = True,  # Also what malloc keeps on a CPU, which takes longer
@@ -808,6 +808,16 @@ def predict_run(
     config = trainer.config
     accelerator = trainer.accelerator
     batches = trainer.train_batches
+    if batch is None and (rows is None or tokens is None):
+        if not hasattr(batches, "largest"):
+            raise ValueError(
+                f"{type(batches).__name__} does not know its largest batch: give rows and tokens, "
+                "or a batch"
+            )
+        batch = largest = batches.largest()
+        if rows is not None or tokens is not None:
+            batch = None
+            rows, tokens = rows or batch_size(largest)[0], tokens or batch_size(largest)[1]
     half = "fp16" if accelerator.scaler is not None else accelerator.mixed_precision
     device = "cuda" if accelerator.device.type == "cuda" else "cpu"
     if batch is not None and hasattr(trainer.objective, "ready"):
@@ -819,8 +829,8 @@ def predict_run(
     begins = batch is not None and hasattr(batches, "begin")
     result = predict_memory(
         meta_copy(trainer.model),
-        rows,
-        tokens,
+        rows or 1,
+        tokens or 2,
         lambda model: trainer.build_optimizer(model, trainer.optim),
         mixed_precision=half if half in ("bf16", "fp16") else "no",
         in_backward=config.optimizer_in_backward,

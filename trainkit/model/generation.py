@@ -21,7 +21,7 @@ import inspect
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from numbers import Integral
 from typing import Any, Protocol, cast
@@ -285,6 +285,11 @@ def read_prompts(
         raise TypeError(f"prompts must be text, ids, lists of these, or a tensor, not {name}{hint}")
     if items and isinstance(items[0], Integral):
         items = [items]
+    if items and isinstance(items[0], Mapping):
+        raise TypeError(
+            "prompts are messages: render(messages, tokenizer, add_generation_prompt=True)[0] of "
+            "trainkit.tokenizer makes ids of them, and Conversation of trainkit.recipes chats"
+        )
     if tokenizer is None and any(isinstance(item, str) for item in items):
         raise ValueError("a prompt of text needs a tokenizer: pass tokenizer=")
     reader = cast(Tokenizer, tokenizer)
@@ -724,7 +729,8 @@ def generate(
     repetition_penalty: float | None = None,
     # Ends a row; None: the model's and the tokenizer's, (): never
     eos_token_id: int | Sequence[int] | None = None,
-    seed: int | None = None,  # Same seed, same text; the global generator is not changed
+    # Same seed, same text; None: another text each time, whatever torch.manual_seed says
+    seed: int | None = None,
     tokenizer: Tokenizer | None = None,  # Needed for prompts of text and for `stop`
     stop: Sequence[str] | str = (),  # A row ends before any of these in its new text
     # Your own changes to the logits, before temperature and cuts
@@ -744,6 +750,8 @@ def generate(
     assistant_model: Transformer | Drafter | None = None,
     num_assistant_tokens: int | None = None,  # Its guesses in a pass, at most; None: 4
     prompt_lookup_num_tokens: int | None = None,  # So many guesses from what the text repeats
+    # For a padded tensor, as tokenizers of transformers return it: 0 where there is no token
+    attention_mask: Tensor | None = None,
 ) -> Any:  # Prompt and continuation, in the form of `input_ids`
     """Continue prompts with new tokens.
 
@@ -763,8 +771,17 @@ def generate(
         thinking_budget=thinking_budget,
         use_cache=use_cache,
     )
+    prompts = input_ids
+    if attention_mask is not None and isinstance(input_ids, Tensor):
+        if attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask is {tuple(attention_mask.shape)}, and input_ids are "
+                f"{tuple(input_ids.shape)}"
+            )
+        pairs = zip(input_ids.view(-1, input_ids.shape[-1]), attention_mask.bool(), strict=True)
+        prompts = [ids[mask].tolist() for ids, mask in pairs]
     rows, config, eos, fill, pieces = check_request(
-        model, input_ids, tokenizer, stop, eos_token_id, knobs
+        model, prompts, tokenizer, stop, eos_token_id, knobs
     )
     backend = find_backend(compile) if compile else None
     processors = _with_budget(processors, config, tokenizer)

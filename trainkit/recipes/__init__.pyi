@@ -39,6 +39,7 @@ from .memory_commands import plan_needs as plan_needs, predict_needs as predict_
 from .runner import RunResult as RunResult, prepare as prepare, rehearse as rehearse, run as run
 from .saving import (
     load_reward_model as load_reward_model,
+    save_reward_model as save_reward_model,
     save_trained as save_trained,
     score_answers as score_answers,
 )

@@ -21,7 +21,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -36,7 +36,7 @@ from torch import nn
 from ..align.environments import Environment
 from ..align.rl import with_reward_metrics
 from ..charts import curves, draw_svg
-from ..config import dump_config, recheck
+from ..config import check_items, dump_config, recheck
 from ..data.readers import write_examples
 from ..display import plural
 from ..eval.evaluator import AnswerMetrics
@@ -72,7 +72,7 @@ from trainkit.recipes.preparation import (
 from .saving import save_trained
 from ..system import environment as collect_facts
 from ..tokenizer.bpe_tokenizer import BPETokenizer
-from ..train.checkpoint import find_checkpoints, run_lock
+from ..train.checkpoint import file_hash, find_checkpoints, run_lock
 from ..train.config import AT_RUNG, EXIT_CODES, Control, Result, TrainConfig
 from ..train.config import check_callbacks
 from ..train.loggers import MetricsLog, check_report_to
@@ -117,7 +117,8 @@ def prepare(
     config: RunConfig,
     saved: Path | None = None,  # The folder of an interrupted run, whose tokenizer is used again
     base: _Base | None = None,  # A loaded model and its tokenizer, instead of `init_from`
-    rewards: Sequence[Callable] = (),  # Reward functions in addition to `config.rl.rewards`
+    # Reward functions in addition to `config.rl.rewards`
+    rewards: Callable | Sequence[Callable] = (),
     environment: Callable[[], Environment] | None = None,  # Instead of `config.rl.environment`
 ) -> RunInputs:
     "Everything that is needed before the first step."
@@ -133,6 +134,7 @@ def prepare(
             "(merge an adapter of PEFT first); Trainer takes any module"
         )
     recipe = config.recipe
+    rewards = [rewards] if callable(rewards) else rewards
     if recipe.learns_from == "prompts":
         check_reward_names(config)
     # Loaded when the rows are read, so that what is wrong with them is said at once
@@ -217,6 +219,10 @@ def _new_tokens_note(
 
 def _check_request(config: RunConfig, callbacks: Sequence, own: Callable | None) -> None:
     "Refuse what cannot work: now, not after an hour of preparation."
+    if not isinstance(config, RunConfig):
+        raise TypeError(
+            f"config is a {type(config).__name__}: method_config(file or dict) makes a RunConfig"
+        )
     recheck(config)
     if config.report_to:
         check_report_to(config.report_to)
@@ -515,6 +521,20 @@ def _printer(folder: RunFolder, verbose: bool) -> Callable[..., None]:
     return say
 
 
+def _with_rows(config: RunConfig, rows: Iterable[Mapping] | None) -> RunConfig:
+    "The config with a file of these rows, named by what is in it."
+    if rows is None:
+        return config
+    examples = rows.to_dict("records") if hasattr(rows, "iloc") else rows  # type: ignore
+    check_items(examples, "rows", "examples")
+    folder = Path(config.runs_dir).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    new = write_examples(examples, folder / "rows.jsonl")  # type: ignore
+    path = folder / f"rows-{file_hash(new)[:12]}.jsonl"
+    new.replace(path)
+    return replace(config, data=replace(config.data, path=str(path)))
+
+
 def _resume_hint(folder: Path, say: Callable[..., None]) -> Callable[..., None]:
     "For an `ExitStack`: say how to resume a run that was interrupted and could not finish."
 
@@ -555,13 +575,17 @@ def run(
     verbose: bool = True,  # Print the plan, the progress and the results
     force_resume: bool = False,  # Resume even if config or data are not those of the folder's run
     base: _Base | None = None,  # A loaded model and its tokenizer, instead of `config.init_from`
-    rewards: Sequence[Callable] = (),  # Reward functions in addition to `config.rl.rewards`
+    # Reward functions in addition to `config.rl.rewards`
+    rewards: Callable | Sequence[Callable] = (),
     # A class of your own, instead of the one that `config.rl.environment` names
     environment: Callable[[], Environment] | None = None,
     objective: Callable
     | None = None,  # Your own loss instead of the method's: (model, batch) -> `Loss`
     # (predictions, references) -> numbers, for the answers to held-out questions
     compute_metrics: Callable | None = None,
+    # Examples to learn from, or a DataFrame of them, instead of `config.data.path`; they are
+    # written to a file in `config.runs_dir`, so that the run can be repeated and resumed
+    rows: Iterable[Mapping] | None = None,
 ) -> RunResult:
     """Do everything that `config` describes, in a run folder with all that is needed to repeat it.
 
@@ -569,6 +593,7 @@ def run(
     still going; nothing is written in these cases.
     """
     _check_request(config, callbacks, environment)
+    config = _with_rows(config, rows)
     if config.engine == "llamafactory":
         return run_elsewhere(config)
     config, resume, launched = _in_launched_folder(config, resume)

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..align.reward_model import RewardModel, score_ids
+from ..config import check_items
 from ..data.tokenization import tokenize_examples
 from ..files import atomic_folder, making_model, open_with, write_atomic
 from ..lora.adapters import adapter_tensors, peft_config, save_adapter
@@ -183,6 +184,8 @@ def score_answers(
     batch_size: int = 16,
 ) -> list[float]:  # A reward for each
     "The rewards that a model gives to answers."
+    check_items(prompts, "prompts", "prompts")
+    check_items(completions, "completions", "texts")
     rows = [
         dict(
             prompt=p, completion=c if isinstance(p, str) else [dict(role="assistant", content=c)]

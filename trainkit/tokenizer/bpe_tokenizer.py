@@ -31,6 +31,7 @@ from unicodedata import normalize
 
 import numpy as np
 
+from ..config import check_items
 from ..files import read_json, reading, write_atomic, write_together
 from .bpe import Merges, count_words, learn_merges
 from .encoder import Encoder
@@ -300,6 +301,13 @@ def _text_of(token: object) -> str | None:
 
 
 # Files of a tokenizer that `save` may not write
+_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
+
+
+def _end_token(special: Sequence[str], named: str | None) -> str | None:
+    return named or next((t for t in special if t in _END_TOKENS), special[0] if special else None)
+
+
 _LEFTOVERS = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
 
 
@@ -436,15 +444,19 @@ class BPETokenizer:
         texts: Iterable[str] | Mapping[str, int],
         vocab_size: int,  # All tokens: 256 bytes, the merges, the special tokens
         pattern: str = "cl100k",  # A name from `PATTERNS` or a regular expression
-        special_tokens: Sequence[str] = (),  # They get the last ids; the first is the `eos_token`
+        special_tokens: Sequence[str] = (),  # They get the last ids
         num_proc: int | None = None,  # Processes that count words; see `count_words`
         # 'auto', 'python' or 'numba'; equal results. `trained.backend` says which
         backend: str = "auto",
         progress: bool = True,  # Show bars
+        # Of the special tokens, the one that ends a text; None: the first with a usual name, such
+        # as '<|endoftext|>' or '</s>', else the first
+        eos_token: str | None = None,
     ) -> "BPETokenizer":
         "Train a tokenizer; a text with too few pairs for `vocab_size` raises a `ValueError`."
         if isinstance(special_tokens, str):
             raise TypeError(f"special_tokens must be a list, such as [{special_tokens!r}]")
+        check_items(texts, "texts", "texts")
         n_merges = vocab_size - 256 - len(special_tokens)
         special = [*special_tokens]
         if n_merges < 0:
@@ -454,6 +466,8 @@ class BPETokenizer:
             )
         if len({*special}) < len(special):
             raise ValueError(f"special_tokens={special}: each may appear only once")
+        if eos_token is not None and eos_token not in special:
+            raise ValueError(f"eos_token={eos_token!r} is none of special_tokens={special}")
         if isinstance(texts, Mapping):
             counts = texts
         else:
@@ -471,7 +485,7 @@ class BPETokenizer:
             pattern,
             {token: 256 + n_merges + i for i, token in enumerate(special)},
             backend=backend,
-            eos_token=special[0] if special else None,
+            eos_token=_end_token(special, eos_token),
         )
         if known := next((token for token in special if token.encode() in tok.tokens), None):
             raise ValueError(f"special token {known!r}: the vocabulary already has this text")

@@ -23,6 +23,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
@@ -35,7 +36,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from ..config import seed_everything, to_dict
+from ..config import recheck, seed_everything, to_dict
 from ..files import atomic_folder
 from ..progress import Progress, StopNow, listen, note
 from ..system import bound_kernels, keep_freed_memory, launched
@@ -140,11 +141,27 @@ class Trainer:
         # None: `make_optimizer`
         build_optimizer: Callable[[nn.Module, OptimConfig], torch.optim.Optimizer] | None = None,
     ):
+        config = config or TrainConfig()
+        optim = optim or OptimConfig()
+        for name, value, kind in (
+            ("model", model, nn.Module),
+            ("config", config, TrainConfig),
+            ("optim", optim, OptimConfig),
+        ):
+            if not isinstance(value, kind):
+                raise TypeError(f"{name} is a {type(value).__name__}, no {kind.__name__}")
+        recheck(config)
+        recheck(optim)
+        if isinstance(eval_batches, (str, TrainConfig)):
+            raise TypeError(
+                f"eval_batches is a {type(eval_batches).__name__}: batches are needed there, and "
+                "the settings are config="
+            )
         self.model = model
         self.objective = objective
         self.callbacks: list[object] = list(callbacks)
-        self.config = config or TrainConfig()
-        self.optim = optim or OptimConfig()
+        self.config = config
+        self.optim = optim
         self.build_optimizer = build_optimizer or make_optimizer
         self.adds_z_loss = bool(self.config.z_loss) and objective is lm_loss
         if self.adds_z_loss:
@@ -523,7 +540,7 @@ class Trainer:
             self.bar.close()
             note(
                 f"Stopped after step {s.step} of {self.total_steps}.",
-                f"{self.checkpoint} contains everything: train(resume=True) resumes the run."
+                f"{self.checkpoint} contains everything that a resume needs."
                 if self.folder
                 else "Nothing was saved.",
             )
@@ -992,6 +1009,19 @@ class Trainer:
         c = self.config
         if c.eval_strategy != "no" and self.eval_batches is None:
             raise ValueError(f"eval_strategy={c.eval_strategy!r} needs eval_batches")
+        size = getattr(self.train_batches, "batch_size", None)
+        if c.per_device_train_batch_size not in (size, TrainConfig().per_device_train_batch_size):
+            if isinstance(size, int):
+                warnings.warn(
+                    f"per_device_train_batch_size={c.per_device_train_batch_size} changes nothing "
+                    f"here: train_batches have {size} rows each",
+                    stacklevel=4,
+                )
+        if isinstance(self.eval_batches, Iterator):
+            raise TypeError(
+                f"eval_batches is a {type(self.eval_batches).__name__}, which can be read only "
+                "once, and each evaluation reads it: give a list or Batches"
+            )
         by_epoch = "epoch" in (c.eval_strategy, c.save_strategy)
         if by_epoch and not hasattr(self.train_batches, "__len__"):
             raise ValueError(

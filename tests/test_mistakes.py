@@ -1,0 +1,179 @@
+"What a user of the package gets wrong at first, and the sentence that says what would be right."
+
+import pytest
+import torch
+from support.sketches import drawn
+
+from trainkit import BPETokenizer, LoRAConfig, ModelConfig, QuantConfig, Transformer, add_lora
+from trainkit import generate, load_pretrained, quantize_model, run, save_adapter, save_pretrained
+from trainkit.align.rollouts import Rollouts
+from trainkit.charts import as_points
+from trainkit.data.dataloader import Batches
+from trainkit.data.dataset import split_examples
+from trainkit.data.tokenization import tokenize_examples
+from trainkit.eval.evaluator import evaluate
+from trainkit.eval.metrics import exact_match
+from trainkit.eval.scoring import score_texts
+from trainkit.memory.estimate import predict_run
+from trainkit.recipes.config import method_config
+from trainkit.recipes.saving import score_answers
+from trainkit.train.config import TrainConfig
+from trainkit.train.objectives import lm_loss
+from trainkit.train.trainer import Trainer
+
+TEXTS = ["Say cat and dog.", "two times two is four"] * 20
+ROWS = [dict(prompt=f"Say {i}.", completion="cat") for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def tok():
+    return BPETokenizer.train(TEXTS, 272, special_tokens=["<|endoftext|>"], progress=False)
+
+
+@pytest.fixture(scope="module")
+def model(tok):
+    torch.manual_seed(0)
+    shape = dict(vocab_size=tok.vocab_size, d_model=32, n_heads=2, n_layers=1, d_ff=64)
+    return Transformer(ModelConfig(**shape, max_seq_len=64))
+
+
+@pytest.fixture(scope="module")
+def batches(tok):
+    return Batches(tokenize_examples(ROWS, tok, template="plain"), 16)
+
+
+@pytest.mark.parametrize(
+    "special, end",
+    [
+        (["<pad>", "<eos>"], "<eos>"),
+        (["<|im_start|>", "<|im_end|>"], "<|im_end|>"),
+        (["<|endoftext|>", "<|im_end|>"], "<|endoftext|>"),
+        (["<stop>", "<go>"], "<stop>"),
+    ],
+)
+def test_the_end_of_a_text_is_known_by_its_name(special, end):
+    assert BPETokenizer.train(TEXTS, 270, special_tokens=special, progress=False).eos_token == end
+
+
+def test_the_end_of_a_text_can_be_named():
+    own = dict(special_tokens=["<a>", "<b>"], progress=False)
+    assert BPETokenizer.train(TEXTS, 270, eos_token="<b>", **own).eos_token == "<b>"
+    with pytest.raises(ValueError, match="eos_token='<c>' is none of"):
+        BPETokenizer.train(TEXTS, 270, eos_token="<c>", **own)
+
+
+def test_a_text_is_no_list_of_texts(tok, model):
+    def reward(completions, **_):
+        return [0.0] * len(completions)
+
+    calls = [
+        lambda: BPETokenizer.train("text.txt", 300),
+        lambda: evaluate(model, tok, "rows.jsonl"),
+        lambda: [*score_texts(model, tok, "hello")],
+        lambda: exact_match("abc", ["abd"]),
+        lambda: exact_match(["abc"], "abd"),
+        lambda: Rollouts(model, tok, "hello", reward),
+        lambda: split_examples("rows.jsonl"),
+        lambda: score_answers(model, tok, "Say cat.", ["cat"]),
+        lambda: run(method_config({"method": "sft"}), rows="rows.jsonl"),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="is one text or path: a list of"):
+            call()
+
+
+def test_a_table_is_no_list_of_rows(tok, model):
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(TypeError, match="to_dict\\('records'\\)"):
+        evaluate(model, tok, pandas.DataFrame(ROWS))
+    series = pandas.Series([3.0, 2.0, 1.0], index=[2, 4, 6])
+    assert as_points(series) == [(2, 3), (4, 2), (6, 1)]
+
+
+def test_what_a_trainer_does_not_take(model, batches):
+    wrong = TrainConfig(num_train_epochs=1)
+    wrong.max_step = 2
+    once = (batch for batch in batches)
+    watched = TrainConfig(max_steps=2, eval_strategy="steps", eval_steps=1)
+    for args, knobs, message in (
+        ((model, lm_loss, batches, TrainConfig()), {}, "the settings are config="),
+        ((model, lm_loss, batches, "held.jsonl"), {}, "eval_batches is a str"),
+        (("smollm2-135m", lm_loss, batches), {}, "model is a str, no Module"),
+        ((model, lm_loss, batches), dict(config={"max_steps": 3}), "config is a dict"),
+        ((model, lm_loss, batches), dict(optim=torch.optim.SGD), "optim is a type"),
+        ((model, lm_loss, batches), dict(config=wrong), "Did you mean 'max_steps'"),
+        ((model, lm_loss, batches, once, watched), {}, "can be read only once"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            Trainer(*args, **knobs)
+    with pytest.warns(UserWarning, match="=32 changes nothing here: train_batches have 16 rows"):
+        Trainer(model, lm_loss, batches, config=TrainConfig(per_device_train_batch_size=32))
+
+
+def test_memory_is_predicted_for_the_batches_of_the_trainer(model, batches):
+    trainer = Trainer(model, lm_loss, batches, config=TrainConfig(max_steps=2))
+    known = predict_run(trainer, batch=batches.largest(), resident=False).peak
+    assert predict_run(trainer, resident=False).peak == known
+    assert predict_run(trainer, tokens=64, resident=False).peak > known
+    listed = Trainer(model, lm_loss, [*batches], config=TrainConfig(max_steps=2))
+    with pytest.raises(ValueError, match="give rows and tokens, or a batch"):
+        predict_run(listed)
+
+
+def test_names_of_number_formats_open_a_model(model, tok, tmp_path):
+    save_pretrained(model, tok, tmp_path / "base")
+    loaded, _ = load_pretrained(tmp_path / "base", dtype="bfloat16")
+    assert loaded.lm_head.weight.dtype == torch.bfloat16
+    same, _ = load_pretrained(tmp_path / "base", dtype="auto")
+    assert same.lm_head.weight.dtype == torch.float32
+    with pytest.raises(ValueError, match="dtype = 'int77'"):
+        load_pretrained(tmp_path / "base", dtype="int77")
+    save_adapter(add_lora(same, LoRAConfig(r=2)), tmp_path / "adapter")
+    told = (tmp_path / "adapter" / "adapter_config.json").read_text()
+    assert f'"base_model_name_or_path": "{tmp_path / "base"}"' in told
+    few = quantize_model(loaded.float(), QuantConfig(bits=4))
+    with pytest.raises(ValueError, match="the model is quantized"):
+        save_pretrained(few, tok, tmp_path / "few")
+
+
+def test_padding_is_not_continued(model, tok):
+    ids = torch.tensor([[0, 0, 83, 84], [83, 84, 85, 86]])
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    knobs = dict(max_new_tokens=3, temperature=0)
+    short = generate(model, [83, 84], **knobs)
+    assert generate(model, ids, attention_mask=mask, **knobs)[0].tolist() == [0, 0, *short]
+    with pytest.raises(ValueError, match="attention_mask is"):
+        generate(model, ids, attention_mask=mask[:, 1:])
+    with pytest.raises(TypeError, match="add_generation_prompt=True"):
+        generate(model, [dict(role="user", content="Hi")], tokenizer=tok)
+
+
+def test_a_constraint_begins_again_with_another_text(model, tok):
+    pytest.importorskip("llguidance")
+    from trainkit.engine.constraints import Grammars
+
+    either = Grammars(tok).choice(["cat", "dog"])
+    knobs = dict(tokenizer=tok, temperature=0, processors=[either])
+    for prompt in ("Say", "Say", "Say the word that comes after it", "Sa"):
+        assert generate(model, prompt, **knobs).removeprefix(prompt) in ("cat", "dog")
+
+
+def test_rows_in_memory_train_a_run_that_can_be_resumed(model, tok, tmp_path):
+    save_pretrained(model, tok, tmp_path / "base")
+    config = method_config(
+        {
+            "method": "sft",
+            "name": "rows",
+            "runs_dir": str(tmp_path / "runs"),
+            "init_from": str(tmp_path / "base"),
+            "data": dict(max_length=32),
+            "train": dict(max_steps=2, progress=False),
+            "watch_memory": False,
+        }
+    )
+    with drawn():
+        first = run(config, rows=ROWS, verbose=False)
+        assert run(config, rows=iter(ROWS), resume=True, verbose=False).folder == first.folder
+    assert len([*(tmp_path / "runs").glob("rows-*.jsonl")]) == 1
+    with pytest.raises(TypeError, match="method_config\\(file or dict\\)"):
+        run("my.yaml")
