@@ -1,5 +1,7 @@
 "What a user of the package gets wrong at first, and the sentence that says what would be right."
 
+from pathlib import Path
+
 import pytest
 import torch
 from support.sketches import drawn
@@ -67,7 +69,7 @@ def test_a_text_is_no_list_of_texts(tok, model):
         return [0.0] * len(completions)
 
     calls = [
-        lambda: BPETokenizer.train("text.txt", 300),
+        lambda: BPETokenizer.train(Path("text.txt"), 300),
         lambda: evaluate(model, tok, "rows.jsonl"),
         lambda: [*score_texts(model, tok, "hello")],
         lambda: exact_match("abc", ["abd"]),
@@ -80,6 +82,9 @@ def test_a_text_is_no_list_of_texts(tok, model):
     for call in calls:
         with pytest.raises(TypeError, match="is one text or path: a list of"):
             call()
+    with pytest.raises(TypeError, match="is the name of a file: give its text"):
+        BPETokenizer.train(__file__, 300)
+    assert len(BPETokenizer.train("two times two", 257, progress=False)) == 257
 
 
 def test_a_table_is_no_list_of_rows(tok, model):

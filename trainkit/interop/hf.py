@@ -628,7 +628,7 @@ def save_pretrained(
         raise ValueError(
             "the model is quantized, and the format of transformers has other codes: save it "
             "before quantize_model, and load_pretrained(folder, quant=QuantConfig(…)) makes it "
-            "so again, or write a file in few bits with export_gguf"
+            "so again, or write a quantized file with export_gguf"
         )
     _check_sizes(tokenizer, cast(Any, model.config).vocab_size)
     if isinstance(model, Transformer) and (reasons := unsupported_knobs(model.config)):

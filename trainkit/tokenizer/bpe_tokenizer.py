@@ -456,7 +456,10 @@ class BPETokenizer:
         "Train a tokenizer; a text with too few pairs for `vocab_size` raises a `ValueError`."
         if isinstance(special_tokens, str):
             raise TypeError(f"special_tokens must be a list, such as [{special_tokens!r}]")
-        check_items(texts, "texts", "texts")
+        if isinstance(texts, str) and len(texts) < 256 and Path(texts).is_file():
+            raise TypeError(f"texts = {texts!r} is the name of a file: give its text")
+        if not isinstance(texts, str):
+            check_items(texts, "texts", "texts")
         n_merges = vocab_size - 256 - len(special_tokens)
         special = [*special_tokens]
         if n_merges < 0:

@@ -540,7 +540,7 @@ class Trainer:
             self.bar.close()
             note(
                 f"Stopped after step {s.step} of {self.total_steps}.",
-                f"{self.checkpoint} contains everything that a resume needs."
+                f"{self.checkpoint} contains everything: resume=True continues from it."
                 if self.folder
                 else "Nothing was saved.",
             )
