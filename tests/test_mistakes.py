@@ -8,6 +8,11 @@ from support.sketches import drawn
 
 from trainkit import BPETokenizer, LoRAConfig, ModelConfig, QuantConfig, Transformer, add_lora
 from trainkit import generate, load_pretrained, quantize_model, run, save_adapter, save_pretrained
+from trainkit import stream
+from trainkit.align.dpo import dpo_objective
+from trainkit.align.preference_data import PairBatches, tokenize_pairs
+from trainkit.align.reference import make_reference
+from trainkit.align.rl import RLConfig
 from trainkit.align.rollouts import Rollouts
 from trainkit.charts import as_points
 from trainkit.data.dataloader import Batches
@@ -20,7 +25,7 @@ from trainkit.memory.estimate import predict_run
 from trainkit.recipes.config import method_config
 from trainkit.recipes.saving import score_answers
 from trainkit.train.config import TrainConfig
-from trainkit.train.objectives import lm_loss
+from trainkit.train.objectives import Loss, lm_loss
 from trainkit.train.trainer import Trainer
 
 TEXTS = ["Say cat and dog.", "two times two is four"] * 20
@@ -182,3 +187,37 @@ def test_rows_in_memory_train_a_run_that_can_be_resumed(model, tok, tmp_path):
     assert len([*(tmp_path / "runs").glob("rows-*.jsonl")]) == 1
     with pytest.raises(TypeError, match="method_config\\(file or dict\\)"):
         run("my.yaml")
+
+
+def test_only_ids_of_the_tokenizer_come_from_a_padded_vocabulary(tok):
+    torch.manual_seed(0)
+    shape = dict(vocab_size=512, d_model=32, n_heads=2, n_layers=1, d_ff=64, max_seq_len=128)
+    padded = Transformer(ModelConfig(**shape))
+    knobs = dict(max_new_tokens=60, temperature=2.0, seed=0, eos_token_id=())
+    free = generate(padded, [83, 84], **knobs)
+    assert max(free) >= len(tok) > max(generate(padded, [83, 84], tokenizer=tok, **knobs))
+    assert len("".join(stream(padded, "Say", tokenizer=tok, **knobs))) > 9
+
+    def reward(completions, **_):
+        return [float(len(text)) for text in completions]
+
+    rl = RLConfig(num_prompts=1, num_generations=4, max_completion_length=60)
+    rollouts = Rollouts(padded, tok, ["Say"], reward, rl)
+    for batch in rollouts:
+        assert batch["input_ids"].max() < len(tok)
+        break
+
+
+def test_batches_and_objectives_that_do_not_belong_together(model, tok, batches):
+    pairs = [dict(prompt="Say cat.", chosen="cat", rejected="dog")] * 8
+    of_pairs = PairBatches(tokenize_pairs(pairs, tok), 8)
+    knobs = dict(config=TrainConfig(max_steps=1, progress=False))
+    for objective, given, missing in (
+        (lm_loss, of_pairs, "labels"),
+        (dpo_objective(make_reference(model)), batches, "prompt_input_ids"),
+    ):
+        with pytest.raises(ValueError, match=f"reads '{missing}', and the batches have"):
+            Trainer(model, objective, given, **knobs).train()
+    for wrong in ({"loss": torch.ones(())}, {"loss": (torch.ones(()), 1)}, torch.ones(())):
+        with pytest.raises(TypeError, match="must return sums and counts"):
+            Trainer(model, lambda model, batch, wrong=wrong: Loss(wrong), batches, **knobs).train()

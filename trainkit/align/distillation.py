@@ -599,7 +599,9 @@ def write_answers(
         few = order[at : at + batch_size]
         sampling = SamplingConfig(temperature=config.temperature, seed=derive_seed(config.seed, at))
         budgets = [config.max_completion_length] * len(few)
-        answers = sample_answers(model, [ids[i] for i in few], budgets, sampling, ends)
+        answers = sample_answers(
+            model, [ids[i] for i in few], budgets, sampling, ends, tokenizer=tokenizer
+        )
         for i, answer in zip(few, answers, strict=True):
             if not ends or answer.ids[-1] in ends:
                 texts[i] = tokenizer.decode(answer.ids, skip_special_tokens=True)

@@ -70,7 +70,8 @@ def sample_answers(
     eos: Sequence[int] = (),  # An answer ends with any of these
     weights: str | None = None,  # As in `generate`
     batch_invariant: bool = False,  # See `trainkit.align.invariant`
-    tokenizer: "_Tokenizer | None" = None,  # For `sampling.thinking_budget`
+    # For `sampling.thinking_budget`; only its ids come
+    tokenizer: "_Tokenizer | None" = None,
 ) -> list[Answer]:
     "One answer to each context, with the log-probabilities of its tokens."
     if batch_invariant and len({*map(len, contexts)}) > 1:
@@ -108,6 +109,7 @@ def sample_answers(
                 processors=processors,
                 weights=weights,
                 watch=recorder,
+                tokenizer=cast("AnyTokenizer | None", tokenizer),
             )
             for ids, alive in tokens:
                 new = ids.tolist()

@@ -91,7 +91,16 @@ def _continue(
     if limit is not None and tokenizer is not None:
         processors = [ThinkingBudget(tokenizer, limit)]
     with eval_mode(model):
-        steps = decode_rows(model, rows, config, eos, processors, weights=weights, watch=watch)
+        steps = decode_rows(
+            model,
+            rows,
+            config,
+            eos,
+            processors,
+            weights=weights,
+            watch=watch,
+            tokenizer=tokenizer,
+        )
         for ids, alive in steps:
             going = alive.tolist()
             for i, token in enumerate(ids.tolist()):

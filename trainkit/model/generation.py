@@ -21,7 +21,7 @@ import inspect
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from numbers import Integral
 from typing import Any, Protocol, cast
@@ -448,6 +448,18 @@ def _check_options(
         raise ValueError("guesses need a cache, and steps that are not compiled")
 
 
+def _known_only(
+    logits: Tensor,  # (B, V)
+    tokenizer: Tokenizer | None,
+) -> Tensor:
+    "Without the ids that the tokenizer does not have."
+    size = logits.shape[-1]
+    words = len(tokenizer) if isinstance(tokenizer, Sized) else size
+    if words >= size:
+        return logits
+    return logits.index_fill(-1, torch.arange(words, size, device=logits.device), -torch.inf)
+
+
 def _leave_out(
     plan: DecodePlan | PackedPlan | Lookahead | None, left: Tensor, alive: Tensor
 ) -> Tensor:
@@ -479,6 +491,8 @@ def decode_rows(
     # Called with logits (b, V), the ids (b,) drawn from them, and the rows they belong to
     watch: Callable[[Tensor, Tensor, list[int]], None] | None = None,
     drafter: Drafter | None = None,  # Guesses tokens of one row ahead
+    # Its ids are all that may come: a model can have more embeddings than its tokenizer tokens
+    tokenizer: Tokenizer | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # (B,) ids; (B,) bool, rows not yet ended: set False to stop
     """Continue all rows by one token per step, until all have ended or the context is full.
 
@@ -536,8 +550,9 @@ def decode_rows(
             past = ids[:, :end] if len(left) == len(ids) else ids[left, :end]
             numbers = u[end - width, left]
             guess = plan.guess if isinstance(plan, Lookahead) else None
+            logits = _known_only(logits.float(), tokenizer)
             ids[left, end] = choose(
-                logits.float(), past, config, numbers, processors, forbidden, observe, guess
+                logits, past, config, numbers, processors, forbidden, observe, guess
             )
             yield ids[:, end], alive
             if eos:
@@ -792,7 +807,7 @@ def generate(
     new = []
     counts = torch.zeros(len(rows), dtype=torch.int64)
     with eval_mode(model):
-        options = (eos, processors, fast, weights, backend, None, drafter)
+        options = (eos, processors, fast, weights, backend, None, drafter, tokenizer)
         for ids, alive in decode_rows(model, rows, config, *options):
             new.append(ids.where(alive, fill))
             counts += alive.cpu()
@@ -849,7 +864,7 @@ def stream(
 
     def pieces() -> Iterator:
         with eval_mode(model):
-            options = (eos, processors, fast, weights, backend, None, drafter)
+            options = (eos, processors, fast, weights, backend, None, drafter, tokenizer)
             for ids, _ in decode_rows(model, rows, config, *options):
                 token = int(ids)
                 if tokenizer is None:

@@ -21,7 +21,7 @@ import os
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -275,7 +275,8 @@ def count_window(
         return None
     items: Counter[str] = Counter()
     for batch in batches:
-        items.update(counts(batch))
+        with _explained(batch):
+            items.update(counts(batch))
     if not any(items.values()):
         raise NothingToLearn
     return items
@@ -295,14 +296,33 @@ def common_count(
     return counts[0]
 
 
+@contextmanager
+def _explained(batch: dict) -> Iterator[None]:
+    "Say which column an objective misses in a batch."
+    try:
+        yield
+    except KeyError as error:
+        missing = error.args[0] if error.args else None
+        if not isinstance(missing, str) or missing in batch:
+            raise
+        raise ValueError(
+            f"the objective reads {missing!r}, and the batches have {', '.join(batch)}: they do "
+            "not belong together"
+        ) from error
+
+
 def check_loss(
     loss: Any,  # What an objective returned
 ) -> Loss:  # The same; raises `TypeError` for a mean
     "Make sure that a loss is sums and counts."
-    if hasattr(loss, "terms"):
+    terms = getattr(loss, "terms", None)
+    if isinstance(terms, Mapping) and all(
+        isinstance(term, (tuple, list)) and len(term) == 3 for term in terms.values()
+    ):
         return loss
+    here = str(loss) if terms is not None else type(loss).__name__
     raise TypeError(
-        f"The objective returned {type(loss).__name__}, and must return sums and counts: "
+        f"The objective returned {here}, and must return sums and counts: "
         "Loss({'loss': (sum over items, number of items, 1.0)})"
     )
 
@@ -386,7 +406,7 @@ def accumulate(
         batch = mine[i] if counts else batches[0]  # With no batch left, join in with zeros
         tick()  # Before a gradient is known, and so before a weight may have moved
         with nullcontext() if last or shards is not None else accelerator.no_sync(model):
-            with precision(accelerator):
+            with precision(accelerator), _explained(batch):
                 out = check_loss(objective(model, to_device(batch, accelerator.device)))
             if batch_terms is not None and counts:
                 sums = {name: torch.as_tensor(t[0]).detach() for name, t in out.terms.items()}
@@ -656,7 +676,7 @@ def eval_loss(
             tick()
             counts = accelerator.process_index < len(group)
             batch = group[accelerator.process_index if counts else 0]
-            with precision(accelerator):
+            with precision(accelerator), _explained(batch):
                 out = check_loss(objective(model, to_device(batch, accelerator.device)))
             for name, (s, n, weight) in out.terms.items():
                 total_s, total_n, _ = terms.get(name, (0.0, 0, weight))
