@@ -9,6 +9,7 @@ from support.sketches import drawn
 from trainkit import BPETokenizer, LoRAConfig, ModelConfig, QuantConfig, Transformer, add_lora
 from trainkit import generate, load_pretrained, quantize_model, run, save_adapter, save_pretrained
 from trainkit import stream
+from trainkit.align.distillation import distill_objective
 from trainkit.align.dpo import dpo_objective
 from trainkit.align.preference_data import PairBatches, tokenize_pairs
 from trainkit.align.reference import make_reference
@@ -22,7 +23,7 @@ from trainkit.eval.evaluator import evaluate
 from trainkit.eval.metrics import exact_match
 from trainkit.eval.scoring import score_texts
 from trainkit.memory.estimate import predict_run
-from trainkit.recipes.config import method_config
+from trainkit.recipes.config import RunConfig, method_config
 from trainkit.recipes.saving import score_answers
 from trainkit.train.config import TrainConfig
 from trainkit.train.objectives import Loss, lm_loss
@@ -221,3 +222,28 @@ def test_batches_and_objectives_that_do_not_belong_together(model, tok, batches)
     for wrong in ({"loss": torch.ones(())}, {"loss": (torch.ones(()), 1)}, torch.ones(())):
         with pytest.raises(TypeError, match="must return sums and counts"):
             Trainer(model, lambda model, batch, wrong=wrong: Loss(wrong), batches, **knobs).train()
+
+
+@pytest.mark.parametrize(
+    "cls, name, says",
+    [
+        (ModelConfig, "hidden_size", "ModelConfig has no 'hidden_size': here it is d_model"),
+        (LoRAConfig, "lora_rank", "here it is r"),
+        (LoRAConfig, "lora_alhpa", "Did you mean lora_alpha?"),
+        (TrainConfig, "lr", "TrainConfig has no 'lr', but OptimConfig has learning_rate"),
+        (RunConfig, "max_steps", r"write train=TrainConfig\(max_steps=…\)"),
+        (QuantConfig, "colour", "It has bits"),
+    ],
+)
+def test_a_name_of_another_library_is_translated(cls, name, says):
+    with pytest.raises(TypeError, match=says):
+        cls(**{name: 3})
+
+
+def test_a_model_is_no_teacher_no_reference_and_no_judge(model, tok):
+    with pytest.raises(TypeError, match=r"a Transformer: Teacher\(model, config\)"):
+        distill_objective(model)
+    with pytest.raises(TypeError, match=r"a Transformer: make_reference\(model\)"):
+        dpo_objective(model)
+    with pytest.raises(ValueError, match="a Transformer gives .* where each text needs one reward"):
+        score_answers(model, tok, ["Say cat."], ["cat"])

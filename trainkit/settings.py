@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .config import ConfigError, Problem, check_config, knob, nearest, split_list
+from .config import suggest_names
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")  # How processes share a model
 
 
+@suggest_names
 @dataclass
 class CurriculumConfig:
     "Easy rows first, for so many batches."
@@ -68,6 +70,7 @@ class CurriculumConfig:
         return levels[min(max(math.ceil(share * len(levels)), 1), len(levels)) - 1]
 
 # %% ../nbs/03_model/09_sampling.ipynb #da6dbe31
+@suggest_names
 @dataclass
 class SamplingConfig:
     "How the next token is chosen."
@@ -155,6 +158,7 @@ _OPTIM_ALIASES = {
 }
 
 
+@suggest_names
 @dataclass
 class OptimConfig:
     "Settings of optimizer and schedule; fields and values as in transformers' TrainingArguments."
@@ -241,6 +245,7 @@ def check_rule(
 INITS = ("gaussian", "pissa", "olora", "orthogonal", "eva")
 
 
+@suggest_names
 @dataclass
 class LoRAConfig:
     "Where low-rank updates go, and how large they are; fields as in peft.LoraConfig."
@@ -304,6 +309,7 @@ class LoRAConfig:
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
+@suggest_names
 @dataclass
 class QuantConfig:
     "How the linear layers of a model are stored."
@@ -400,6 +406,7 @@ USED_BY: dict[str, frozenset[str]] = {  # Knob -> the losses that read it; the o
 }
 
 
+@suggest_names
 @dataclass
 class DPOConfig:
     "How preferences are learned; names as in trl's DPOConfig."
@@ -590,6 +597,7 @@ READ_BY: dict[str, frozenset[str]] = {  # Knob -> the methods that read it; the 
 }
 
 
+@suggest_names
 @dataclass
 class RLConfig:
     "Settings of reinforcement learning; names as in TRL's GRPOConfig."
@@ -784,6 +792,7 @@ class RLConfig:
         return self.method != "grpo" if self.kl_in_reward is None else self.kl_in_reward
 
 # %% ../nbs/08_align/18_distillation.ipynb #distill-settings
+@suggest_names
 @dataclass
 class DistillConfig:
     "How a student learns from a teacher; names as in TRL's GKDConfig."

@@ -195,6 +195,11 @@ def distill_objective(
     teacher: "Teacher | TeacherCache",
 ) -> Callable[[nn.Module, dict], Loss]:
     "Learn a teacher's probabilities at every token that has a label, as an objective."
+    if not hasattr(teacher, "compare"):
+        raise TypeError(
+            f"distill_objective(…) needs a teacher, not a {type(teacher).__name__}: "
+            "Teacher(model, config), or a TeacherCache of one"
+        )
 
     @objective(counts=lambda batch: {"loss": int(count_items(batch))})
     def distill_loss(model: nn.Module, batch: dict) -> Loss:

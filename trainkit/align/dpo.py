@@ -295,6 +295,11 @@ def reward_metrics(
 def _check_reference(reference: Reference | None, c: DPOConfig) -> Reference | None:
     "The reference that the losses need, if any; raises `ValueError` if it does not suit them."
     losses = ", ".join(c.loss_type)
+    if isinstance(reference, nn.Module):
+        raise TypeError(
+            f"dpo_objective(…) needs what makes the reference's log-probabilities, not a "
+            f"{type(reference).__name__}: make_reference(model)"
+        )
     if c.needs_reference and reference is None:
         raise ValueError(
             f"{losses} compares with a reference: give make_reference(model), or set reference_free"

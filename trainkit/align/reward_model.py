@@ -161,6 +161,12 @@ def score_ids(
         mask = nn.utils.rnn.pad_sequence([torch.ones_like(t) for t in batch], True, 0).to(device)
         with evaluating(model):
             output = model(ids, attention_mask=mask)
-        scores = output if isinstance(output, Tensor) else output.logits[:, 0]
-        rewards += scores.float().tolist()
+        scores = output if isinstance(output, Tensor) else output.logits
+        if scores.numel() != len(batch):
+            raise ValueError(
+                f"a {type(model).__name__} gives {list(scores.shape)} numbers for "
+                f"{len(batch)} texts where each text needs one reward: "
+                "give a RewardModel, or a classifier with one label"
+            )
+        rewards += scores.flatten().float().tolist()
     return rewards

@@ -32,6 +32,7 @@ from os.path import expanduser
 from pathlib import Path
 
 from ..config import ConfigError, Problem, check_config, check_items, knob, nearest
+from ..config import suggest_names
 from ..display import plural
 from .schema import ALIASES, KINDS, as_example, example_kind, fitting_kinds, map_texts
 from .sources import LoadReport, Raw, best_corpus, raw_rows
@@ -719,6 +720,7 @@ def clean_examples(
     return out, counts
 
 # %% ../../nbs/02_data/06_dataset.ipynb #e2fe747e
+@suggest_names
 @dataclass
 class DataConfig:
     "Which examples a run reads, how they are cleaned, and which are set apart."

@@ -35,6 +35,7 @@ from safetensors import SafetensorError, safe_open
 from ..files import read_json, write_atomic, writing
 from .families import hf_architecture
 from .hf import read_config
+from .hub import find_model_files
 from ..model.attention import rope_frequencies
 from ..model.config import ModelConfig
 from ..progress import Progress
@@ -376,7 +377,8 @@ def _check_importance(importance: dict[str, np.ndarray], columns: dict[str, int]
 
 
 def export_gguf(
-    folder: str | Path,  # With config.json, of the Llama, Mistral, Qwen2 or Qwen3 family
+    # With config.json, of the Llama, Mistral, Qwen2 or Qwen3 family; or a name on the hub
+    folder: str | Path,
     path: str | Path,  # The file to write, `….gguf`
     quant_type: str = "q8_0",  # One of `QUANT_TYPES`
     name: str | None = None,  # Displayed to users; None: the name of the folder
@@ -388,7 +390,8 @@ def export_gguf(
 ) -> dict[str, Any]:  # path, bytes, tensors, and `wide`: matrices written in float16 instead
     "Write a model folder as one GGUF file; it gets its name after it was read back and compared."
     gguf = _gguf()
-    folder = Path(folder)
+    given = Path(folder)
+    folder = find_model_files(folder)
     path = Path(path)
     if quant_type not in QUANT_TYPES:
         raise ValueError(f"quant_type = {quant_type!r} is none of {', '.join(QUANT_TYPES)}")
@@ -398,7 +401,7 @@ def export_gguf(
     kinds = gguf.GGMLQuantizationType
     sums = {}
     writer = gguf.GGUFWriter(None, architecture_of(config))
-    describe_model(writer, config, name or folder.resolve().name)
+    describe_model(writer, config, name or (given.resolve() if given.exists() else given).name)
     writer.add_file_type(_FILE_TYPES[quant_type])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     describe_tokenizer(writer, folder, config.vocab_size, pre)

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import check_config, knob, nearest, without_secrets
+from ..config import check_config, knob, nearest, suggest_names, without_secrets
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -148,6 +148,7 @@ def _token(value: object) -> dict | str:
     )
 
 
+@suggest_names
 @dataclass
 class HubConfig:
     "What a run uploads to the Hugging Face hub."

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..config import ConfigError, Problem, check_config, knob, nearest
+from ..config import ConfigError, Problem, check_config, knob, nearest, suggest_names
 
 # %% ../../nbs/03_model/01_model_config.ipynb #f265746b
 ACTIVATION_NAMES = ("swiglu", "geglu", "gelu", "gelu_tanh", "relu2")  # Those with a gate first
@@ -41,6 +41,7 @@ def _rope_problem(scaling: dict) -> str:  # What is wrong with a `rope_scaling`,
 MAX_LAYERS = 10_000
 
 
+@suggest_names
 @dataclass
 class ModelConfig:
     "The shape of a transformer, and the choices inside its block."

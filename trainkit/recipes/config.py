@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from ..config import ConfigError, Problem, canonical_config, check_config
 from ..config import default_profile, find_settings, knob, load_config, merge, nearest
-from ..config import parse_config, split_list
+from ..config import parse_config, split_list, suggest_names
 from ..data.dataset import DataConfig
 from ..interop.hub import HubConfig
 from ..model.config import ModelConfig, count_parameters
@@ -153,6 +153,7 @@ def depth_knobs(
     return dial
 
 # %% ../../nbs/11_recipes/03_run_config.ipynb #edbe9faf
+@suggest_names
 @dataclass
 class TokenizerConfig:
     "Which tokenizer a run takes or learns."
@@ -193,6 +194,7 @@ def read_packing(
 _PACKING = ("packing", "pack_sequences", "packing_strategy")
 
 
+@suggest_names
 @dataclass
 class SFTConfig:
     "How examples of questions and answers become rows."
@@ -276,6 +278,7 @@ _TRACKERS = {
 }
 
 
+@suggest_names
 @dataclass
 class RunConfig:
     "Everything about one run."

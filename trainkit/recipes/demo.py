@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..charts import curves, draw_svg
-from ..config import check_config, dump_config, knob, to_dict
+from ..config import check_config, dump_config, knob, suggest_names, to_dict
 from ..data.dataloader import collate, encode_rows, token_blocks
 from ..data.dataset import load_examples, load_splits
 from ..data.readers import write_examples
@@ -51,6 +51,7 @@ from ..train.runs import RunFolder, mask_secrets, read_run
 from ..train.step import evaluating
 
 # %% ../../nbs/11_recipes/11_demo.ipynb #525395d7
+@suggest_names
 @dataclass
 class DemoConfig:
     "The phases that come after pre-training."

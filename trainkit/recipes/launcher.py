@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, cast
 import yaml
 
 from ..config import ConfigError, Problem, check_config, dump_config, knob, pick_device
-from ..config import to_dict
+from ..config import suggest_names, to_dict
 from ..display import plural
 from ..files import write_atomic
 from ..progress import SafeStream, note
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 _Json = dict[str, Any]  # A group of a YAML or JSON file
 
 
+@suggest_names
 @dataclass
 class LaunchConfig:
     "How many processes run a script, where, and how they share the work."

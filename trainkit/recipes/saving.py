@@ -80,6 +80,7 @@ def save_reward_model(
     import transformers
 
     from trainkit.interop.families import to_hf  # transformers takes seconds to import
+    from trainkit.interop.hf import quiet_transformers
 
     net = merged_copy(model)
     shell = copy(causal)
@@ -110,7 +111,8 @@ def save_reward_model(
     classifier.score.weight = nn.Parameter(net.score.weight.detach().to(dtype).cpu())
     folder = Path(folder)
     with atomic_folder(folder) as temporary:
-        classifier.save_pretrained(temporary)
+        with quiet_transformers():
+            classifier.save_pretrained(temporary)
         save = getattr(tokenizer, "save", None) or getattr(tokenizer, "save_pretrained")  # noqa: B009
         save(temporary)
     return folder

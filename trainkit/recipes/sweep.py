@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 from ..charts import bars, chart_style, curves, draw_svg, new_axes
 from ..config import ConfigError, Knob, Problem, check_config, dump_config, find_knobs
-from ..config import knob, knobs, nearest, parse_config, split_list
+from ..config import knob, knobs, nearest, parse_config, split_list, suggest_names
 from ..display import PALETTE, Picture, clean, grid, number, plural, table
 from ..files import write_atomic
 from ..progress import duration, note
@@ -313,6 +313,7 @@ def sample_points(
 SCHEDULERS = ("halving", "asha", "full")
 
 
+@suggest_names
 @dataclass
 class SweepConfig:
     "How settings are searched."

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..config import ConfigError, Problem, check_config, knob
+from ..config import ConfigError, Problem, check_config, knob, suggest_names
 from ..display import plural, table
 from ..progress import Progress, StopNow
 
@@ -73,6 +73,7 @@ _FOLDERS = {
 }
 
 # %% ../../nbs/04_train/05_train_config.ipynb #655b663c
+@suggest_names
 @dataclass
 class TrainConfig:
     "How long to train and what happens on the way; names as in transformers' TrainingArguments."
