@@ -25,9 +25,11 @@ import warnings
 import zlib
 from contextlib import suppress
 from multiprocessing import resource_tracker
+from pathlib import Path
 
 import pytest
 
+from support import lines
 from support.cpu import FILE, CpuMeter
 from support.processes import SERVER, serve
 
@@ -62,6 +64,9 @@ def pytest_configure(config):
     if (
         hasattr(config, "workerinput") or config.getoption("dist", "no") == "no"
     ):  # Here tests are run
+        if path := os.environ.get(lines.FOLDER):
+            os.environ[lines.FOLDER] = os.path.abspath(path)
+            config.pluginmanager.register(lines.LineMeter())
         from hypothesis import HealthCheck, settings
 
         # A slow machine is no failure. `make test` tries the same cases each time, so that it fails
@@ -85,12 +90,21 @@ FIRST = (  # With tests of four seconds and more
 )
 
 
+# Tests that are slow without saying so in their file. It was measured for all tests together what
+# each costs, and which lines no other test runs (CONTRIBUTING.md)
+COSTLY = {*Path(__file__).with_name("costly.txt").read_text(encoding="utf-8").splitlines()}
+
+
+@pytest.hookimpl(tryfirst=True)  # Before `-m slow` chooses
 def pytest_collection_modifyitems(config, items):
     """Leave out slow tests unless TRAINKIT_SLOW is set; files with long tests come first.
 
     TRAINKIT_SLOW_SLICE='1/4' keeps a fixed quarter of the slow tests, and no long one. Long
     tests come first, so that no process is left with one at the end.
     """
+    for item in items:
+        if item.nodeid in COSTLY:
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.stem not in FIRST)
     if not os.environ.get("TRAINKIT_SLOW"):
         skip = [item for item in items if "slow" in item.keywords]

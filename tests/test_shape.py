@@ -51,3 +51,12 @@ def test_a_missed_limit_names_the_modules_that_miss_it_most(tmp_path):
     (tmp_path / "unknown.py").write_text("def f(x: Any) -> Any:\n    return x\n")
     words = shape.shape_of(tmp_path).worst("Any", 1)
     assert words == "Any, at most 500; modules above it: unknown.py by 2"
+
+
+def test_costly_tests_exist():
+    "Their names follow the tests; what they cost is measured by support/cpu.py."
+    names = (ROOT / "tests" / "costly.txt").read_text(encoding="utf-8").splitlines()
+    assert names == sorted({*names}) and "" not in names
+    for name in names:
+        file, function = name.partition("[")[0].split("::")
+        assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8"), name

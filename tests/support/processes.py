@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from support import cpu
+from support import cpu, lines
 
 ROOT = Path(__file__).resolve().parents[2]
 FORK = multiprocessing.get_context(
@@ -60,9 +60,12 @@ def child(function, args, out, err, meter, environment):
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     faulthandler.dump_traceback_later(PATIENCE - 10, file=2)  # Where all threads of a hang are
+    made = lines.recorder(cpu.current_test()) if os.environ.get(lines.FOLDER) else None
     try:
         code = function(*args)
     finally:
+        if made:
+            lines.finish(made)
         sys.stdout.flush(), sys.stderr.flush()
         if meter[0]:
             cpu.record_all(*meter, "forked")
