@@ -1,10 +1,12 @@
 "What a user of the package gets wrong at first, and the sentence that says what would be right."
 
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 from support.sketches import drawn
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from trainkit import BPETokenizer, LoRAConfig, ModelConfig, QuantConfig, Transformer, add_lora
 from trainkit import generate, load_pretrained, quantize_model, run, save_adapter, save_pretrained
@@ -247,3 +249,39 @@ def test_a_model_is_no_teacher_no_reference_and_no_judge(model, tok):
         dpo_objective(model)
     with pytest.raises(ValueError, match="a Transformer gives .* where each text needs one reward"):
         score_answers(model, tok, ["Say cat."], ["cat"])
+
+
+def test_a_schedule_of_ones_own(model, tok, tmp_path):
+    "A run that was stopped goes on with it; what is no function of the step is refused."
+
+    def triangle(optimizer, config, steps):
+        return LambdaLR(optimizer, lambda step: 1 - abs(2 * step / steps - 1))
+
+    def train(schedule, folder, resume=None, **more):
+        config = TrainConfig(
+            output_dir=str(folder), max_steps=8, logging_steps=1, save_steps=4, progress=False
+        )
+        data = Batches(tokenize_examples(ROWS, tok, template="plain"), 16)
+        loop = Trainer(
+            deepcopy(model), lm_loss, data, config=config, build_schedule=schedule, **more
+        )
+        loop.train(resume)
+        return loop
+
+    whole = train(triangle, tmp_path / "whole")
+    rates = [record["learning_rate"] for record in whole.history if "learning_rate" in record]
+    peak = whole.optim.learning_rate
+    assert rates == pytest.approx([peak * n / 4 for n in (0, 1, 2, 3, 4, 3, 2, 1)])
+
+    class Stop:
+        def on_step(self, trainer, record):
+            if record["step"] == 5:
+                trainer.control.stop()
+
+    train(triangle, tmp_path / "stopped", callbacks=[Stop()])
+    again = train(triangle, tmp_path / "stopped", resume=True)
+    assert again.state.step == 8
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(weight, again.model.state_dict()[name])
+    with pytest.raises(TypeError, match="a StepLR: a LambdaLR is needed"):
+        train(lambda optimizer, *_: StepLR(optimizer, 3), tmp_path / "no")

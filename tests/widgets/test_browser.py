@@ -469,6 +469,7 @@ def run_browser(browser, lab, scheme="light"):
     return page, errors
 
 
+@pytest.mark.slow
 def test_runs_are_browsed_in_a_notebook(browser, lab):
     "The quick one: a filter, a choice, an error message, and what the saved notebook shows."
     page, errors = run_browser(browser, lab)

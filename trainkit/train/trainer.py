@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from ..config import recheck, seed_everything, to_dict
 from ..files import atomic_folder
@@ -140,6 +141,9 @@ class Trainer:
         | None = None,  # What else identifies the run: a hash of its data
         # None: `make_optimizer`
         build_optimizer: Callable[[nn.Module, OptimConfig], torch.optim.Optimizer] | None = None,
+        # (optimizer, config, number of steps) -> the factors of the learning rate; None: the curve
+        # that `optim` names, by `make_schedule`
+        build_schedule: Callable[[torch.optim.Optimizer, OptimConfig, int], LambdaLR] | None = None,
     ):
         config = config or TrainConfig()
         optim = optim or OptimConfig()
@@ -163,6 +167,7 @@ class Trainer:
         self.config = config
         self.optim = optim
         self.build_optimizer = build_optimizer or make_optimizer
+        self.build_schedule = build_schedule or make_schedule
         self.adds_z_loss = bool(self.config.z_loss) and objective is lm_loss
         if self.adds_z_loss:
             self.objective = lm_objective(self.config.z_loss)
@@ -308,7 +313,12 @@ class Trainer:
         shards = self.shards
         trained = self.model if shards is None else shards.sharded
         self.raw_optimizer = self.build_optimizer(trained, self.optim)
-        self.schedule = make_schedule(self.raw_optimizer, self.optim, self.total_steps)
+        self.schedule = self.build_schedule(self.raw_optimizer, self.optim, self.total_steps)
+        if not isinstance(self.schedule, LambdaLR):
+            raise TypeError(
+                f"build_schedule returned a {type(self.schedule).__name__}: a LambdaLR is needed, "
+                "whose factor of the learning rate is known at every step, also after a resume"
+            )
         forward = None
         if c.torch_compile:
             forward = Compiled(self.model, c.torch_compile_backend, c.torch_compile_mode, self.note)
