@@ -216,6 +216,7 @@ def check_site(site, lessons):
         assert not re.search(r"(?:url\(|@import)\s*['\"]?https?:", path.read_text("utf-8")), path
 
 
+@pytest.mark.slow
 def test_a_small_site_is_whole(tmp_path):
     "Two lessons, the guides, and the reference of one package."
     done = in_child(build, tmp_path / "site", SMALL_SITE, ["-Q", "-j", "1"], folder=tmp_path)

@@ -177,6 +177,7 @@ def test_packing_says_how_many_examples_were_too_long(home):
             assert f" {len(packed)} row" in line
 
 
+@pytest.mark.slow
 def test_a_pipe_that_closes_early_is_no_error(home):
     for words in (
         ["tokenizer", "encode", "model", "x " * 40_000],

@@ -24,9 +24,9 @@ import pytest
 FOLDER = "TRAINKIT_TEST_LINES"
 PACKAGE = Path(__file__).resolve().parents[2] / "trainkit"
 # These are always kept:
-CHEAP = 0.7  # a test that takes no more CPU seconds,
-LESSON = 3.0  # a lesson that takes no more,
-CASE = 1.5  # the cheapest case of a test, if it takes no more,
+CHEAP = 0.3  # a test that takes no more CPU seconds,
+LESSON = 2.0  # a lesson that takes no more,
+CASE = 0.7  # the cheapest case of a test, if it takes no more,
 FEW = 40  # a test that runs fewer lines, since it is about something else,
 TOUR = "tests/test_lessons.py::test_lesson_runs[00_tour]"  # and what everybody runs first
 ENOUGH = 3  # Tests that run a line, after which another one adds nothing
