@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from trainkit.eval import evaluator
 from trainkit.memory.estimate import MemoryWatch
@@ -125,3 +126,27 @@ def test_the_peak_of_the_whole_process_is_kept():
     record = {}
     watch.on_log(None, record)
     assert record == dict(step_memory_measured_gib=1.5)
+
+
+def test_a_prompt_of_the_config_gets_an_answer_of_up_to_90_tokens(monkeypatch):
+    "Half as many again as the 60 that are expected, or what the model can still read."
+    from trainkit import BPETokenizer, ModelConfig, Transformer
+    from trainkit.recipes import evaluation
+
+    tokenizer = BPETokenizer.train(["a b"] * 9, 258, special_tokens=["<|end|>"], progress=False)
+    rooms = []
+
+    def nothing_said(model, rows, room, **_):
+        rooms.append(room)
+        return [torch.as_tensor(row) for row in rows]
+
+    monkeypatch.setattr(evaluation, "generate", nothing_said)
+    inputs = SimpleNamespace(
+        tokenizer=tokenizer, config=SimpleNamespace(prompts=["a b"]), questions=[]
+    )
+    for longest in (200, 50):
+        shape = dict(vocab_size=tokenizer.vocab_size, d_model=8, n_heads=1, n_layers=1, d_ff=8)
+        model = Transformer(ModelConfig(**shape, max_seq_len=longest))
+        assert evaluation.answering(inputs)(model, 0) == [("a b", "")]
+        assert evaluation.answering(inputs)(model, 0, "b", "a") == [("b", ""), ("a", "")]
+    assert rooms == [90, 90, 50 - len(tokenizer.encode("a b")), 49]

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from trainkit.train.config import TrainConfig
 from trainkit.train.objectives import Loss
-from trainkit.train.recovery import find_nonfinite
+from trainkit.train.recovery import find_nonfinite, nonfinite_error
 from trainkit.train.step import OOMRetry, StepTooBig, gradient_differences, oom_message
 
 
@@ -113,3 +114,11 @@ def test_a_batch_is_halved_until_it_fits(needed, pieces, monkeypatch):
 def test_what_was_not_finite(terms, names, found):
     step = SimpleNamespace(batch_terms=terms, nonfinite_params=names)
     assert find_nonfinite(step) == found
+
+
+@pytest.mark.parametrize("limit, shorter", [(1.0, "0.1"), (0.25, "0.025"), (0.0, "1")])
+def test_a_shorter_gradient_is_suggested(limit, shorter):
+    "Where nothing was cut off, the usual limit."
+    config = TrainConfig(max_grad_norm=limit)
+    error = nonfinite_error("the loss is nan", 3, config, 1e-3, None)
+    assert f"(max_grad_norm={limit:g}): try {shorter}." in str(error)
