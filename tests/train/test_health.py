@@ -6,6 +6,7 @@ import math
 import random
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -601,3 +602,21 @@ def test_peak_memory_of_any_system_is_in_gib(platform, unit, monkeypatch):
     monkeypatch.setattr(monitors.sys, "platform", platform)
     monkeypatch.setattr(resource, "getrusage", lambda who: peak)
     assert monitors.usage()["memory_peak_gib"] == 512
+
+
+def test_each_look_sees_the_latest_record_once():
+    "Also of a long run, of which every second record is kept, and later every fourth."
+    looks = []
+    watch = HealthCheck(lambda line: None, {"steps": lambda rs: looks.append([*rs]) or None})
+    run = SimpleNamespace(state=SimpleNamespace(step=0))
+    for step in range(1, 2001):
+        before = len(looks)
+        watch.on_log(run, dict(step=step, loss=1.0))
+        if len(looks) > before:
+            assert sum(record["step"] == step for record in looks[-1]) == 1
+    assert [look[-1]["step"] for look in looks[:20]] == [*range(1, 21)]
+    gaps = [b[-1]["step"] - a[-1]["step"] for a, b in pairwise(looks)]
+    assert all(
+        gap <= max(1, look[-1]["step"] // 16) for gap, look in zip(gaps, looks, strict=False)
+    )
+    assert max(map(len, looks)) <= 257
