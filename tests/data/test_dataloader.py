@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainkit.data.dataloader import CurriculumConfig, cut_batches, easy_first, shuffled
+from trainkit.data.dataloader import CurriculumConfig, cut_batches, cut_rows, easy_first, shuffled
 from trainkit.data.dataloader import Batches, collate, token_blocks
 from trainkit.data.shards import TokenRows
 from trainkit.model.config import ModelConfig
@@ -285,3 +285,13 @@ def test_a_curriculum_cuts_running_text_and_is_taken_up_exactly():
     )
     with pytest.raises(ValueError, match="cut: False then"):
         make().load_state_dict({k: v for k, v in make().state_dict().items() if k != "cut"})
+
+
+@pytest.mark.parametrize("places, rows", [(None, 4), (40, 4), (39, 3), (25, 2), (19, 1), (5, 1)])
+def test_a_batch_of_pieces_has_the_places_it_may_have_or_one_row(places, rows):
+    "Pieces of ten tokens, four at most."
+    order, lengths = np.arange(12), np.full(12, 10)
+    config = CurriculumConfig(start_length=10, end_length=1000, steps=10**6)
+    batches = cut_rows(order, lengths, config, 4, max_tokens=places)
+    assert {len(batch) for batch in batches[:-1]} == {rows}
+    assert [row for batch in batches for row, *_ in batch] == [*order]

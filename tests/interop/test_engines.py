@@ -1051,3 +1051,13 @@ def test_prompts_and_preferences_of_any_form_are_the_same_rows_for_llamafactory(
     assert stage_rows("rm", [row])[0]["messages"] == [system, asked]
     with pytest.raises(ValueError, match="row 0: the chosen answer has 2 messages"):
         stage_rows("rm", [row | dict(chosen=[good, good])])
+
+
+def test_a_conversation_that_llamafactory_would_skip_is_named():
+    from trainkit.interop.llamafactory import stage_rows
+
+    asked, said = (dict(role=role, content="one") for role in ("user", "assistant"))
+    with pytest.raises(ValueError, match="row 1 goes user: .* in turns and ending with an answer$"):
+        stage_rows("sft", [dict(messages=[asked, said]), dict(messages=[asked])])
+    with pytest.raises(ValueError, match="row 0 goes user assistant: .* user assistant, in turns$"):
+        stage_rows("ppo", [dict(prompt=[asked, said])])
