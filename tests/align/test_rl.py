@@ -901,3 +901,25 @@ def test_scores_of_a_model_that_computes_in_bfloat16_by_itself():
         model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
         rounded = token_scores(model, batch, 1.0).log_probs
     assert rounded.dtype == torch.float32 and 0 < (rounded - exact).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("impossible", [False, True])
+def test_the_scores_of_logits_are_those_of_a_distribution(impossible):
+    "Also where some tokens cannot be drawn; the gradient is that of the log-probability."
+    from trainkit.align.policy import _LogProb
+
+    torch.manual_seed(0)
+    logits = torch.randn(6, 9, dtype=torch.float64)
+    ids = torch.randint(0, 9, (6,))
+    if impossible:
+        logits[torch.arange(6), (ids + 1) % 9] = -torch.inf
+    given = logits.clone().requires_grad_()
+    log_probs, entropy = _LogProb.apply(given, ids)
+    theirs = logits.clone().requires_grad_()
+    wanted = torch.log_softmax(theirs, -1).gather(-1, ids[:, None]).squeeze(-1)
+    torch.testing.assert_close(log_probs, wanted, rtol=0, atol=1e-13)
+    nats = torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
+    torch.testing.assert_close(entropy, nats, rtol=0, atol=1e-12)
+    (log_probs * torch.arange(6)).sum().backward()
+    (wanted * torch.arange(6)).sum().backward()
+    torch.testing.assert_close(given.grad, theirs.grad, rtol=0, atol=1e-13)

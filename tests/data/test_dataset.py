@@ -30,7 +30,7 @@ from trainkit.data.dataset import (
     split_key,
     stream_examples,
 )
-from trainkit.data.mixture import mix
+from trainkit.data.mixture import add_prefix, mix
 from trainkit.data.readers import read_rows, write_examples
 from trainkit.data.schema import KINDS, as_example, example_kind, to_messages
 from trainkit.parallel import cached, in_order
@@ -1121,3 +1121,19 @@ def test_a_stream_that_is_left_early_never_hangs():
     hung = process.is_alive()
     process.kill()
     assert not hung and process.exitcode == 0
+
+
+def test_the_mark_of_a_task_stands_before_the_first_words_of_the_user():
+    turns = [
+        dict(role=r, content=f"{r} {i}") for i, r in enumerate(("system", "user", "assistant"))
+    ]
+    again = [*turns, dict(role="user", content="more"), turns[2]]
+    for column, row in (
+        ("messages", dict(messages=again)),
+        ("prompt", dict(prompt=turns[:2], completion=turns[2:])),
+    ):
+        marked = [turn["content"] for turn in add_prefix(row, "[SUMS] ")[column]]
+        plain = [turn["content"] for turn in row[column]]
+        assert marked == [plain[0], "[SUMS] user 1", *plain[2:]]
+    with pytest.raises(ValueError, match="messages has no user turn to mark with"):
+        add_prefix(dict(messages=[turns[2]]), "[SUMS] ")
