@@ -12,6 +12,7 @@ from trainkit.config import ConfigError
 from trainkit.memory import planner
 from trainkit.model.transformer import Transformer
 from trainkit.recipes import memory_commands as commands
+from trainkit.recipes import methods
 from trainkit.recipes.config import method_config
 from trainkit.recipes.runner import Rehearsal
 
@@ -184,3 +185,17 @@ def test_one_dial_sets_a_model_and_its_run(depth):
 def test_a_dial_that_is_wrong_is_named(values):
     with pytest.raises(ConfigError, match="depth"):
         method_config(values)
+
+
+def test_the_defaults_of_each_method():
+    "What a run takes that says nothing, of a model or of an adapter; reviewed as one table."
+    lines = []
+    for method, row in methods.METHODS.items():
+        for adapter in (False, True) if row.trains == "either" else (False,):
+            lines.append(f"{method}{' of an adapter' * adapter}:")
+            for group, values in methods.defaults_of(method, adapter).items():
+                words = ", ".join(f"{name}={value!r}" for name, value in values.items())
+                lines.append(f"  {group}: {words}")
+    wide = methods.defaults_of("dpo", losses=["kto"])["train"]
+    lines.append(f"dpo with kto: {wide}")
+    compare("\n".join(lines) + "\n", "method_defaults.txt")
