@@ -317,3 +317,12 @@ def test_a_modelfile_leaves_out_the_begin_token_where_the_program_adds_it(tmp_pa
     template = write_modelfile(tmp_path / "m.gguf", folder).read_text().split('"""')[1]
     assert template.startswith("<|im_start|>{{") != added
     assert template.count("<|im_start|>") == 4 - added, "user, assistant, the answer, and the start"
+
+
+def test_a_gguf_file_is_not_exported_again(tmp_path):
+    source = tmp_path / "m.gguf"
+    source.write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="m.gguf is a GGUF file already .* save_pretrained"):
+        export_gguf(source, tmp_path / "n.gguf")
+    with pytest.raises(FileNotFoundError, match="'no/such/model' is no model"):
+        export_gguf("no/such/model", tmp_path / "n.gguf")

@@ -392,6 +392,11 @@ def export_gguf(
     gguf = _gguf()
     given = Path(folder)
     folder = find_model_files(folder)
+    if folder.is_file():
+        raise ValueError(
+            f"{given} is a GGUF file already ({folder}): copy it, or for another type make a "
+            "folder of it with load_pretrained and save_pretrained"
+        )
     path = Path(path)
     if quant_type not in QUANT_TYPES:
         raise ValueError(f"quant_type = {quant_type!r} is none of {', '.join(QUANT_TYPES)}")
