@@ -79,10 +79,11 @@ lint: $(VENV)/.dev ## ruff and pyright
 	$(BIN)/ruff check nbs trainkit tests benchmarks tools
 	$(BIN)/pyright --pythonpath $(BIN)/python trainkit
 
-export: $(VENV)/.dev ## Write trainkit/*.py from the notebooks, and clean the notebooks
+export: $(VENV)/.dev ## Write trainkit/*.py and the index of the course from the notebooks, and clean the notebooks
 	$(BIN)/python -c "$$EXPORT"
 	$(BIN)/nbdev-clean
 	cp settings.ini trainkit/settings.ini
+	$(BIN)/python tools/course.py
 
 badges: ## Write the badges for Colab and Kaggle into the notebooks, with the hidden cell that installs
 	$(PYTHON) tools/badges.py
