@@ -1,5 +1,6 @@
 "The index of the course and its links."
 
+import inspect
 import json
 import re
 import sys
@@ -199,3 +200,21 @@ def test_missing_data_is_installed_where_there_is_a_pip(pip, code, monkeypatch, 
     assert calls == [call] * pip
     assert end.value.code == (code if pip else 1)
     assert ("has no pip" in capsys.readouterr().err) != pip
+
+
+def test_source_that_a_lesson_shows_is_todays():
+    "Cells that print methods of `Trainer` keep their output, which a later change leaves behind."
+    from trainkit import Trainer
+
+    shown = 0
+    for path in course.lessons():
+        for cell in course.read(path)["cells"]:
+            source = "".join(cell["source"])
+            if source.startswith("print(inspect.getsource(Trainer"):
+                methods = re.findall(r"getsource\(Trainer\.(\w+)\)", source)
+                today = "".join(inspect.getsource(getattr(Trainer, name)) for name in methods)
+                [output] = cell["outputs"]
+                name = f"{course.name_of(path)}, {', '.join(methods)}"
+                assert "".join(output["text"]) == today + "\n", f"{name}: run the cell again"
+                shown += len(methods)
+    assert shown > 5

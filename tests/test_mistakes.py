@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,15 +22,19 @@ from trainkit.charts import as_points
 from trainkit.data.dataloader import Batches
 from trainkit.data.dataset import split_examples
 from trainkit.data.tokenization import tokenize_examples
+from trainkit.engine import Scheduler
 from trainkit.eval.evaluator import evaluate
 from trainkit.eval.metrics import exact_match
 from trainkit.eval.scoring import score_texts
 from trainkit.memory.estimate import predict_run
+from trainkit.model.generation import end_ids
 from trainkit.recipes.config import RunConfig, method_config
+from trainkit.recipes.evaluation import ask
 from trainkit.recipes.saving import score_answers
 from trainkit.train.config import TrainConfig
 from trainkit.train.objectives import Loss, lm_loss
 from trainkit.train.trainer import Trainer
+from trainkit.widgets.chat_compare import _with_server
 
 TEXTS = ["Say cat and dog.", "two times two is four"] * 20
 ROWS = [dict(prompt=f"Say {i}.", completion="cat") for i in range(40)]
@@ -285,3 +290,52 @@ def test_a_schedule_of_ones_own(model, tok, tmp_path):
         assert torch.equal(weight, again.model.state_dict()[name])
     with pytest.raises(TypeError, match="a StepLR: a LambdaLR is needed"):
         train(lambda optimizer, *_: StepLR(optimizer, 3), tmp_path / "no")
+
+
+def test_a_call_with_its_arguments_in_another_order(model, tok):
+    with pytest.raises(TypeError, match="the prompt comes second"):
+        generate(model, tok, "Say")
+    with pytest.raises(TypeError, match="input_ids is a list, and must be a tensor"):
+        model(tok.encode("Say"))
+    with pytest.raises(TypeError, match="returned None: it must return the logits"):
+        generate(model, "Say", 2, tokenizer=tok, processors=[lambda ids, logits: None])
+
+
+def test_an_answer_ends_with_any_of_the_model_s_ends(model, tok):
+    "As `generate` does, which asks the model's generation_config too."
+    twin = deepcopy(model)
+    twin.generation_config = SimpleNamespace(eos_token_id=[5, tok.eos_token_id])
+    assert end_ids(twin, tok) == [5, tok.eos_token_id, tok.eos_token_id]
+    with torch.no_grad():
+        twin.lm_head.weight[:] = 0
+        twin.lm_head.weight[5] = twin.model.norm(twin.model.embed_tokens.weight).sum(0)
+    asked = [dict(ids=tok.encode("Say 1."), tokens=4)]
+    [answer] = ask(twin, tok, asked)
+    ids = generate(twin, tok.encode("Say 1."), 4, temperature=0, tokenizer=tok)
+    assert answer.ended == (ids[-1] in (5, tok.eos_token_id))
+
+
+def test_plain_text_is_no_questions(tmp_path, monkeypatch):
+    "The error names what `auto` stands for, before a tokenizer is trained on it."
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="data.path = 'auto' is plain text"):
+        run(method_config({"method": "sft"}, profile="quick"), verbose=False)
+
+
+def test_one_model_to_chat_with_needs_no_name(model, tok):
+    assert _with_server((model, tok), "") == {"model": (model, tok)}
+    assert _with_server("runs/first", "") == {"model": "runs/first"}
+    assert _with_server({"a": "runs/first"}, "") == {"a": "runs/first"}
+    assert _with_server(None, "") == {}
+
+
+def test_an_embedding_knows_its_adapters(model, tok):
+    with pytest.raises(ValueError, match="there is no adapter 'typo'"):
+        Scheduler(model, tok, rows=1).embed("Say", "typo")
+
+
+def test_a_special_token_that_is_no_text_leaves_the_tokenizer_as_it_was(tok):
+    own = deepcopy(tok)
+    with pytest.raises(UnicodeEncodeError):
+        own.add_special_tokens(["\ud800"])
+    assert own.special_tokens == tok.special_tokens and len(own) == len(tok)

@@ -25,7 +25,7 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from enum import Enum
@@ -49,6 +49,7 @@ from .train.reports import compare_runs, write_report
 from .train.runs import Run, list_runs, to_jsonable, read_run, text_table
 
 if TYPE_CHECKING:
+    from trainkit.align.rewards import Reward
     from trainkit.recipes.config import RunConfig
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #5f0480d1
@@ -830,12 +831,13 @@ def _run(
     resume: bool = False,
     force: bool = False,
     as_json: bool = False,
+    rewards: "Sequence[Reward]" = (),
 ) -> None:
     from trainkit.recipes.runner import run
 
     # Notes on the way are not the result
     with ignore_print_errors(), redirect_stdout(sys.stderr) if as_json else nullcontext():
-        result = run(config, resume, force_resume=force, verbose=not as_json)
+        result = run(config, resume, force_resume=force, verbose=not as_json, rewards=rewards)
     if as_json:
         names = (
             "final_loss",
@@ -850,7 +852,7 @@ def _run(
             "model_path",
             "report",
         )
-        say(to_json({name: getattr(result, name) for name in names}, indent=1, default=str))
+        _json({name: getattr(result, name) for name in names})
     if code := result.exit_code:
         raise typer.Exit(code)  # 130 after Ctrl-C, 143 after SIGTERM
 
@@ -975,6 +977,16 @@ def train(
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs: only the result.")] = False,
+    reward: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--reward",
+            metavar="FILE.py:FUNCTION",
+            show_default=False,
+            help="Your own reward for grpo, rloo, ppo and reinforce; the file is run. It may be "
+            "given several times.",
+        ),
+    ] = None,
     resume: Annotated[
         Optional[str],
         typer.Option(
@@ -1038,19 +1050,28 @@ def train(
         from trainkit.recipes.runner import rehearse
 
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            plan = rehearse(whole)
+            plan = rehearse(whole, rewards=_own_rewards(reward))
         say(to_json(plan.to_dict(), indent=1) if as_json else str(plan))
         return
     if resume in (None, "auto"):
         check_start(file, changes)
         whole = read_run_config(profile.value if profile else None, file, changes)
-        _run(whole, resume == "auto", force_resume, as_json)
+        _run(whole, resume == "auto", force_resume, as_json, _own_rewards(reward))
         return
     if file:
         raise ValueError(f"{resume} has its own config.yaml: give either a config file or --resume")
     saved = _saved_config(resume)
     changes = [*changes, f"train.output_dir={resume}"]
-    _run(read_run_config(None, saved, changes), True, force_resume, as_json)
+    whole = read_run_config(None, saved, changes)
+    _run(whole, True, force_resume, as_json, _own_rewards(reward))
+
+
+def _own_rewards(typed: list[str] | None) -> "list[Reward]":
+    if not typed:
+        return []
+    from trainkit.recipes.preparation import reward_from_file
+
+    return [reward_from_file(text) for text in typed]
 
 
 def _saved_config(folder: str) -> Path:

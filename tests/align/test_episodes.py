@@ -104,7 +104,7 @@ def test_a_short_context_is_not_cut_where_a_long_one_is():
     assert (again - torch.tensor(answers[1].log_probs)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("weights", [None, "packed", "int8"])
+@pytest.mark.parametrize("weights", [None, "packed", "q4_0"])
 def test_rows_that_end_leave_the_batch_and_change_no_other(weights, monkeypatch):
     "Ids, log-probabilities and kept tokens, of contexts of different lengths."
     model = tiny(vocab=32)

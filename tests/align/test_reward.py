@@ -13,6 +13,7 @@ from trainkit.model.transformer import Transformer
 from trainkit.train.optim import OptimConfig
 from trainkit.align.preference_data import PairBatches
 from trainkit.align.reward_model import RewardModel, reward_objective, score_pairs
+from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 from trainkit.train.config import TrainConfig
 from trainkit.train.trainer import Trainer
 
@@ -151,3 +152,34 @@ def test_it_learns_and_its_weights_are_saved(tmp_path):
     torch.nn.init.zeros_(again.score.weight)
     again.load_state_dict(load_file(tmp_path / "model" / "model.safetensors"))
     assert torch.equal(score_pairs(again, pairs)[0], score_pairs(model, pairs)[0])
+
+
+def test_a_saved_reward_model_says_how_it_is_read(tmp_path):
+    "The lines of its README give the scores of `score_answers`, and batches can be padded."
+    from trainkit.recipes.saving import save_reward_model, score_answers
+    from trainkit.tokenizer.chat import set_template
+
+    torch.manual_seed(0)
+    tokenizer = BPETokenizer.train(
+        ["How are you?", "Fine."] * 5, 264, special_tokens=["<|endoftext|>"]
+    )
+    set_template(tokenizer, "chatml")
+    shape = ModelConfig(
+        vocab_size=len(tokenizer), d_model=32, n_heads=4, n_kv_heads=2, n_layers=1, d_ff=64
+    )
+    causal = Transformer(shape)
+    model = RewardModel(causal)
+    torch.nn.init.normal_(model.score.weight)
+    save_reward_model(model, tokenizer, tmp_path / "rm", causal)
+    lines = (tmp_path / "rm" / "README.md").read_text().split("```")[1].removeprefix("python")
+    names = {}
+    for prompt, answer in (("How?", "Fine."), ("How are you?", "")):
+        messages = [dict(role="user", content=prompt), dict(role="assistant", content=answer)]
+        names = {"FOLDER": str(tmp_path / "rm"), "messages": messages}
+        exec(lines, names)
+        [expected] = score_answers(model, tokenizer, [messages[:1]], [answer])
+        assert names["reward"] == pytest.approx(expected, abs=1e-5)
+    opened = transformers.AutoTokenizer.from_pretrained(tmp_path / "rm")
+    assert opened.pad_token_id == names["model"].config.pad_token_id
+    batch = opened(["a", "b c d"], padding=True, return_tensors="pt")
+    assert names["model"](**batch).logits.shape == (2, 1)

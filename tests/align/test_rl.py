@@ -509,8 +509,9 @@ def test_a_reward_function_that_wants_other_columns_is_named():
         match="lacks cannot be called: .*'solution'.*completions, prompts, completion_ids, answer",
     ):
         score([lacks], None, COLUMNS)
-    with pytest.raises(TypeError, match="^mine$"):
-        score([fails], None, COLUMNS)  # Its own error is its own
+    with pytest.raises(TypeError, match="^mine") as caught:
+        score([fails], None, COLUMNS)  # Its own error is its own, with what it was given
+    assert "completions are texts here" in caught.value.__notes__[0]
 
 
 def test_rewards_may_be_async_inside_a_loop_too():

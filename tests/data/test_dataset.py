@@ -1137,3 +1137,29 @@ def test_the_mark_of_a_task_stands_before_the_first_words_of_the_user():
         assert marked == [plain[0], "[SUMS] user 1", *plain[2:]]
     with pytest.raises(ValueError, match="messages has no user turn to mark with"):
         add_prefix(dict(messages=[turns[2]]), "[SUMS] ")
+
+
+@pytest.mark.parametrize("kind, kept", [("preference", "chosen"), ("messages", "messages")])
+def test_rows_of_several_kinds_are_read_as_the_method_needs(tmp_path, kind, kept):
+    "As UltraFeedback has them: pairs, and the better conversation besides."
+    rows = []
+    for name in ("Ann", "Bea", "Cleo", "Dora"):
+        better = [dict(role="user", content=f"I am {name}."), dict(role="assistant", content="Hi!")]
+        worse = [better[0], dict(role="assistant", content="What?")]
+        row = dict(prompt=name, prompt_id="7", chosen=better, rejected=worse, messages=better)
+        rows.append(json.dumps(row))
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    config = DataConfig(path=str(tmp_path / "rows.jsonl"), eval_fraction=0.0)
+    with pytest.raises(ValueError, match="fit the kinds messages and preference: choose one"):
+        load_splits(config)
+    rows, facts = load_splits(config, preferred=(kind, "unpaired"))
+    assert facts.kind == kind and len(rows["train"]) == 4 and kept in rows["train"][0]
+    assert ("rejected" in rows["train"][0]) == (kind == "preference")
+    with pytest.raises(ValueError, match="fit the kinds"):
+        load_splits(config, preferred=("messages", "preference"))
+
+
+def test_the_names_of_the_file_are_remembered(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(dict(question="2+2?", solution="4")) + "\n")
+    _, facts = load_splits(DataConfig(path=str(tmp_path / "rows.jsonl"), eval_fraction=0.0))
+    assert facts.renamed == dict(prompt="question", completion="solution")

@@ -97,12 +97,12 @@ def test_kinds_of_models(kind):
         assert prompt + own.tokens == generate(model, prompt, limit, temperature=0.0)
 
 
-@pytest.mark.parametrize("kind", ["plain", "window", "gemma", "nf4", "lora", "q8_0"])
+@pytest.mark.parametrize("kind", ["plain", "window", "gemma", "nf4", "lora", "q4_0"])
 def test_guesses_for_a_request_that_is_alone(kind):
     model = make_model(**KINDS.get(kind, {}))
     if kind == "nf4":
         quantize_model(model, QuantConfig(bits=4))
-    weights = kind if kind == "q8_0" else None
+    weights = kind if kind == "q4_0" else None
     adapter = ""
     if kind == "lora":
         adapter = "a"

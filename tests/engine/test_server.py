@@ -266,6 +266,11 @@ WRONG = {  # Field -> value, status, part of the message
     "guided_regex": ("(a", 400, "unclosed group"),
     "bad_words": (["x"], 400, "bad_words is not supported"),
     "add_generation_prompt": (False, 400, "not supported"),
+    "mirostat": (2, 400, "mirostat is not supported"),
+    "typical_p": (0.5, 400, "typical_p is not supported"),
+    "format": ("json", 400, "format is not supported"),
+    "n_predict": (10**9, 400, "at most 1024"),
+    "grammar": ("root ::= (", 400, "the grammar is not valid"),
     "tools": ([dict(type="function")], 400, "tools[0]"),
     "seed": ("x", 400, "seed"),
 }
@@ -315,11 +320,17 @@ def test_fields_of_other_servers(place):
         dict(guided_regex="[0-9]{3}"),
         dict(guided_choice=["777"]),
         dict(guided_grammar='start: "12" "3"'),
+        dict(grammar='root ::= "12" ("3" | "4")'),
         dict(json_schema=dict(type="integer", minimum=100, maximum=999)),
         dict(structured_outputs=dict(regex="[0-9]{3}", json_object=False, choice=None)),
     ):
         text = chat(**form, max_tokens=9)["choices"][0]["message"]["content"]
         assert re.fullmatch("[0-9]{3}", text), (form, text)
+    few = ask(place, "/v1/completions", dict(prompt="a", n_predict=2, ignore_eos=True))[1]
+    assert few["usage"]["completion_tokens"] == 2
+    punished, same = (chat(**{name: 2.0}) for name in ("repeat_penalty", "repetition_penalty"))
+    assert punished["choices"] == same["choices"]
+    assert chat(mirostat=0, typical_p=1.0)["choices"]
     # Each chunk names the usage, which comes at the end, if it was asked for
     stream = dict(stream=True, stream_options=dict(include_usage=True))
     for path, more in (("chat/completions", asked), ("completions", dict(prompt="a"))):

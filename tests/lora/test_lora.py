@@ -40,7 +40,7 @@ from trainkit.train.optim import OptimConfig
 from trainkit.lora.rank import GrowRank, grow_rank, shrink_rank
 from trainkit.train.config import TrainConfig
 from trainkit.train.trainer import Trainer
-from trainkit.lora.inject import eva_init, lora_plus
+from trainkit.lora.inject import eva_init, init_factors, lora_plus
 
 warnings.filterwarnings("ignore")
 IDS = torch.randint(96, (4, 20), generator=torch.Generator().manual_seed(0))
@@ -1118,3 +1118,61 @@ def test_a_merge_needs_room_on_the_disk(untied, need, tmp_path, monkeypatch):
         )
         with nullcontext() if free == need else pytest.raises(OSError, match="and the disk has"):
             merge._FolderMerge.check_disk(writer, tmp_path / "new" / "folder")
+
+
+class Attends(nn.Module):
+    "Takes several arguments, as attention of transformers does."
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj = nn.Linear(3, 3)
+
+    def forward(self, hidden_states, mask, scale=1.0):
+        return self.q_proj(hidden_states) * mask * scale, mask
+
+
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.self_attn = Attends()
+
+    def forward(self, x):
+        return self.self_attn(self.first(x), x > 0, scale=2.0)[0]
+
+
+def test_a_whole_layer_may_take_several_arguments():
+    torch.manual_seed(0)
+    model = Holder()
+    x = torch.randn(2, 3)
+    expected = model(x)
+    config = LoRAConfig(r=1, target_modules=["first"], modules_to_save=["self_attn"])
+    torch.testing.assert_close(add_lora(model, config)(x), expected)
+
+
+def test_eva_takes_the_mean_out():
+    "The directions of a batch are those around its mean, and every layer keeps its mode."
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Dropout(0.5))
+    add_lora(model, LoRAConfig(r=2, target_modules=["0"]))
+    model.train()
+    model[1].eval()
+    x = torch.randn(400, 6) * torch.tensor([3.0, 2.0, 0.1, 0.1, 0.1, 0.1])
+    far = x + torch.tensor([0, 0, 50.0, 0, 0, 0])  # The mean lies in another direction
+    model.forward = lambda input: model[1](model[0](input))
+    shares = eva_init(model, [dict(input=far[:200]), dict(input=far[200:])])
+    A = model[0].lora_A["default"].weight.detach()
+    spread = torch.linalg.svd(x - x.mean(0))[2][:2]
+    torch.testing.assert_close(A.T @ A, spread.T @ spread, atol=2e-3, rtol=0)
+    energy = torch.linalg.svdvals(x - x.mean(0)).square()
+    assert shares["0"] == pytest.approx((energy[:2].sum() / energy.sum()).item(), abs=1e-4)
+    assert model.training and not model[1].training
+
+
+def test_orthogonal_factors_have_pefts_size():
+    "Rows of A and columns of B are a tenth of a normal number, turned."
+    torch.manual_seed(0)
+    A, B, subtracted = init_factors("orthogonal", torch.zeros(4000, 3000), 4, 1.0)
+    assert not subtracted and (A @ A.T).trace() / (4 * 3000) == pytest.approx(0.005, rel=0.1)
+    assert (B.T @ B).trace() / (4 * 4000) == pytest.approx(0.005, rel=0.1)
+    assert (B @ A).abs().max() < 1e-5

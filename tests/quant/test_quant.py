@@ -560,7 +560,7 @@ def floats() -> int:
 def test_a_run_never_holds_a_gpt2_whole(tmp_path):
     "Live float32 numbers, counted at each layer: those that stay so, and two layers at most."
     from trainkit.recipes.config import RunConfig
-    from trainkit.recipes.runner import open_trained
+    from trainkit.recipes.preparation import open_trained
 
     folder, counts = gpt2(tmp_path / "gpt2"), []
     with safe_open(folder / "model.safetensors", "pt") as file:

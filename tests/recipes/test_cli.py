@@ -443,6 +443,7 @@ def litter(tmp_path_factory):
     (folder / "empty.txt").write_text("")
     (folder / "binary.txt").write_bytes(b"\x00\x01\x02" * 100)
     (folder / "latin.txt").write_bytes("gut\nschön".encode("latin-1"))
+    (folder / "checkpoint-10000.pt").write_bytes(b"")
     (folder / "pairs.jsonl").write_text(
         "\n".join(
             json.dumps(dict(prompt=f"What is {n}?", completion=f"It is {n}.")) for n in range(30)

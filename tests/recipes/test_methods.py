@@ -1,7 +1,9 @@
 "Preferences, reward models and rewards from one config, in Python and a shell, with LoRA too."
 
 import json
+import math
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,11 @@ from trainkit.align.dpo import dpo_objective
 from trainkit.interop.hf import load_pretrained, save_pretrained
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
-from trainkit.train.objectives import Loss, objective
+from trainkit.train.objectives import Loss, lm_loss, objective
 from trainkit.align.policy import token_scores
 from trainkit.align.preference_data import PairBatches, tokenize_pairs
 from trainkit.recipes.config import RunConfig
-from trainkit.recipes import runner
+from trainkit.recipes import preparation, runner
 from trainkit.recipes.runner import prepare, run
 from trainkit.align.reference import make_reference
 from trainkit.recipes.saving import load_reward_model, score_answers
@@ -436,7 +438,7 @@ def test_the_best_model_is_the_one_with_the_highest_rewards(home, own):
 )
 def test_a_wrong_name_is_found_before_the_model_is_loaded(home, monkeypatch, rl, message):
     "Loading a large model takes minutes."
-    monkeypatch.setattr(runner, "open_trained", lambda config: pytest.fail("it was loaded"))
+    monkeypatch.setattr(preparation, "open_trained", lambda config: pytest.fail("it was loaded"))
     with pytest.raises(ValueError, match=message):
         prepare(config(home, "grpo", "named", {"rl": rl}))
 
@@ -545,7 +547,9 @@ def test_stopped_and_resumed_it_is_the_same_run(home, method, more):
 )
 def test_data_of_the_wrong_kind_is_a_sentence(home, method, file, words, monkeypatch):
     if "learns from" in words:  # Said before a model is loaded, which takes time
-        monkeypatch.setattr(runner, "open_trained", lambda config: pytest.fail("it was loaded"))
+        monkeypatch.setattr(
+            preparation, "open_trained", lambda config: pytest.fail("it was loaded")
+        )
     wrong = config(home, method, "wrong")
     wrong.data.path = str(home / file)
     with pytest.raises(ValueError, match=words):
@@ -639,3 +643,129 @@ def test_a_checkpoint_of_adapters_leaves_the_base_out(home, tmp_path, more):
         run(half, resume=True, verbose=False)
     with pytest.warns(UserWarning, match="other frozen weights"):
         assert run(half, resume=True, force_resume=True, verbose=False).steps == 6
+
+
+def last(completions, **columns):
+    return [float(len(c)) for c in completions]
+
+
+def own_loss(model, batch):
+    return lm_loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    "method, own", [("grpo", dict(rewards=[last])), ("sft", dict(objective=own_loss))]
+)
+def test_functions_of_a_run_are_needed_again(home, method, own, capsys):
+    "A reward or a loss of your own is not in the config: resumed without it, it is another run."
+    long = dict(max_steps=6, save_strategy="steps", eval_strategy="no")
+    half = config(home, method, f"{method}-own-half", **long)
+    if method == "sft":
+        half.data.path = str(home / "qa.jsonl")
+    assert run(half, callbacks=[StopAt()], **own, verbose=True).steps == 3
+    [argument] = own
+    words = "rewards=[last]" if method == "grpo" else "objective=own_loss"
+    assert f"run(config, resume=True, {words})" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=f"{argument} given in Python: .* then, none now"):
+        run(half, resume=True, verbose=False)
+    assert run(half, resume=True, **own, verbose=False).steps == 6
+
+
+def test_a_reward_finds_the_columns_of_the_file():
+    "Under their own names and under the usual ones; an answer of the row is not replaced."
+    row = dict(prompt="2+2?", completion="It is 4. #### 4", answer="4")
+    assert preparation.as_prompt(row, "prompt_completion", False)["answer"] == "4"
+    solved = dict(prompt="2+2?", completion="4", level=1)
+    found = preparation.as_prompt(solved, "prompt_completion", True, {"completion": "solution"})
+    asked = [dict(role="user", content="2+2?")]
+    assert found == dict(level=1, prompt=asked, answer="4", solution="4")
+    assert preparation.as_prompt(dict(prompt="a", label="b"), "prompt", False)["label"] == "b"
+    pair = dict(prompt="a", chosen="b", rejected="c", level=1)
+    assert preparation.as_prompt(pair, "preference", False) == dict(prompt="a", level=1)
+
+
+@pytest.mark.parametrize(
+    "label, words",
+    [("yes", "label must be true or false, and is 'yes'"), (None, "prompt, completion and label")],
+)
+def test_labels_that_kto_cannot_read_are_named(home, label, words, tmp_path):
+    rows = [dict(prompt=f"Spell {n}.", completion=n) for n in NAMES]
+    rows = [dict(row, label=label) for row in rows] if label else rows
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    wrong = config(home, "kto", "labels")
+    wrong.data.path = str(tmp_path / "rows.jsonl")
+    with pytest.raises(ValueError, match=words):
+        run(wrong, verbose=False)
+
+
+def test_answers_of_one_sort_are_noted(home, tmp_path, capsys):
+    rows = [dict(prompt=f"Spell {n} {m}.", completion=n, label=True) for n in NAMES for m in NAMES]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    liked = config(home, "kto", "liked", max_steps=1)
+    liked.data.path = str(tmp_path / "rows.jsonl")
+    done = run(liked)
+    out = capsys.readouterr().out
+    assert "All answers are liked" in out and "all are of one sort" in out and "nan" not in out
+    assert done.steps == 1
+
+
+def test_a_loss_that_measures_no_margins(home):
+    "The report leaves them out."
+    done = run(config(home, "dpo", "plain", max_steps=1), objective=paired_loss, verbose=False)
+    assert done.steps == 1 and math.isnan(done.metrics["reward_margin"])
+    assert "reward margin" not in (done.folder / "report.html").read_text()
+
+
+@objective(counts=lambda batch: {"pairs": len(batch["chosen_input_ids"])})
+def paired_loss(model, batch):
+    logits = model(batch["chosen_input_ids"]).logits if hasattr(model, "lm_head") else None
+    logits = model(batch["chosen_input_ids"]) if logits is None else logits
+    n = len(batch["chosen_input_ids"])
+    return Loss({"pairs": (getattr(logits, "logits", logits).float().square().mean() * n, n, 1.0)})
+
+
+def test_the_tokenizer_lies_beside_an_adapter_with_new_tokens(home):
+    "So that PEFT makes room for them."
+    peft = pytest.importorskip("peft")
+    changes = {"sft": {"template": "chatml"}}
+    tuned = config(home, "lora", "new-tokens", changes, max_steps=1)
+    tuned.data.path = str(home / "qa.jsonl")
+    done = run(tuned, verbose=False)
+    opened = peft.AutoPeftModelForCausalLM.from_pretrained(done.folder / "adapter").eval()
+    ids = torch.arange(5, 12)[None]
+    with torch.no_grad():
+        theirs, ours = opened(ids).logits, done.model.eval()(ids).logits
+    torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=0)
+
+
+REWARD = """
+import helper
+
+def short(completions, **columns):
+    return [helper.size(c) for c in completions]
+"""
+
+
+def test_a_reward_from_a_file(home, tmp_path, monkeypatch):
+    "In a shell; the file may import its neighbours, and it is needed again to resume."
+    (tmp_path / "helper.py").write_text("def size(text): return -float(len(text))")
+    (tmp_path / "mine.py").write_text(REWARD)
+    (tmp_path / "broken.py").write_text("x = 1\n1 / 0\n")
+    monkeypatch.setattr("sys.path", [*sys.path])
+    found = preparation.reward_from_file(f"{tmp_path}/mine.py:short")
+    assert found(completions=["ab"]) == [-2.0]
+    for text, words in {
+        "mine.short": "must be FILE.py:FUNCTION",
+        "none.py:short": "there is no file none.py",
+        f"{tmp_path}/mine.py:shrt": "has no function 'shrt'. Did you mean 'short'",
+        f"{tmp_path}/broken.py:f": "broken.py, line 2: ZeroDivisionError",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            preparation.reward_from_file(text)
+    half = config(home, "grpo", "from-file", max_steps=6, save_strategy="steps")
+    stopped = run(half, callbacks=[StopAt()], rewards=[found], verbose=False)
+    words = ["train", "--resume", str(stopped.folder)]
+    alone = call(*words, cwd=tmp_path)
+    assert alone.returncode == 1 and "rewards given in Python" in alone.stderr
+    again = call(*words, "--reward", f"{tmp_path}/mine.py:short", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr

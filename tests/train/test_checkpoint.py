@@ -402,3 +402,19 @@ def test_the_data_of_a_file_are_aligned(length, tmp_path):
     data = (tmp_path / "x").read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
     assert begin % 8 == 0 and len(data) == begin + 12
+
+
+def test_a_checkpoint_that_was_only_not_renamed_is_kept(tmp_path):
+    "A kill between the last byte and the name loses nothing; half a checkpoint goes."
+    from trainkit.train.checkpoint import run_lock
+
+    model, optimizer = pair()
+    home = tmp_path / "checkpoints"
+    whole = save_checkpoint(home, model, optimizer, None, dict(step=5))
+    os.replace(whole, home / f".{whole.name}.ab12cd3_")
+    other = save_checkpoint(home, model, optimizer, None, dict(step=6))
+    os.replace(other, home / f".{other.name}.ab12cd3_")
+    (home / f".{other.name}.ab12cd3_" / "model.safetensors").unlink()
+    with run_lock(tmp_path):
+        pass
+    assert [path.name for path in home.iterdir()] == [whole.name]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from trainkit.lora.inject import LoRAConfig, add_lora
 from trainkit.train.config import TrainConfig
 from trainkit.train.objectives import Loss
 from trainkit.train.recovery import find_nonfinite, nonfinite_error
@@ -51,6 +52,11 @@ class Attention(nn.Module):
     dropout = 0.1
 
 
+def adapted_layer(dropout):
+    config = LoRAConfig(r=1, target_modules=["0"], lora_dropout=dropout)
+    return add_lora(nn.Sequential(nn.Linear(2, 2)), config)
+
+
 @pytest.mark.parametrize(
     "layer, trains, words",
     [
@@ -60,6 +66,8 @@ class Attention(nn.Module):
         (nn.Dropout(0.0), True, ": the same gradient"),
         (Attention(), True, ": the same gradient"),
         (nn.MultiheadAttention(2, 1, dropout=0.5), True, ", with other dropout masks"),
+        (adapted_layer(0.5), True, ", with other dropout masks"),
+        (adapted_layer(0.0), True, ": the same gradient"),
         (nn.BatchNorm1d(2), True, ", which changes the gradient"),
         (nn.BatchNorm1d(2), False, ": the same gradient"),
     ],

@@ -24,6 +24,7 @@ from .invariant import is_batch_invariant
 from ..model.transformer import autocast_dtype, use_manual_backward, fast_products
 from ..model.transformer import Transformer
 from ..train.objectives import to_model_device, forward_inputs, names_argument
+from ..train.step import dropout_rates
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -222,15 +223,12 @@ def dropout_layers(
     model: nn.Module,
 ) -> list[str]:  # Where there is dropout, and how much
     "Layers with dropout, which return another number at every call."
-    layers = []
-    for name, module in model.named_modules():
-        for key in ("p",) if isinstance(module, nn.Dropout) else ("dropout", "attention_dropout"):
-            value = getattr(module, key, 0)
-            # LoRA has one for each adapter
-            for p in value.values() if isinstance(value, dict) else [value]:
-                if isinstance(p, float) and p > 0:
-                    layers.append(f"{name}.{key} = {p}")
-    return layers
+    return [
+        f"{name}.{key} = {rate}"
+        for name, module in model.named_modules()
+        for key, rate in dropout_rates(module).items()
+        if rate > 0
+    ]
 
 
 def disable_dropout(
@@ -238,11 +236,11 @@ def disable_dropout(
 ) -> nn.Module:
     "Set every dropout to 0."
     for module in model.modules():
-        for key in ("p",) if isinstance(module, nn.Dropout) else ("dropout", "attention_dropout"):
-            value = getattr(module, key, 0)
+        for key in dropout_rates(module):
+            value = getattr(module, key)
             if isinstance(value, dict):
                 value.update(dict.fromkeys(value, 0.0))
-            elif isinstance(value, float):
+            else:
                 setattr(module, key, 0.0)
     return model
 

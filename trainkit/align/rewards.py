@@ -178,7 +178,14 @@ def call_reward(
         ) from None
     except ValueError:
         pass  # Its arguments are unknown
-    rewards: object = function(**columns)
+    try:
+        rewards: object = function(**columns)
+    except (TypeError, KeyError, AttributeError) as error:
+        error.add_note(
+            f"({name} was given {', '.join(columns)}; completions are texts here, where TRL gives "
+            "messages for chats)"
+        )
+        raise
     if inspect.iscoroutine(rewards):
         with ThreadPoolExecutor(1) as pool:
             rewards = pool.submit(asyncio.run, rewards).result()  # A notebook has a loop of its own

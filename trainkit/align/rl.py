@@ -224,8 +224,11 @@ def _metrics(
     advantages = batch["advantages"]
     if advantages.ndim == 1:
         advantages = advantages[:, None]
-    too_low = (ratio < 1 - config.epsilon) & (advantages < 0)
-    clipped = too_low | ((ratio > 1 + high) & (advantages > 0))
+    if config.loss_type == "cispo":  # Cuts the ratio from above, and at `epsilon_high` itself
+        clipped = (ratio > high) & (advantages > 0)
+    else:
+        clipped = (ratio < 1 - config.epsilon) & (advantages < 0)
+        clipped |= (ratio > 1 + high) & (advantages > 0)
     metrics: _Metrics = dict(
         entropy=(scores.entropy.sum(), tokens),
         ratio=((ratio * mask).sum(), tokens),

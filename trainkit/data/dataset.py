@@ -101,7 +101,16 @@ class _Checker:
         return out, other
 
 
-def _find_kind(raw: Iterator[Raw], columns: Mapping[str, str] | None) -> tuple[str, list[Raw]]:
+def _preferred(row: object, preferred: Collection[str]) -> str | None:
+    "The one preferred kind among several that fit a row."
+    fits = [*fitting_kinds(row)] if isinstance(row, Mapping) else []
+    wanted = [kind for kind in fits if kind in preferred]
+    return wanted[0] if len(wanted) == 1 and len(fits) > 1 else None
+
+
+def _find_kind(
+    raw: Iterator[Raw], columns: Mapping[str, str] | None, preferred: Collection[str] = ()
+) -> tuple[str, list[Raw]]:
     "The kind of the first row that has one, and the rows read until then."
     rows = []
     first_error = None
@@ -112,6 +121,8 @@ def _find_kind(raw: Iterator[Raw], columns: Mapping[str, str] | None) -> tuple[s
         if isinstance(row, ValueError):
             first_error = first_error or row
         else:
+            if kind := _preferred(row, () if columns else preferred):
+                return kind, rows
             try:
                 kind = example_kind(as_example(row, None, columns))
             except ValueError as error:
@@ -264,6 +275,7 @@ def stream_examples(
     # Read a Hugging Face dataset as it comes instead of downloading all of it first
     streaming: bool = True,
     report: LoadReport | None = None,  # Filled in as rows are read
+    preferred: Collection[str] = (),  # Where several kinds fit the rows, one of these is taken
     # Examples with the usual columns, and `source` and `line`; raises `ValueError`
 ) -> Iterator[dict]:
     "Examples one at a time, without holding them all."
@@ -284,13 +296,14 @@ def stream_examples(
         report.kind = kind
         first = list(islice(raw, 1))
     else:
-        report.kind, first = _find_kind(raw, columns)
+        report.kind, first = _find_kind(raw, columns, preferred)
     if not first:
         raise ValueError(f"{name}: there are no rows")
     last_row = first[-1][-1]
     if isinstance(last_row, Mapping):
         report.renamed = _renamed(last_row, report.kind, columns)
-    checker = _Checker(report.kind, columns, kind is not None, keep_columns)
+    chosen = kind or _preferred(last_row, () if columns else preferred)
+    checker = _Checker(report.kind, columns, bool(chosen), keep_columns)
     try:
         for out, other in in_order(
             checker, chain(first, raw), num_workers, 256 if num_workers > 1 else 32
@@ -327,7 +340,8 @@ def load_examples(
     max_chars: int | None = None,  # Stop after this many characters; a text is cut there
     on_bad: str = "raise",  # A row that is no example: 'raise', or 'skip' and count it
     max_examples: int | None = None,  # Stop after this many
-    # More of `stream_examples`: columns, dataset_config, field, encoding, keep_columns, num_workers
+    # More of `stream_examples`: columns, dataset_config, field, encoding, keep_columns,
+    # num_workers, preferred
     **options,
 ) -> LoadedRows:  # A list of rows, with a `report`
     "All examples of a file, a folder, a corpus or a dataset; a warning lists what was left out."
@@ -843,7 +857,9 @@ class DataConfig:
             self.eval_file = expanduser(self.eval_file)
 
 
-def _read(config: DataConfig, path: str, split: str | None) -> tuple[list[dict], dict, LoadReport]:
+def _read(
+    config: DataConfig, path: str, split: str | None, preferred: Collection[str] = ()
+) -> tuple[list[dict], dict, LoadReport]:
     "Rows as the config wants them, clean and cut."
     used = [
         c
@@ -863,6 +879,7 @@ def _read(config: DataConfig, path: str, split: str | None) -> tuple[list[dict],
         encoding=config.encoding,
         keep_columns=not config.remove_unused_columns or used,
         num_workers=config.preprocessing_num_workers,
+        preferred=preferred,
     )
     report = rows.report
     cleaning = {}
@@ -890,15 +907,17 @@ class DataFacts:
     train_chars: int = 0
     eval_chars: int = 0
     test_chars: int = 0
+    renamed: dict[str, str] = field(default_factory=dict)  # Usual name -> the column in the file
 
 
 def load_splits(
     config: DataConfig,
     seed: int = 0,  # Chooses the evaluation rows
+    preferred: Collection[str] = (),  # Where several kinds fit the rows, one of these is taken
 ) -> tuple[dict[str, list[dict]], DataFacts]:  # Rows of `train`, `eval` and `test`
     "Read, clean, cut and split as `config` says."
     path = best_corpus() if config.path == "auto" else config.path
-    rows, cleaning, report = _read(config, path, config.split)
+    rows, cleaning, report = _read(config, path, config.split, preferred)
     if config.eval_file and config.validation_split:
         raise ValueError(
             f"eval_file = {config.eval_file!r} and validation_split = {config.validation_split!r}: "
@@ -906,7 +925,8 @@ def load_splits(
         )
     eval_rows: list[dict] = []
     if config.eval_file or config.validation_split:
-        eval_rows, _, other = _read(config, config.eval_file or path, config.validation_split)
+        place = config.eval_file or path
+        eval_rows, _, other = _read(config, place, config.validation_split, preferred)
         if other.kind != report.kind:
             raise ValueError(
                 f"{path} has rows of kind {report.kind}, {other.path} of kind {other.kind}: they "
@@ -963,7 +983,14 @@ def load_splits(
         for name, part in parts.items()
     }
     return parts, DataFacts(
-        str(path), report.kind, digest.hexdigest(), report.skipped, shared, cleaning, **counts
+        str(path),
+        report.kind,
+        digest.hexdigest(),
+        report.skipped,
+        shared,
+        cleaning,
+        **counts,
+        renamed=report.renamed,
     )
 
 

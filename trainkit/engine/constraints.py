@@ -164,11 +164,16 @@ class Grammars:
 
     def lark(
         self,
-        grammar: str,  # Begins at `start`
+        grammar: str,  # Begins at `start`, or in llama.cpp's syntax, GBNF, at `root`
     ) -> Constraint:
-        "Texts of a context-free grammar in Lark's syntax."
+        "Texts of a context-free grammar in Lark's syntax, or in GBNF."
         from llguidance import LLMatcher
+        from llguidance.gbnf_to_lark import any_to_lark
 
+        try:
+            grammar = any_to_lark(grammar)
+        except Exception as error:
+            raise ValueError(f"the grammar is not valid: {_in_one_line(str(error))}") from None
         return self._make(LLMatcher.grammar_from_lark(grammar), "grammar")
 
     def _make(self, grammar: str, kind: str) -> Constraint:

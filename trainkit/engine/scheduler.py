@@ -40,7 +40,7 @@ from ..model.config import ModelConfig
 from ..model.decoding import DecodePlan, unsupported_reason
 from ..model.kernels import PackedModel
 from ..model.generation import Processor, Prompts, TextStreamer, Tokenizer
-from ..model.generation import check_request, choose, guess_token
+from ..model.generation import check_request, choose, find_drafter, guess_token
 from ..model.speculative import Drafter, Guess, Lookahead
 from ..model.transformer import Transformer
 from ..settings import SamplingConfig
@@ -322,7 +322,7 @@ class Scheduler:
         if self.device.type == "cpu" and not unsupported_reason(model):
             self.plans = {}
         self.packed = PackedModel(model, weights) if isinstance(weights, str) else weights
-        drafter = Drafter.find(assistant_model, num_assistant_tokens, prompt_lookup_num_tokens)
+        drafter = find_drafter(assistant_model, num_assistant_tokens, prompt_lookup_num_tokens)
         self.drafter = drafter
         if drafter is not None:
             drafter.check(model)
@@ -368,9 +368,7 @@ class Scheduler:
                 f"the prompt has {len(ids)} tokens, and prompt and text together may have "
                 f"{self.max_length}"
             )
-        if adapter and adapter not in self.adapters:
-            known = ", ".join(self.adapters) or "none"
-            raise ValueError(f"there is no adapter '{adapter}'; there are {known}")
+        self._check_known(adapter)
         limit = min(config.max_new_tokens, self.max_length - len(ids))
         generator = config.generator()
         uniform = 1 - torch.cat([torch.rand(limit, n, generator=generator) for n in (1, 2)], 1)
@@ -424,11 +422,17 @@ class Scheduler:
         adapter: str = "",
     ) -> tuple[Tensor, int]:  # (d,) float32, of length 1; the number of tokens
         "The mean of the last hidden states, which represents a text."
+        self._check_known(adapter)
         rows = check_request(self.model, prompt, self.tokenizer, (), (), {})[0]
         ids = torch.tensor(rows, device=self.device)
         self._use_adapters([adapter])
         mean = self.model.model(ids).float().mean((0, 1))
         return (mean / mean.norm()).cpu(), ids.numel()
+
+    def _check_known(self, adapter: str) -> None:
+        if adapter and adapter not in self.adapters:
+            known = ", ".join(self.adapters) or "none"
+            raise ValueError(f"there is no adapter '{adapter}'; there are {known}")
 
     def fail(self, error: Exception) -> None:
         "End everything that is running, because a step failed."
@@ -454,9 +458,7 @@ class Scheduler:
         while self.waiting and len(self.running) < len(self.cache):
             request = self.waiting.popleft()
             cache = self.cache
-            ids = request.prompt[:-1]  # At least one token is read, for its logits
-            shared = [cache.shared(slot, ids, request.adapter) for slot in range(len(cache))]
-            best = max(range(len(cache)), key=shared.__getitem__)
+            best, shared = self._shared_prefixes(request)
             slot = best
             if best in self.running or not shared[best]:  # Next to the others
                 free = [slot for slot in range(len(cache)) if slot not in self.running]
@@ -468,14 +470,18 @@ class Scheduler:
             request.started = time.monotonic()
             self.running[slot] = request
 
+    def _shared_prefixes(self, request: Request) -> tuple[int, list[int]]:
+        "The slot that holds most of a prompt, and how many of its tokens each slot holds."
+        ids = request.prompt[:-1]  # At least one token is read, for its logits
+        cache = self.cache
+        shared = [cache.shared(slot, ids, request.adapter) for slot in range(len(cache))]
+        return max(range(len(cache)), key=shared.__getitem__), shared
+
     def _reuse(self, request: Request) -> None:
         "Copy the beginning of a prompt from the slot that holds most of it."
-        cache = self.cache
-        ids = request.prompt[:-1]
-        shared = [cache.shared(slot, ids, request.adapter) for slot in range(len(cache))]
-        best = max(range(len(cache)), key=shared.__getitem__)
+        best, shared = self._shared_prefixes(request)
         if shared[best] > shared[request.slot]:
-            cache.copy(best, request.slot, shared[best])
+            self.cache.copy(best, request.slot, shared[best])
         request.cached = shared[best]
         self.tokens_cached += request.cached
 
@@ -717,9 +723,7 @@ def _run_layers(model: Transformer, ids: Tensor, rows: _Rows) -> Tensor:  # (B,)
         angles = decoder.angles(places, x.dtype)
     for layer, window in zip(decoder.layers, rows.windows, strict=True):
         x = layer(x, angles, rows.bias[window], cast(KVCache, rows))
-    logits = model.lm_head(decoder.norm(x))[:, -1]
-    cap = config.logit_softcap
-    return logits if cap is None else cap * torch.tanh(logits / cap)
+    return model._logits(decoder.norm(x))[:, -1]
 
 # %% ../../nbs/14_engine/01_continuous_batching.ipynb #eng1-engine-def
 class QueueFull(RuntimeError):

@@ -112,11 +112,18 @@ _REFUSED: dict[str, tuple] = dict.fromkeys(
         *("functions", "function_call", "audio", "web_search_options", "use_beam_search"),
         *("bad_words", "allowed_token_ids", "include_stop_str_in_output", "prompt_logprobs"),
         *("continue_final_message", "truncate_prompt_tokens", "chat_template", "documents"),
-        *("grammar", "thinking_token_budget"),
+        *("thinking_token_budget", "logits_processors", "no_repeat_ngram_size", "stop_regex"),
+        *("regex", "ebnf", "samplers", "lora", "format", "options", "n_probs"),
     ),
     (None, False, [], {}, ""),
 )
 _REFUSED |= dict(modalities=(None, ["text"]), add_generation_prompt=(None, True))
+_REFUSED |= dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier"), (None, 0, 0.0))
+_REFUSED |= dict(typical_p=(None, 1, 1.0), xtc_probability=(None, 0, 0.0))
+# Names of llama.cpp and Ollama for fields that exist
+_OTHER_NAMES = dict(
+    n_predict="max_tokens", num_predict="max_tokens", repeat_penalty="repetition_penalty"
+)
 
 
 class _Sampling(BaseModel):
@@ -146,6 +153,14 @@ class _Sampling(BaseModel):
     stream_options: _Object | None = None
     response_format: _Object | None = None
     structured_outputs: _Object | None = None  # As in vLLM: json, regex, choice or grammar
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_names(cls, body: object) -> object:
+        if not isinstance(body, dict):
+            return body
+        usual = {_OTHER_NAMES[name]: v for name, v in body.items() if name in _OTHER_NAMES}
+        return usual | {name: v for name, v in body.items() if name not in _OTHER_NAMES}
 
     @model_validator(mode="after")
     def _supported(self) -> Self:
@@ -179,6 +194,7 @@ class _Sampling(BaseModel):
         extra = self.model_extra or {}
         older = {name: extra.get(f"guided_{name}") for name in _STRUCTURES}
         older["json"] = older["json"] or extra.get("json_schema")
+        older["grammar"] = older["grammar"] or extra.get("grammar")
         found = older | (self.structured_outputs or {})
         return {name: value for name, value in found.items() if value not in (None, False)}
 
@@ -790,14 +806,15 @@ class ChatServer:
         if len(makers) > 1:
             text = "response_format, structured_outputs and tool_choice: only one can hold"
             raise APIError(400, text, "response_format")
+        field = "response_format" if body.response_format else "structured_outputs"
         try:
             if self._grammars is None:
                 self._grammars = Grammars(self.tokenizer)
             return makers[0](self._grammars)
         except (TypeError, ValueError) as error:
-            raise APIError(400, str(error), "response_format") from None
+            raise APIError(400, str(error), field) from None
         except ImportError as error:
-            raise APIError(501, str(error), "response_format") from None
+            raise APIError(501, str(error), field) from None
 
     def _add(
         self,

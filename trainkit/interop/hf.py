@@ -47,6 +47,7 @@ from .families import hf_architecture, unsupported_knobs, stored_as
 from .families import take_weights, to_hf_config, to_hf_weights
 from .hub import find_model_files, published_name
 from ..model.config import MAX_LAYERS, ModelConfig
+from ..model.generation import eval_mode
 from ..model.transformer import Transformer
 from ..quant.ggml import gguf_version, open_gguf
 from ..quant.linear import Linear4bit, Linear8bit
@@ -573,12 +574,9 @@ def _verify(model: nn.Module, tokenizer: _Tokenizer | None, folder: Path) -> Non
     config = cast(Any, model.config)
     length = min(16, getattr(config, "max_seq_len", 16))
     ids = (torch.arange(1, length + 1, device=first.device) * 7919 % config.vocab_size)[None]
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    ours = model(ids).logits.float()
+    with eval_mode(model):
+        ours = model(ids).logits.float()
     theirs = again.to(first.device)(ids).logits.float()
-    for module in training:
-        module.training = True
     gap = (ours - theirs).abs().max().item()
     exact = first.dtype in (torch.float32, torch.float64)
     if not gap <= (1e-4 if exact else 0.05) * max(1.0, ours.abs().max().item()):

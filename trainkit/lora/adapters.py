@@ -247,7 +247,11 @@ _LOW_RANK = re.compile(  # Layer and part
     r"(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(\.weight)?$"
 )
 _VOCABULARY = ("embed_tokens.weight", "wte.weight", "lm_head.weight")  # A row for each token
-_FILES = ("adapter_config.json", "adapter_model.safetensors", "trainkit.json", "README.md")
+_FILES = {"adapter_config.json", "adapter_model.safetensors", "trainkit.json", "README.md"}
+_TOKENIZER_FILES = {
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "spiece.model"),
+}
 _UNSUPPORTED = (
     "lora_bias",
     "use_qalora",
@@ -357,8 +361,11 @@ def save_adapter(
     adapter: str = "default",
     # Name or folder of the base model, for anyone who loads it; None: where it was loaded from
     base: str | None = None,
+    tokenizer: object = None,  # Written beside it, so that PEFT can make room for its new tokens
 ) -> Path:  # The folder; it is written completely or not at all
-    "Write an adapter that `PeftModel.from_pretrained` opens."
+    """Write an adapter that PEFT opens.
+
+    With the tokenizer, `AutoPeftModelForCausalLM` resizes the base to its tokens."""
     folder = Path(folder)
     base = base or getattr(model, "name_or_path", None)
     if adapter not in adapter_names(model):
@@ -366,7 +373,7 @@ def save_adapter(
     if folder.is_file():
         raise FileExistsError(f"{folder} is a file: choose another name")
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    if others := sorted(set(names) - set(_FILES)):
+    if others := sorted(set(names) - _FILES - _TOKENIZER_FILES):
         raise FileExistsError(
             f"{folder} contains '{others[0]}', which is not part of an adapter: "
             "choose another folder"
@@ -389,6 +396,9 @@ def save_adapter(
         )
         write_atomic(temporary / "trainkit.json", json.dumps(own, indent=2) + "\n")
         write_atomic(temporary / "README.md", card)
+        save = getattr(tokenizer, "save", None) or getattr(tokenizer, "save_pretrained", None)
+        if save is not None:
+            save(temporary)
     return folder
 
 # %% ../../nbs/05_lora/06_adapters.ipynb #6d9f4aab

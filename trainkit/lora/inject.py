@@ -28,7 +28,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +36,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..config import nearest
+from ..model.generation import eval_mode
 from ..model.transformer import autocast_dtype, count_logical_parameters, fast_products
-from ..settings import INITS as INITS, LoRAConfig as LoRAConfig
+from ..settings import INITS as INITS, LoRAConfig as LoRAConfig, OptimConfig
 
 if TYPE_CHECKING:
     from trainkit.model.transformer import Transformer
@@ -109,7 +110,6 @@ def all_or_nothing(
 def _whole_layers(
     model: nn.Module,
     config: LoRAConfig,
-    names: Sequence[str],
     shared: Mapping[int, list[str]],
 ) -> list[str]:
     "The layers of `modules_to_save`, and those that share a weight with them."
@@ -201,7 +201,7 @@ def _add(
                 "tie_embeddings=False, or let it learn as a whole: "
                 f"modules_to_save=['{name.rsplit('.', 1)[-1]}']"
             )
-    whole = _whole_layers(model, config, names, shared) if places is None else places[1]
+    whole = _whole_layers(model, config, shared) if places is None else places[1]
     _check_whole(model, whole, names)
     model.requires_grad_(False)
     for name in names:
@@ -456,6 +456,9 @@ class LoRALayer(nn.Module):
         # Adapter -> (B, 1, 1): in place of `active` where the rows of a batch differ
         self.row_weights: dict[str, Tensor] = {}
         self.original: Tensor | None = None  # The weight before a merge that may be undone
+        parts = "lora_magnitude_vector", "lora_start_A", "lora_start_B"
+        for name in (self.A_name, self.B_name, *parts):
+            setattr(self, name, nn.ModuleDict())
 
     def __getattr__(self, name: str) -> Any:  # Shape, weight and bias are those of the base layer
         if name in _OF_THE_BASE:
@@ -546,11 +549,6 @@ class LoRALinear(LoRALayer):
     lora_A: nn.ModuleDict
     lora_B: nn.ModuleDict
 
-    def __init__(self, base: nn.Module):
-        super().__init__(base)
-        for name in ("lora_A", "lora_B", "lora_magnitude_vector", "lora_start_A", "lora_start_B"):
-            setattr(self, name, nn.ModuleDict())
-
     def add(
         self,
         adapter: str,
@@ -640,17 +638,6 @@ class LoRAEmbedding(LoRALayer):
     A_name = "lora_embedding_A"
     B_name = "lora_embedding_B"
 
-    def __init__(self, base: nn.Module):
-        super().__init__(base)
-        for name in (
-            "lora_embedding_A",
-            "lora_embedding_B",
-            "lora_magnitude_vector",
-            "lora_start_A",
-            "lora_start_B",
-        ):
-            setattr(self, name, nn.ModuleDict())
-
     def add(
         self,
         adapter: str,
@@ -723,14 +710,16 @@ class ModulesToSaveWrapper(nn.Module):
             del self.modules_to_save[adapter]
         self.active.pop(adapter, None)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *args, **options):  # As of the layer that it stands for
         module = self.current
         weight = getattr(module, "weight", None)
-        if weight is None or not x.is_floating_point() or x.dtype == weight.dtype:
-            return module(x)
-        if torch.is_autocast_enabled(x.device.type):
-            return module(x)
-        return module(x.to(weight.dtype)).to(x.dtype)
+        x = args[0] if args else None
+        if weight is None or not isinstance(x, Tensor) or not x.is_floating_point():
+            return module(*args, **options)
+        if x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type):
+            return module(*args, **options)
+        out = module(x.to(weight.dtype), *args[1:], **options)
+        return out.to(x.dtype) if isinstance(out, Tensor) else out
 
 # %% ../../nbs/05_lora/03_variants.ipynb #5470c583
 def _plain(W: Tensor, r: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -780,7 +769,7 @@ INIT_METHODS: dict[bool | str, Callable[[Tensor, int, float], tuple[Tensor, Tens
 
 @torch.no_grad()
 def init_factors(
-    how: bool | str,  # A key of `STARTS`, 'pissa_niter_N', or False for noise in both
+    how: bool | str,  # A key of `INIT_METHODS`, 'pissa_niter_N', or False for noise in both
     W: Tensor,  # (out, in), the frozen weight
     r: int,
     scale: float,  # The factor on the update
@@ -830,15 +819,13 @@ def eva_init(
         return hook
 
     hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
-    training = model.training
     try:
-        model.eval()
-        for batch in batches:
-            model(**{k: v for k, v in batch.items() if k != "labels"})
+        with eval_mode(model):
+            for batch in batches:
+                model(**{k: v for k, v in batch.items() if k != "labels"})
     finally:
         for hook in hooks:
             hook.remove()
-        model.train(training)
     if not sums:
         raise ValueError("eva_init needs at least one batch")
     shares = {}
@@ -863,18 +850,10 @@ def eva_init(
     return shares
 
 # %% ../../nbs/05_lora/03_variants.ipynb #befaded0
-class _Rates(Protocol):  # `OptimConfig`, which lives in a package above this one
-    __dataclass_fields__: ClassVar[dict]
-    lr_factors: dict[str, float]
-
-
-_AnyRates = TypeVar("_AnyRates", bound=_Rates)
-
-
 def lora_plus(
-    config: _AnyRates,  # An `OptimConfig`
+    config: OptimConfig,
     ratio: float = 16.0,  # How much faster B learns
-) -> _AnyRates:  # A copy; its learning_rate is A's
+) -> OptimConfig:  # A copy; its learning_rate is A's
     "Let B learn faster than A (Hayou et al. 2024)."
     if ratio <= 0:
         raise ValueError(f"ratio = {ratio}: must be above 0")
@@ -897,15 +876,17 @@ def kind_of(
     return "conv1d" if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None
 
 # %% ../../nbs/05_lora/04_targets.ipynb #targets-adaptable
+_INSIDE_ADAPTER = re.compile(r"(^|\.)(base_layer|original_module|modules_to_save|lora_\w+)(\.|$)")
+
+
 def adaptable(
     model: nn.Module,  # With adapters or without
 ) -> dict[str, nn.Module]:  # Name -> layer; never the insides of an adapter
     "The layers that can have an adapter."
-    inside = re.compile(r"(^|\.)(base_layer|original_module|modules_to_save|lora_\w+)(\.|$)")
     return {
         name: module
         for name, module in model.named_modules()
-        if name and kind_of(module) and not inside.search(name)
+        if name and kind_of(module) and not _INSIDE_ADAPTER.search(name)
     }
 
 # %% ../../nbs/05_lora/04_targets.ipynb #5e5c980c
@@ -934,7 +915,7 @@ def _words(value: list[str] | str) -> list[str] | str:  # A list of names, or a 
     return value
 
 
-def _refuse(knob: str, wrong: str, names: list[str]) -> ValueError:
+def _no_layer_error(knob: str, wrong: str, names: list[str]) -> ValueError:
     ends = list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in names))
     return ValueError(
         f"{knob}: no layer fits {wrong!r}; there are {', '.join(ends)}.{nearest(wrong, ends)}"
@@ -962,12 +943,11 @@ def saved_layers(
     words: Iterable[str],  # As in `modules_to_save`
 ) -> list[str]:  # Full names, in the order of the model; a shared layer has both of its names
     "The layers whose names end so, as in PEFT: 'norm' means every input_layernorm too."
-    inside = re.compile(r"(^|\.)(base_layer|original_module|modules_to_save|lora_\w+)(\.|$)")
     words = list(words)
     return [
         name
         for name, _ in model.named_modules(remove_duplicate=False)
-        if name and any(name.endswith(word) for word in words) and not inside.search(name)
+        if name and any(map(name.endswith, words)) and not _INSIDE_ADAPTER.search(name)
     ]
 
 
@@ -991,7 +971,7 @@ def _selected(
             ) from None
     for word in words:
         if not any(_fits([word], name) for name in layers):
-            raise _refuse("target_modules", word, list(layers))
+            raise _no_layer_error("target_modules", word, list(layers))
     return [name for name in layers if _fits(words, name)]
 
 
@@ -1029,7 +1009,7 @@ def target_layers(
     wanted = "conservative" if config.target_modules is None else config.target_modules
     names = _in_blocks(_not_excluded(_selected(model, wanted, layers), config), config)
     if not names:
-        raise _refuse("target_modules", str(wanted), list(layers))
+        raise _no_layer_error("target_modules", str(wanted), list(layers))
     return names
 
 # %% ../../nbs/05_lora/04_targets.ipynb #3951273c

@@ -20,6 +20,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -220,11 +221,17 @@ class Spans:
     # Small masks for windows, kept for all blocks and layers
     masks: dict[tuple, Tensor] = field(default_factory=dict, repr=False)
 
+    @cached_property
     def batches(self) -> list[tuple[int, int]]:  # (documents, their length), in order of `order`
         counts: dict[int, int] = {}
         for n in sorted(self.lengths or ()):
             counts[n] = counts.get(n, 0) + 1
         return [(count, n) for n, count in counts.items()]
+
+    @cached_property
+    def order_back(self) -> Tensor | None:
+        "What undoes `order`."
+        return None if self.order is None else self.order.argsort()
 
     def mask(self, queries: int, keys: int, like: Tensor) -> Tensor:
         "(1, 1, queries, keys), is added to the scores."
@@ -321,7 +328,7 @@ def _apart(engine: Engine, q: Tensor, k: Tensor, v: Tensor, spans: Spans, *rest)
     if spans.lengths is None:
         return _windowed(engine, q, k, v, spans, *rest)
     rows = len(q)
-    batches = spans.batches()
+    batches = spans.batches
     pieces = []
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # (B·T, heads, D)
     if spans.order is not None:
@@ -334,8 +341,8 @@ def _apart(engine: Engine, q: Tensor, k: Tensor, v: Tensor, spans: Spans, *rest)
         out = _windowed(engine, q_, k_, v_, spans, *rest)
         pieces.append(out.transpose(1, 2).flatten(0, 1))
     out = torch.cat(pieces)
-    if spans.order is not None:
-        out = out.index_select(0, spans.order.argsort())
+    if spans.order_back is not None:
+        out = out.index_select(0, spans.order_back)
     return out.unflatten(0, (rows, -1)).transpose(1, 2)
 
 

@@ -153,7 +153,7 @@ class _Layer:
         heads = self.heads + self.kv_heads
         self.turned = attn.q_proj.weight.new_empty(rows, heads, config.head_width)
         self.gated = mlp.gate_proj is not None
-        self.bend = mlp.bend
+        self.activation = mlp.activation
         self.down = make([mlp.down_proj])
         ups: list[nn.Linear] = [mlp.up_proj]
         if mlp.gate_proj is not None:
@@ -208,8 +208,8 @@ class _Layer:
 
     def mlp(self, x: Tensor) -> Tensor:
         up = self.up(x)
-        bent = self.bend(*up.chunk(2, 1)) if self.gated else self.bend(up)
-        return self.down(bent.contiguous())
+        hidden = self.activation(*up.chunk(2, 1)) if self.gated else self.activation(up)
+        return self.down(hidden.contiguous())
 
     def __call__(
         self, x: Tensor, angles: tuple[Tensor, Tensor] | None, look: CacheLookup

@@ -100,22 +100,6 @@ class Drafter:
         kind = "n-grams" if self.draft_model is None else "a draft model"
         return f"Drafter({kind}, {self.accepted} of {self.guessed} guesses were right)"
 
-    @classmethod
-    def find(
-        cls,
-        assistant_model: "Transformer | Drafter | None" = None,
-        num_assistant_tokens: int | None = None,
-        prompt_lookup_num_tokens: int | None = None,
-    ) -> "Drafter | None":  # None if nothing is to be guessed
-        "The drafter that three options of `generate` ask for, which are those of transformers."
-        if prompt_lookup_num_tokens is not None and assistant_model is not None:
-            raise ValueError("assistant_model and prompt_lookup_num_tokens: only one can guess")
-        if prompt_lookup_num_tokens is not None:
-            return cls(None, prompt_lookup_num_tokens)
-        if isinstance(assistant_model, nn.Module):
-            return cls(cast(Transformer, assistant_model), num_assistant_tokens or 4)
-        return assistant_model
-
     def check(self, model: nn.Module) -> None:
         "Raise an error if this model cannot read guesses, or these guesses are not for it."
         for name, each in (("model", model), ("assistant_model", self.draft_model or model)):

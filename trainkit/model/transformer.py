@@ -499,7 +499,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         bias = config.bias == "all"
-        self.bend = ACTIVATIONS[config.activation]
+        self.activation = ACTIVATIONS[config.activation]
         gated = config.activation in GATED
         self.gate_proj = Linear(config.d_model, config.d_ff, bias) if gated else None
         self.up_proj = Linear(config.d_model, config.d_ff, bias)
@@ -507,8 +507,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, d_model) -> (B, T, d_model)
         if self.gate_proj is None:
-            return self.down_proj(self.bend(self.up_proj(x)))
-        return self.down_proj(self.bend(self.gate_proj(x), self.up_proj(x)))
+            return self.down_proj(self.activation(self.up_proj(x)))
+        return self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)))
 
 # %% ../../nbs/03_model/07_transformer.ipynb #fdd78798
 class Block(nn.Module):
@@ -632,6 +632,11 @@ class Decoder(nn.Module):
     def _check_input(self, input_ids: Tensor, past: int, position_ids: Tensor | None) -> None:
         config = self.config
         question = "does the tokenizer belong to this model?"
+        if not isinstance(input_ids, Tensor):
+            raise TypeError(
+                f"input_ids is a {type(input_ids).__name__}, and must be a tensor (batch, tokens): "
+                "for one text torch.tensor([tokenizer.encode(text)])"
+            )
         if input_ids.ndim != 2:
             raise ValueError(
                 f"input_ids has shape {tuple(input_ids.shape)}, but must have (batch, tokens)"
@@ -689,8 +694,8 @@ class Decoder(nn.Module):
         windows = config.layer_windows or [0] * config.n_layers
         if matrix is None:
             # flash-attn accepts no matrix
-            never = 0 if config.attention == "flash_attention_2" else None
-            masks = make_masks(new, total, windows, padding, document, device, never)
+            largest = 0 if config.attention == "flash_attention_2" else None
+            masks = make_masks(new, total, windows, padding, document, device, dense=largest)
         else:
             masks = dict.fromkeys(windows, matrix)
         recompute = config.gradient_checkpointing and self.training and cache is None

@@ -727,7 +727,7 @@ def open_drafter(
     from trainkit.model.speculative import Drafter
 
     if folder is None:
-        return Drafter.find(prompt_lookup_num_tokens=lookup)
+        return None if lookup is None else Drafter(None, lookup)
     if lookup is not None:
         raise ValueError("--draft-model and --prompt-lookup-num-tokens: only one can guess")
     draft, own = load_pretrained(folder)

@@ -42,7 +42,8 @@ from ..data.schema import to_messages
 from ..display import clean, plural, table, token_boxes
 from ..eval.scoring import baselines, bits_per_byte, perplexity
 from ..eval.stats import Interval
-from ..model.generation import SamplingConfig, context_length, generate, text_to_ids
+from ..model.generation import SamplingConfig, context_length, end_ids, generate
+from ..model.generation import text_to_ids
 from trainkit.recipes.preparation import (
     AnswerInputs,
     DistillInputs,
@@ -98,10 +99,14 @@ class TextEvaluator:
         self,
     ) -> str:  # Of the figures in the report; empty where they say it themselves
         "Which text, or which questions."
-        p = self.inputs
-        if isinstance(p, AnswerInputs) and p.questions:
-            return f"{len(p.questions)} held-out questions"
-        return name_text(p.data, p.config.data.max_length) if p.data.kind == "text" else ""
+        inputs = self.inputs
+        if isinstance(inputs, AnswerInputs) and inputs.questions:
+            return f"{len(inputs.questions)} held-out questions"
+        return (
+            name_text(inputs.data, inputs.config.data.max_length)
+            if inputs.data.kind == "text"
+            else ""
+        )
 
     def begin(self) -> list[str]:
         return []  # what there is to say of the model as it was
@@ -111,20 +116,25 @@ class TextEvaluator:
         evaluation: dict,  # An on_eval record
     ) -> tuple[dict[str, float], list[str]]:  # Metrics, and what to say of them
         "Judge the trained model."
-        p, loss = self.inputs, evaluation["eval_loss"]
-        if isinstance(p, DistillInputs) and p.teacher is not None:
+        inputs, loss = self.inputs, evaluation["eval_loss"]
+        if isinstance(inputs, DistillInputs) and inputs.teacher is not None:
             words = "Divergence from the teacher on held-out examples"
             return {"eval_loss": loss}, [f"{words}: {loss:.3f} nats per token"]
-        if isinstance(p, AnswerInputs):
+        if isinstance(inputs, AnswerInputs):
             return {"eval_loss": loss, "perplexity": perplexity(loss)}, [
                 f"Loss of held-out examples: {loss:.3f}"
             ]
-        if not ("eval_bits_per_byte" in evaluation and isinstance(p, TextInputs)):
+        if not ("eval_bits_per_byte" in evaluation and isinstance(inputs, TextInputs)):
             # an objective of one's own need not be in nats a token
             return {"eval_loss": loss}, [f"Loss of {self.measured_on}: {loss:.3f}"]
-        texts = [[row["text"] for row in rows] for rows in (p.train_rows, p.eval_rows)]
+        texts = [[row["text"] for row in rows] for rows in (inputs.train_rows, inputs.eval_rows)]
         metrics = judge_text(
-            evaluation, texts[0], texts[1], p.train_ids, p.eval_ids[1:], p.tokenizer.vocab_size
+            evaluation,
+            texts[0],
+            texts[1],
+            inputs.train_ids,
+            inputs.eval_ids[1:],
+            inputs.tokenizer.vocab_size,
         )
         return metrics, [
             f"Bits per byte of {self.measured_on} (fewer is better):",
@@ -140,15 +150,16 @@ class TextEvaluator:
         run: Run | None = None,  # What was logged
     ) -> list[tuple[str, str]]:  # (heading, HTML)
         "What the report shows besides."
-        p = self.inputs
-        if not isinstance(p, AnswerInputs) or not p.examples:
+        inputs = self.inputs
+        if not isinstance(inputs, AnswerInputs) or not inputs.examples:
             return []
         return [
             (
                 "Data",
-                f"<p>{plural(p.data.train_rows, 'example')} of kind {p.data.kind}; "
+                f"<p>{plural(inputs.data.train_rows, 'example')} of kind {inputs.data.kind}; "
                 "what is learned is dark:"
-                f"</p>{mask_picture(p.examples, p.tokenizer)}{p.examples.report._repr_html_()}",
+                f"</p>{mask_picture(inputs.examples, inputs.tokenizer)}"
+                f"{inputs.examples.report._repr_html_()}",
             )
         ]
 
@@ -230,24 +241,24 @@ class AnswerEvaluator(TextEvaluator):
         self.sample = answering(inputs)
 
     def begin(self) -> list[str]:
-        p = self.inputs
-        self.before = ask(p.model, p.tokenizer, p.questions)
+        inputs = self.inputs
+        self.before = ask(inputs.model, inputs.tokenizer, inputs.questions)
         return [
-            f"The base model answers {count_exact(self.before, p.questions):.1%} "
+            f"The base model answers {count_exact(self.before, inputs.questions):.1%} "
             f"of {len(self.before)} held-out questions exactly right"
         ]
 
     def end(self, evaluation: dict) -> tuple[dict[str, float], list[str]]:
-        p = self.inputs
+        inputs = self.inputs
         metrics, words = super().end(evaluation)
-        self.after = ask(p.model, p.tokenizer, p.questions)
+        self.after = ask(inputs.model, inputs.tokenizer, inputs.questions)
         marks = {
-            "base_exact_match": count_exact(self.before, p.questions),
-            "exact_match": count_exact(self.after, p.questions),
+            "base_exact_match": count_exact(self.before, inputs.questions),
+            "exact_match": count_exact(self.after, inputs.questions),
         }
         ended = sum(answer.ended for answer in self.after)
         words = [
-            f"{words[0]}. Of {len(p.questions)} held-out questions the base "
+            f"{words[0]}. Of {len(inputs.questions)} held-out questions the base "
             f"model answers {marks['base_exact_match']:.1%} exactly "
             f"right, the tuned one {marks['exact_match']:.1%}; "
             f"it ended {ended} of its answers by itself"
@@ -260,7 +271,7 @@ class AnswerEvaluator(TextEvaluator):
                 "and see in the report whether the end is learned"
             )
         marks |= {"ended": ended / len(self.after)} if self.after else {}
-        self.sampled = sampled_accuracy(p, p.model)
+        self.sampled = sampled_accuracy(inputs, inputs.model)
         marks |= {name: share.value for name, share in self.sampled.items()}
         return metrics | marks, words + _sampled_words(self.sampled)
 
@@ -355,15 +366,19 @@ class PairEvaluator(TextEvaluator):
             "eval_loss": evaluation["eval_loss"],
             "base_accuracy": self.before[0] if self.before else float("nan"),
             "accuracy": self.after[0],
-            "reward_margin": found["rewards/margins"],
-            "reward_accuracy": found["rewards/accuracies"],
+            "reward_margin": found.get("rewards/margins", math.nan),
+            "reward_accuracy": found.get("rewards/accuracies", math.nan),
             **{k.replace("/", "_"): v for k, v in found.items() if k.startswith("kl/")},
         }
+        rewards = (
+            f"; reward margin {metrics['reward_margin']:.3f}, "
+            f"reward accuracy {metrics['reward_accuracy']:.1%}"
+        )
         return metrics, [
             f"Held-out pairs: the chosen answer is preferred in {metrics['base_accuracy']:.1%} "
-            f"before training and {metrics['accuracy']:.1%} after; "
-            f"reward margin {metrics['reward_margin']:.3f}, "
-            f"reward accuracy {metrics['reward_accuracy']:.1%}"
+            f"before training and {metrics['accuracy']:.1%} after"
+            + rewards
+            * ("rewards/margins" in found)  # A loss of your own need not measure them
         ]
 
     def sections(self, run: Run | None = None) -> list[tuple[str, str]]:
@@ -434,6 +449,8 @@ class LabelEvaluator(PairEvaluator):
 
     def begin(self) -> list[str]:
         self.before = [self.right()]
+        if math.isnan(self.before[0]):
+            return []
         return [
             "Before training, a held-out answer that was liked is likelier "
             f"than one that was not in {self.before[0]:.1%} of all comparisons"
@@ -448,6 +465,10 @@ class LabelEvaluator(PairEvaluator):
             "reward_margin": evaluation.get("eval_rewards/margins", float("nan")),
             **({"kl": evaluation["eval_kl"]} if "eval_kl" in evaluation else {}),
         }
+        if math.isnan(self.after[0]):
+            return metrics, [
+                "Held-out answers: all are of one sort, liked or disliked, so none is compared"
+            ]
         return metrics, [
             "Held-out answers: a liked one is likelier than one that was not "
             f"in {metrics['base_accuracy']:.1%} of all comparisons before training and "
@@ -477,11 +498,11 @@ class PromptEvaluator(TextEvaluator):
 
     def marked(self) -> tuple[Sequence[str], dict[str, float]]:  # Answers; the mean of each reward
         "Answer and score; in an environment, play held-out episodes."
-        p = self.inputs
+        inputs = self.inputs
         asked = self.inputs.questions
         if not asked:
             return [], self.played()
-        answers = ask(p.causal, p.tokenizer, asked)
+        answers = ask(inputs.causal, inputs.tokenizer, asked)
         rows = [q["row"] for q in asked]
         columns = {
             k: [row.get(k) for row in rows] for k in dict.fromkeys(k for row in rows for k in row)
@@ -490,9 +511,9 @@ class PromptEvaluator(TextEvaluator):
             prompts=columns.pop("prompt"),
             completions=answers,
             contents=[*map(_content, answers)],
-            completion_ids=[text_to_ids(a, p.tokenizer, plain=True) for a in answers],
+            completion_ids=[text_to_ids(a, inputs.tokenizer, plain=True) for a in answers],
         )
-        total, each = score(p.rewards, p.config.rl.reward_weights, columns)
+        total, each = score(inputs.rewards, inputs.config.rl.reward_weights, columns)
         right = [
             float(x.nanmean())
             for name, x in each.items()
@@ -711,9 +732,10 @@ def ask(
 ) -> list[ModelAnswer]:  # The answer to each, without special tokens
     """Let a model answer, with its likeliest token each time.
 
-    An answer has at most half as many tokens again as the expected one.
+    An answer has at most half as many tokens again as the longest expected one of its batch.
     """
     answers = []
+    ends = [[i] for i in end_ids(model, tokenizer)]
     for at in range(0, len(asked), batch_size):
         part = asked[at : at + batch_size]
         room = int(
@@ -728,7 +750,7 @@ def ask(
         for q, row in zip(part, rows, strict=True):
             said = row[len(q["ids"]) :]
             answers.append(ModelAnswer(tokenizer.decode(said, skip_special_tokens=True).strip()))
-            answers[-1].ended = tokenizer.eos_token_id in said
+            answers[-1].ended = said[-1:] in ends
             answers[-1].content = after_thought(said, tokenizer, q["ids"]).strip()
     return answers
 

@@ -68,6 +68,36 @@ def _padding(tokenizer: "Tokenizer") -> int | None:
     return next((i for i in ids if i != end), None)
 
 
+_CARD = """# A reward model
+
+It gives one number to a prompt with an answer; more is better. The number is read at the token that
+ends the answer, so leave out the line break that the chat format writes after it:
+
+```python
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+model = AutoModelForSequenceClassification.from_pretrained(FOLDER)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+text = tokenizer.apply_chat_template(messages, tokenize=False).rstrip("\\n")
+ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+reward = model(**ids).logits.item()
+```
+
+`score_answers` of `trainkit.recipes.saving` does this for many answers at once.
+"""
+
+
+def _name_padding(file: Path, tokenizer: "Tokenizer", pad: int | None) -> None:
+    "Write the padding token where transformers looks for it: without one, it pads no batch."
+    if pad is None or not file.is_file() or getattr(tokenizer, "pad_token", None):
+        return
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    special = getattr(tokenizer, "special_tokens", {})
+    names = [name for name, i in special.items() if i == pad] if isinstance(special, dict) else []
+    if names:
+        write_atomic(file, json.dumps(settings | dict(pad_token=names[0]), indent=2) + "\n")
+
+
 def save_reward_model(
     model: RewardModel,  # With or without an adapter, quantized or not
     tokenizer: "Tokenizer",
@@ -115,6 +145,8 @@ def save_reward_model(
             classifier.save_pretrained(temporary)
         save = getattr(tokenizer, "save", None) or getattr(tokenizer, "save_pretrained")  # noqa: B009
         save(temporary)
+        _name_padding(temporary / "tokenizer_config.json", tokenizer, config.pad_token_id)
+        write_atomic(temporary / "README.md", _CARD)
     return folder
 
 
@@ -254,7 +286,7 @@ def save_trained(
             save_reward_adapter(net, adapter, parts.causal, base)
         return
     if parts.config.adapts and adapter:
-        save_adapter(net, adapter, base=base)
+        save_adapter(net, adapter, base=base, tokenizer=parts.tokenizer)
     save_pretrained(merged_copy(net) if parts.config.adapts else net, parts.tokenizer, where)
     if parts.config.adapts and parts.config.quant.bits:  # For those who quantize it again
         origin = dict(bits=parts.config.quant.bits, base=parts.config.init_from)

@@ -300,7 +300,7 @@ def _text_of(token: object) -> str | None:
     return str(token) if token else None
 
 
-# Files of a tokenizer that `save` may not write
+# Usual names of the token that ends a text
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
 
 
@@ -308,6 +308,7 @@ def _end_token(special: Sequence[str], named: str | None) -> str | None:
     return named or next((t for t in special if t in _END_TOKENS), special[0] if special else None)
 
 
+# Files of a tokenizer that `save` may not write
 _LEFTOVERS = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
 
 
@@ -364,7 +365,7 @@ class BPETokenizer:
             if not token:
                 raise ValueError("a special token must not be empty")
             # Two names of one token, as in o200k_harmony, are fine
-            other = self._bytes.setdefault(i, to_utf8(token)) != token.encode()
+            other = self._bytes.setdefault(i, token.encode()) != token.encode()
             if other and self.tokens.get(self._bytes[i]) == i:
                 raise ValueError(
                     f"special token {token!r}: its id {i} is already used for {self._bytes[i]!r}"
@@ -428,13 +429,14 @@ class BPETokenizer:
             raise TypeError(f"tokens must be a list, such as [{tokens!r}]")
         new = [token for token in dict.fromkeys(tokens) if token not in self.special_tokens]
         for token in new:
-            if not token or to_utf8(token) in self.tokens:
+            raw = token.encode()
+            if not token or raw in self.tokens:
                 raise ValueError(
                     f"special token {token!r}: "
                     + ("the vocabulary already has this text" if token else "it must not be empty")
                 )
             self.special_tokens[token] = self.vocab_size
-            self._bytes[self.special_tokens[token]] = token.encode()
+            self._bytes[self.special_tokens[token]] = raw
         return len(new)
 
     @classmethod

@@ -702,10 +702,10 @@ def pack_tree(
 
 
 def unpack_tree(
-    tree: Any,  # From `pack`
+    tree: Any,  # From `pack_tree`
     tensors: Mapping[str, Tensor],
 ) -> Any:
-    "The inverse of `pack`."
+    "The inverse of `pack_tree`."
     if isinstance(tree, list):
         return [unpack_tree(item, tensors) for item in tree]
     if not isinstance(tree, dict):
@@ -987,7 +987,7 @@ def refuse_file(
     path: str | Path,  # What a run shall resume from
 ) -> None:  # Raises `ValueError` for a file
     "Refuse a file: a checkpoint is a folder, and `checkpoint-10000.pt` comes from elsewhere."
-    if Path(path).suffix not in (".pt", ".pth", ".bin", ".ckpt") and not Path(path).is_file():
+    if not Path(path).is_file():
         return
     raise ValueError(
         f"{path} is one file, and a checkpoint here is a folder, such as "

@@ -270,7 +270,7 @@ class TrainState:
     batch: int = 0  # Batches used of this epoch
     tokens: int = 0  # Read by the model, padding left out
     seconds: float = 0.0  # Running time without pauses
-    skipped: int = 0  # Steps that were not taken: float16 overflowed, or a number was none
+    skipped: int = 0  # Not taken: float16 overflowed, or loss or gradient was not finite
     skipped_in_a_row: int = 0  # Of the latter
     pieces: int = 1  # Into how many a batch is cut, because memory did not hold it whole
     loss: float | None = None  # Of the last log record

@@ -426,7 +426,9 @@ def muon_step(
     group: dict[str, Any],
 ) -> None:
     "Momentum, made orthogonal, is the direction; the shape says how far."
-    momentum = state.setdefault("momentum_buffer", torch.zeros_like(p))
+    if "momentum_buffer" not in state:
+        state["momentum_buffer"] = torch.zeros_like(p)
+    momentum = state["momentum_buffer"]
     momentum.lerp_(p.grad, 1 - group["momentum"])  # type: ignore
     ahead = p.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum  # type: ignore
     length = group["lr"] * ADJUST[group["adjust_lr_fn"]](*p.shape)

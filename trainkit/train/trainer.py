@@ -434,7 +434,7 @@ class Trainer:
                 measure=due.log or due.save or c.on_nan == "skip",
                 in_backward=c.optimizer_in_backward,
                 check_finite=c.on_nan == "skip",
-                gather=self.retry,
+                accumulate_window=self.retry,
             )
         except (StepTooBig, StopNow):
             s.step, s.epoch, s.batch = before
@@ -880,7 +880,7 @@ class Trainer:
         if path is None:
             if self.cursor is not None:
                 self.cursor.load_state_dict(deepcopy(self.train_start))
-            self._set_aside(after=-1)
+            self._move_later_checkpoints(after=-1)
         else:
             for text in notes:
                 self.note(text)
@@ -951,15 +951,14 @@ class Trainer:
         "Move away checkpoints of later steps, and delete those beyond the limit."
         home = path.parent
         if self.folder is None or home != self.folder / "checkpoints":
-            return self._set_aside(after=-1)
-        self._set_aside(after=self.state.step)
-        if (
-            self.accelerator.is_main_process
-        ):  # A kill may have come before the old ones were deleted
+            return self._move_later_checkpoints(after=-1)
+        self._move_later_checkpoints(after=self.state.step)
+        # A kill may have come before the old ones were deleted
+        if self.accelerator.is_main_process:
             best = home / f"checkpoint-{self.state.best_step}"
             rotate_checkpoints(home, self.config.save_total_limit, keep=[path, best])
 
-    def _set_aside(self, after: int) -> None:
+    def _move_later_checkpoints(self, after: int) -> None:
         "Move away the checkpoints after a step: they belong to a run that was abandoned."
         if self.folder is None or not self.accelerator.is_main_process:
             return
@@ -1100,10 +1099,8 @@ class Trainer:
             try:
                 late = self._save_despite_workers(cursor)
                 if late is not None and not worker_died(error):
-                    late.__cause__, error = (
-                        error,
-                        late,
-                    )  # The broken pipe was only its first symptom
+                    late.__cause__ = error  # The broken pipe was only its first symptom
+                    error = late
             except Exception as second:
                 where += f" (saving failed: {second})"
             else:
@@ -1277,6 +1274,9 @@ def check_identity(
         text = f"{path} was {json.dumps(then)} and is {json.dumps(value)}"
         if path == "facts.data":  # Two sums that tell a reader nothing
             text = "the training data are not the same"
+        elif path.startswith("facts.given"):  # Functions
+            name = path.rpartition(".")[2]
+            text = f"{name} given in Python: {then or 'none'} then, {value or 'none'} now"
         changes[change_kind(path)].append(text)
     notes = []
     if changes["watching"]:

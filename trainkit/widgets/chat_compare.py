@@ -648,8 +648,8 @@ class ChatCompareState:
 
     def __init__(
         self,
-        # As `open_models` takes them; the KL is taken from the first
-        models: "Mapping[str, ModelSource] | None" = None,
+        # As `open_models` takes them, or one without a name; the KL is taken from the first
+        models: "Mapping[str, ModelSource] | ModelSource | None" = None,
         system: str = "",  # System prompt of all models
         seed: int = 0,
         max_new_tokens: int = 100,  # Of an answer
@@ -836,10 +836,12 @@ class ChatCompareState:
 
 
 def _with_server(
-    models: "Mapping[str, ModelSource] | None", base_url: str, api_key_env: str = ""
+    models: "Mapping[str, ModelSource] | ModelSource | None", base_url: str, api_key_env: str = ""
 ) -> "dict[str, ModelSource]":
-    "The models of a chat, with those of a server."
-    listed: "dict[str, ModelSource]" = dict(models or {})
+    "The models of a chat, with those of a server; one alone needs no name."
+    listed: "dict[str, ModelSource]" = {}
+    if models is not None:
+        listed |= models if isinstance(models, Mapping) else {"model": models}
     return listed | (remote_models(base_url, [*listed], api_key_env) if base_url else {})
 
 
@@ -1002,8 +1004,8 @@ class ChatCompare:
 
     def __init__(
         self,
-        # As `open_models` takes them; the KL is taken from the first
-        models: "Mapping[str, ModelSource] | None" = None,
+        # As `open_models` takes them, or one without a name; the KL is taken from the first
+        models: "Mapping[str, ModelSource] | ModelSource | None" = None,
         key: str = "",  # A page with the same key is closed; empty: that of the same cell
         # A server with the interface of OpenAI, such as http://127.0.0.1:8000/v1 of
         # `trainkit serve`: its models are asked, too

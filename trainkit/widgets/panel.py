@@ -147,6 +147,11 @@ class TrainerPanel:
         key: str = "",
         inside: bool = False,  # Whether it is shown inside another panel
     ):
+        if isinstance(config, (str, Path, Mapping)):
+            raise TypeError(
+                f"config is a {type(config).__name__}, and must be a RunConfig: "
+                "method_config(file or dict) of trainkit.recipes makes one"
+            )
         session = self._take_over(config, job, key)
         claim_cell(self, self.panels, key, f"{config.method} {config.name}")
         self.job = job
@@ -515,6 +520,7 @@ class TrainerPanel:
         resume: bool = False,  # Resume the panel's run from its last checkpoint
     ) -> bool:  # Raises `ConfigError` when a field is wrong
         "Start a run with the settings of the form."
+        self._need_open()
         if self.session.snapshot().state in ACTIVE:
             return False
         with self.lock:
@@ -1001,6 +1007,7 @@ class TrainerPanel:
 
     def show(self) -> None:
         "Display the panel; the cell ends at once."
+        self._need_open()
         display = notebook().display
         if not self.memory.value:
             # A text of the same height now, so that no button moves later
@@ -1008,6 +1015,10 @@ class TrainerPanel:
         self.handle = display(self, display_id=True)
         if self.handle is not None:
             self.predict_soon()
+
+    def _need_open(self) -> None:
+        if self.closed:
+            raise RuntimeError("this panel is closed: make a new one")
 
     def result(self) -> "RunResult":  # `model`, `tokenizer`, `metrics`, …
         "Start the run if necessary, and wait; the notebook's stop button ends it, with a model."
@@ -1042,6 +1053,8 @@ class TrainerPanel:
         if self.handle is None:
             self.show()
         self._begin(awaiting=True)
+        if self.session.state == "idle" and self.form.obstacle:
+            print(f"Waiting for Start, which is off: {self.form.obstacle}")
         try:
             await await_until(lambda: self.closed or self.session.state != "idle")
             while True:

@@ -268,12 +268,6 @@ _COLUMNS = {  # What a method learns from -> the columns that must be known
     "pairs": ("prompt", "chosen", "rejected"),
     "prompts": ("prompt", "answer"),
 }
-_KINDS = {  # What a method learns from -> the kinds of rows that it reads
-    "text": ("text",),
-    "answers": ("messages", "instruction", "prompt_completion", "reasoning"),
-    "pairs": ("preference", "unpaired"),
-    "prompts": ("prompt", "instruction", "prompt_completion", "reasoning", "preference"),
-}
 COLUMNS_IN_WORDS = {
     "text": "Text",
     "prompt": "Question",
@@ -380,6 +374,8 @@ def unknown_columns(
     config: "RunConfig",
 ) -> dict[str, list[str]]:  # What is needed -> the names in the file; empty if all is known
     "The columns of which the panel asks what they are."
+    from trainkit.recipes.methods import KINDS_READ
+
     data = config.data
     learned = config.recipe.learns_from
     row = first_row(data.path)
@@ -387,7 +383,7 @@ def unknown_columns(
         return {}
     small = {str(name).strip().lower(): value for name, value in row.items()}
     fits = {*fitting_kinds(row), *fitting_kinds(small)}
-    if fits & {*_KINDS[learned]} and not data.columns:
+    if fits & {*KINDS_READ[learned]} and not data.columns:
         return {}
     return {name: list(map(str, row)) for name in _COLUMNS[learned]}
 
