@@ -428,15 +428,16 @@ class BPETokenizer:
         if isinstance(tokens, str):
             raise TypeError(f"tokens must be a list, such as [{tokens!r}]")
         new = [token for token in dict.fromkeys(tokens) if token not in self.special_tokens]
-        for token in new:
-            raw = token.encode()
-            if not token or raw in self.tokens:
+        first = self.vocab_size
+        texts = [token.encode() for token in new]
+        for token, text in zip(new, texts, strict=True):
+            if not token or text in self.tokens:
                 raise ValueError(
                     f"special token {token!r}: "
                     + ("the vocabulary already has this text" if token else "it must not be empty")
                 )
-            self.special_tokens[token] = self.vocab_size
-            self._bytes[self.special_tokens[token]] = raw
+        self.special_tokens |= {token: first + i for i, token in enumerate(new)}
+        self._bytes |= {first + i: text for i, text in enumerate(texts)}
         return len(new)
 
     @classmethod
