@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from trainkit.interop.deploy import (
     SymmetricGrid,
@@ -182,3 +182,12 @@ def test_what_cannot_be_packed_is_refused(folder, tmp_path, knobs, message):
     with pytest.raises(ValueError, match=message):
         export_compressed(folder, tmp_path / "c", progress=False, **knobs)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_model_without_linear_layers_is_refused(tmp_path):
+    "GPT-2's layers are transposed matrices of a class of their own."
+    sizes = dict(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=16)
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ValueError, match="gpt2 has no linear layer that can be packed"):
+        export_compressed(tmp_path / "gpt2", tmp_path / "out", "nearest")
+    assert not (tmp_path / "out").exists()

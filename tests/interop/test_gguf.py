@@ -1,6 +1,7 @@
 "GGUF files of each family open in transformers with the same logits; real files round-trip."
 
 import ast
+import json
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,10 +10,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainkit.align.distillation import shared_vocabulary
-from trainkit.model.generation import generate
+from trainkit.eval.scoring import _encode_answer
+from trainkit.model.generation import generate, text_to_ids
 from trainkit.interop.gguf import export_gguf, gguf_names, read_tensors, write_modelfile
 from trainkit.interop.hf import load_pretrained, load_tokenizer, save_pretrained
 from trainkit.model.config import ModelConfig
@@ -326,3 +329,97 @@ def test_a_gguf_file_is_not_exported_again(tmp_path):
         export_gguf(source, tmp_path / "n.gguf")
     with pytest.raises(FileNotFoundError, match="'no/such/model' is no model"):
         export_gguf("no/such/model", tmp_path / "n.gguf")
+
+
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+SCALINGS = {
+    "linear": dict(rope_type="linear", factor=4.0),
+    "yarn": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=16.0),
+    "yarn attention": dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=16, attention_factor=1.5
+    ),
+    "llama3": LLAMA3 | dict(original_max_position_embeddings=8192),
+    "llama3 short": LLAMA3 | dict(original_max_position_embeddings=32),
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.filterwarnings("ignore:AutoTokenizer opens")
+def test_scaled_rotary_positions_come_back(tokenizer, tmp_path, name):
+    "transformers leaves them out, and the logits of long texts would be others."
+    knobs = dict(rope_scaling=SCALINGS[name], d_model=256, d_ff=128)
+    model, folder = saved(tokenizer, tmp_path / "m", **knobs)
+    export_gguf(folder, tmp_path / "m.gguf", "f32", progress=False)
+    ids = torch.randint(0, 320, (1, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        want = model(ids).logits
+        for native in (True, False):
+            again = load_pretrained(tmp_path / "m.gguf", native)[0]
+            torch.testing.assert_close(again(ids).logits, want, rtol=0, atol=2e-4)
+
+
+def test_rotary_scaling_that_has_no_name_is_refused(tokenizer, tmp_path):
+    folder = saved(tokenizer, tmp_path / "m", rope_scaling=SCALINGS["llama3 short"])[1]
+    path = export_gguf(folder, tmp_path / "m.gguf", "f32", progress=False)["path"]
+    place = next(t for t in gguf.GGUFReader(path).tensors if t.name == "rope_freqs.weight")
+    data = bytearray(path.read_bytes())
+    data[place.data_offset : place.data_offset + 4] = np.float32(3.3).tobytes()
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="m.gguf.*is not Llama 3's rotary scaling: open a folder"):
+        load_pretrained(path)
+
+
+def test_a_head_of_another_width_opens(tokenizer, tmp_path):
+    "Qwen3's default of 128 is not what the file says."
+    model, folder = saved(tokenizer, tmp_path / "m", qk_norm=True)
+    path = export_gguf(folder, tmp_path / "m.gguf", "f32", progress=False)["path"]
+    assert load_pretrained(path)[0].config.head_width == model.config.head_width == 16
+
+
+def as_llama3(folder, ends, in_sequence):
+    "Several tokens end a text, and one begins it."
+    data = json.loads((folder / "tokenizer.json").read_text())
+    names = ("<|begin_of_text|>", "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+    first = len(data["model"]["vocab"])
+    for i, name in enumerate(names, first):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        data["added_tokens"].append(dict(id=i, content=name, special=True, **flags))
+    begin = TemplateProcessing(single=f"{names[0]} $A", special_tokens=[(names[0], first)])
+    parts = [ByteLevel(trim_offsets=False), begin]
+    data["post_processor"] = json.loads((Sequence(parts) if in_sequence else begin).__getstate__())
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    ids = dict(zip(names, range(first, first + 4), strict=True))
+    (folder / "generation_config.json").write_text(
+        json.dumps(dict(bos_token_id=first, eos_token_id=[ids[name] for name in ends]))
+    )
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= dict(eos_token="<|eot_id|>", bos_token="<|begin_of_text|>")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return ids
+
+
+@pytest.mark.parametrize("in_sequence", [False, True])
+def test_all_ends_and_the_begin_token_are_kept(tokenizer, tmp_path, in_sequence):
+    _, folder = saved(tokenizer, tmp_path / "m")
+    ids = as_llama3(folder, ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"], in_sequence)
+    path = export_gguf(folder, tmp_path / "m.gguf", "f32", progress=False)["path"]
+    fields = gguf.GGUFReader(path).fields
+
+    def value(name):
+        return fields[f"tokenizer.ggml.{name}"].contents()
+
+    assert value("add_bos_token") is True
+    assert value("eos_token_id") == ids["<|eot_id|>"]  # The tokenizer's own
+    assert value("eom_token_id") == ids["<|eom_id|>"]
+    assert value("eot_token_id") == ids["<|end_of_text|>"]
+    both = [load_tokenizer(folder, native) for native in (True, False)]
+    begin = [ids["<|begin_of_text|>"]]
+    assert [text_to_ids("the tensors", reader)[:1] for reader in both] == [begin, begin]
+    assert text_to_ids("the tensors", both[0]) == text_to_ids("the tensors", both[1])
+    assert text_to_ids("the tensors", both[0], plain=True)[:1] != begin
+    opened = load_pretrained(folder)[0]
+    assert generate(opened, "the", 1, tokenizer=both[0], seed=0).startswith("the")
+    ((whole, _),) = [_encode_answer(both[0], "", "the")]
+    assert whole.count(begin[0]) == 1
+    again = load_pretrained(path)[0]
+    assert {*again.generation_config.eos_token_id} == {*ids.values()} - {ids["<|begin_of_text|>"]}

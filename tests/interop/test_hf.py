@@ -21,6 +21,7 @@ from trainkit.model.generation import generate
 from trainkit.interop.hf import load_pretrained, read_weights, save_pretrained
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
+from trainkit.quant.quantize import QuantConfig
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
 TEXT = (
@@ -743,3 +744,40 @@ def test_a_model_is_opened_in_half_precision_in_one_thread_only(tmp_path, kind, 
         with torch.no_grad():
             assert torch.equal(first.eval()(ids).logits, second.eval()(ids).logits)
     assert {p.dtype for p in saved.parameters()} == {dtype}
+
+
+def tiny_llama(folder, **knobs):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+    sizes |= dict(num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **knobs)).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_head_that_differs_from_the_embedding_is_read(tmp_path, quantized):
+    "Its config says that they are one; transformers 5 keeps both, too."
+    model = tiny_llama(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(tie_word_embeddings=True)))
+    quant = QuantConfig(bits=8) if quantized else None
+    again, _ = load_pretrained(tmp_path, quant=quant)
+    assert not again.config.tie_embeddings
+    torch.testing.assert_close(again.lm_head.weight, model.lm_head.weight, rtol=0, atol=0)
+    ids = torch.arange(12)[None]
+    far = (again(ids).logits - model(ids).logits).abs().max()
+    assert far < (0.01 if quantized else 1e-6)
+
+
+@pytest.mark.parametrize("wide", ["lm_head", "embed_tokens", "down_proj"])
+def test_matrices_of_several_types_become_one(tmp_path, wide):
+    model = tiny_llama(tmp_path, dtype=torch.bfloat16).bfloat16()
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = {k: v.float() if wide in k else v for k, v in load_file(file).items()}
+    save_file(weights, file, {"format": "pt"})
+    again, _ = load_pretrained(tmp_path)
+    assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
+    ids = torch.arange(12)[None]
+    torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0.05, atol=0.01)

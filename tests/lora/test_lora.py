@@ -1176,3 +1176,36 @@ def test_orthogonal_factors_have_pefts_size():
     assert not subtracted and (A @ A.T).trace() / (4 * 3000) == pytest.approx(0.005, rel=0.1)
     assert (B.T @ B).trace() / (4 * 4000) == pytest.approx(0.005, rel=0.1)
     assert (B @ A).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("form", ["8 bits", "4 bits", "packed"])
+def test_layers_of_bitsandbytes_get_adapters(form, monkeypatch):
+    "They are linear layers by their class, and their weights are codes."
+    bnb = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 32)
+    if form == "8 bits":
+        layer = bnb.nn.Linear8bitLt(64, 32, has_fp16_weights=False, threshold=0.0)
+    else:
+        layer = bnb.nn.Linear4bit(64, 32, compute_dtype=torch.float32, quant_type="nf4")
+    layer.load_state_dict(plain.state_dict(), strict=False)
+    layer = layer.to("cpu").eval()
+    model = nn.Sequential(layer)
+    x = torch.randn(5, 64)
+    if form == "packed":  # As after a step in eval mode on a processor that has what it needs
+        exact = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
+        layer.weight.quant_state.packing_format_for_cpu = True
+        monkeypatch.setattr(type(layer), "forward", lambda self, x: F.linear(x, exact, self.bias))
+    with torch.no_grad():
+        before = model(x)
+    add_lora(model, LoRAConfig(r=4, target_modules="all-linear")).eval()
+    assert model[0].kind == "quantized"
+    torch.testing.assert_close(model(x), before, rtol=0, atol=2e-3)
+    model[0].factor("lora_B", "default").data.normal_(0, 0.1)
+    model(x).square().sum().backward()
+    assert model[0].factor("lora_A", "default").grad.abs().max() > 0
+    with torch.no_grad():
+        adapted_output = model(x)
+        merge_lora(model)
+        torch.testing.assert_close(model(x), adapted_output, rtol=0, atol=0.02)
+    assert type(model[0]) is nn.Linear and (adapted_output - before).abs().max() > 0.05

@@ -417,6 +417,10 @@ def export_compressed(
     if "quantization_config" in settings:
         raise ValueError(f"{folder} is quantized already: give the model that it was made from")
     model, _ = load_pretrained(folder, native=False, dtype=torch.float32)
+    if not _layers(model):
+        raise ValueError(
+            f"{folder} has no linear layer that can be packed; those of GPT-2 are of another kind"
+        )
     group = _group_for(_layers(model), group)
     name = settings.get("dtype") or settings.get("torch_dtype") or "float32"
     dtype: torch.dtype = getattr(torch, name)

@@ -11,10 +11,12 @@ weights alone."""
 
 # %% auto #0
 __all__ = ['Rule', 'RULES', 'FAMILIES', 'CONSTANTS', 'unsupported_knobs', 'hf_architecture', 'to_hf_config', 'from_hf_config',
-           'to_hf_weights', 'from_hf_weights', 'stored_as', 'check_family_weights', 'take_weights', 'to_hf', 'from_hf']
+           'to_hf_weights', 'from_hf_weights', 'stored_as', 'check_family_weights', 'has_own_head', 'take_weights',
+           'to_hf', 'from_hf']
 
 # %% ../../nbs/10_interop/02_families.ipynb #imports-families
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -246,7 +248,9 @@ def from_hf_config(
 ) -> ModelConfig:  # Raises `ValueError` with the family or the settings that we do not compute
     "The same shape and choices as our `ModelConfig`."
     kind = hf.get("model_type") if isinstance(hf, dict) else hf.model_type
-    remedy = "open it with load_pretrained(…, native=False)"
+    remedy = "in Python, open it with load_pretrained(…, native=False)"
+    if kind is None:
+        raise ValueError("config.json has no model_type: is it the folder of a model?")
     if kind not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ValueError(f"'{kind}' is none of the families that we compute ({known}): {remedy}")
@@ -458,13 +462,24 @@ def check_family_weights(
     return model
 
 
+def has_own_head(embedding: Tensor | None, head: Tensor) -> bool:
+    """Whether a head differs from the embedding, whatever the config says.
+
+    Such files are left by trainings that cut the tie; transformers 5 keeps both, too."""
+    return embedding is not None and embedding is not head and not torch.equal(embedding, head)
+
+
 def take_weights(
     config: ModelConfig,
     weights: Mapping[str, Tensor],  # As for `from_hf_weights`; they become the model's own
     source: str,  # Where they come from, for messages
 ) -> Transformer:  # Raises `ValueError` as `check_weights` does
     "A model with the given weights."
+    head = from_hf_weights(replace(config, tie_embeddings=False), weights).get("lm_head.weight")
     weights = from_hf_weights(config, weights)
+    if head is not None and has_own_head(weights.get("lm_head.weight"), head):
+        config = replace(config, tie_embeddings=False)
+        weights["lm_head.weight"] = head
     model = check_family_weights(
         config,
         weights,

@@ -41,7 +41,8 @@ from ..model.config import ModelConfig
 from ..progress import Progress
 from ..quant.ggml import BLOCKS, PACKED, GGUFTensor, open_gguf, pack_blocks
 from ..tokenizer.chat_template import render_text
-from ..tokenizer.bpe_tokenizer import DIGITS_APART, default_template, read_pattern
+from ..tokenizer.bpe_tokenizer import DIGITS_APART, begin_of_text, default_template
+from ..tokenizer.bpe_tokenizer import read_pattern
 from ..tokenizer.pretokenize import GPT4_PATTERN, PATTERNS
 
 if TYPE_CHECKING:
@@ -193,10 +194,23 @@ def _pre_tokenizer(data: dict) -> str:
     return PRE_TOKENIZERS[pattern]
 
 
-def _adds_bos(data: dict) -> bool:  # Of tokenizer.json
-    "Whether encoding a plain text puts a begin token in front."
-    first = next(iter((data.get("post_processor") or {}).get("single") or []), {})
-    return "SpecialToken" in first
+def _end_roles(
+    ends: Sequence[int],  # All tokens that end a text or a turn
+    text: Callable[[int], str],  # Of a token
+    own: str,  # The tokenizer's `eos_token`, or ''
+) -> dict[str, int]:  # 'eos', 'eot' and 'eom' -> id, as far as there are so many
+    "Which of the end tokens has which role in GGUF."
+    left = list(ends)
+    roles = {}
+    known = dict(eos=(own,), eom=("<|eom_id|>",), eot=("<|eot_id|>", "<|im_end|>"))
+    for role, names in known.items():
+        if found := [i for i in left if text(i) in names]:
+            roles[role] = found[0]
+            left.remove(found[0])
+    for role in known:
+        if left and role not in roles:
+            roles[role] = left.pop(0)
+    return roles
 
 
 def read_template(
@@ -248,11 +262,11 @@ def describe_tokenizer(
     for role, add in (("bos", writer.add_bos_token_id), ("pad", writer.add_pad_token_id)):
         if ids.get(f"{role}_token_id") is not None:
             add(ids[f"{role}_token_id"])
-    if ends:
-        writer.add_eos_token_id(ends[0])
-    if len(ends) > 1:
-        writer.add_eot_token_id(ends[1])
-    writer.add_add_bos_token(_adds_bos(data))
+    own = _read(folder / "tokenizer_config.json").get("eos_token") or ""
+    own = own["content"] if isinstance(own, dict) else own
+    for role, i in _end_roles(ends, lambda i: kinds.get(i, ("", None))[0], own).items():
+        getattr(writer, f"add_{role}_token_id")(i)
+    writer.add_add_bos_token(begin_of_text(data.get("post_processor")) is not None)
     if template := read_template(folder):
         writer.add_chat_template(template)
 
@@ -656,7 +670,8 @@ def write_modelfile(
             "and Ollama needs no Modelfile for that"
         )
     bos, eos, stops = _special(folder)
-    added = bos if _adds_bos(_read(folder / "tokenizer.json")) else ""
+    added = begin_of_text(_read(folder / "tokenizer.json").get("post_processor"))
+    added = "" if added is None else bos
     lines = [
         f"FROM ./{gguf_file.name}",
         f'TEMPLATE """{go_template(chat_parts(template, bos, eos), added)}"""',

@@ -18,8 +18,10 @@ import json
 import pkgutil
 import warnings
 from collections.abc import Iterator, Mapping
+from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +30,7 @@ from unittest.mock import patch
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from torch import Tensor, nn
@@ -42,14 +44,16 @@ from trainkit.files import (
     reading,
     write_atomic,
 )
-from .families import CONSTANTS, check_family_weights, from_hf, from_hf_config
-from .families import hf_architecture, unsupported_knobs, stored_as
+from .families import CONSTANTS, FAMILIES, check_family_weights, from_hf
+from .families import from_hf_config
+from .families import has_own_head, hf_architecture, stored_as, unsupported_knobs
 from .families import take_weights, to_hf_config, to_hf_weights
 from .hub import find_model_files, published_name
+from ..model.attention import rope_frequencies
 from ..model.config import MAX_LAYERS, ModelConfig
 from ..model.generation import eval_mode
 from ..model.transformer import Transformer
-from ..quant.ggml import gguf_version, open_gguf
+from ..quant.ggml import GGUFTensor, gguf_version, open_gguf
 from ..quant.linear import Linear4bit, Linear8bit
 from ..quant.quantize import QuantConfig, load_quantized, quantize_model, tensor_files
 from ..tokenizer.bpe_tokenizer import BPETokenizer
@@ -222,8 +226,70 @@ def _find(
 
 def _split(
     path: Path,
-) -> tuple[Path, dict[str, str]]:  # The folder, and further arguments for transformers
+) -> tuple[Path, dict]:  # The folder, and further arguments for transformers
     return (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+
+
+def _rope_as_stored(
+    metadata: Mapping,
+    tensors: Mapping[str, GGUFTensor],
+    width: int,  # Of a head
+    theta: float,
+) -> dict:  # `rope_type` and its settings; empty without scaling
+    "How a GGUF file slows rotary positions; raises `ValueError` for a way that we cannot name."
+    start = f"{metadata['general.architecture']}.rope.scaling."
+    kind = metadata.get(f"{start}type", "none")
+    names = dict(factor="factor")
+    if kind == "yarn":
+        names |= dict(
+            original_max_position_embeddings="original_context_length",
+            beta_fast="yarn_beta_fast",
+            beta_slow="yarn_beta_slow",
+            attention_factor="yarn_attn_factor",
+        )
+    if kind in ("linear", "yarn"):
+        found = {ours: metadata.get(start + theirs) for ours, theirs in names.items()}
+        return dict(rope_type=kind) | {k: v for k, v in found.items() if v is not None}
+    if kind != "none" or "rope_factors_long.weight" in tensors:
+        raise ValueError(f"rotary scaling '{kind}' cannot be read from GGUF: open a folder")
+    if "rope_freqs.weight" not in tensors:
+        return {}
+    # Llama 3's settings are not stored, only how much slower each pair rotates
+    slower = torch.tensor(tensors["rope_freqs.weight"].numbers())
+    plain = rope_frequencies(width, theta)
+    for length in (8192, *(2**i for i in range(4, 21))):
+        llama3 = dict(rope_type="llama3", factor=slower.max().item())
+        llama3 |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
+        llama3 |= dict(original_max_position_embeddings=length)
+        guess = plain / rope_frequencies(width, theta, llama3)
+        if guess.shape == slower.shape and torch.allclose(guess, slower, rtol=1e-4):
+            return llama3
+    raise ValueError("its rope_freqs.weight is not Llama 3's rotary scaling: open a folder")
+
+
+def _config_as_stored(path: Path) -> transformers.PretrainedConfig:
+    "The config of a GGUF file, with what transformers does not read from it."
+    config = open_with(transformers.AutoConfig, path.parent, gguf_file=path.name)
+    if config.model_type not in FAMILIES or config.model_type == "gpt2":
+        return config
+    metadata, tensors = open_gguf(path)
+    width = metadata.get(f"{metadata['general.architecture']}.attention.key_length")
+    config.head_dim = width or config.hidden_size // config.num_attention_heads
+    new = isinstance(getattr(config, "rope_parameters", None), dict)  # transformers 5
+    theta = config.rope_parameters["rope_theta"] if new else config.rope_theta
+    if scaling := _rope_as_stored(metadata, tensors, config.head_dim, theta):
+        if new:
+            config.rope_parameters = {**config.rope_parameters, **scaling}
+        else:
+            config.rope_scaling = scaling
+    return config
+
+
+def _ends_as_stored(path: Path) -> list[int]:
+    "The tokens that end a text or a turn."
+    metadata, _ = open_gguf(path)
+    ends = (metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom"))
+    return [*dict.fromkeys(end for end in ends if end is not None)]
 
 
 def _open_theirs(
@@ -244,6 +310,8 @@ def _open_theirs(
         read_model_settings(path)
     # The lock of `quiet_transformers` also protects this patch
     with reading(path), quiet_transformers(), bar if gguf else nullcontext():
+        if gguf:
+            gguf |= dict(config=_config_as_stored(path))
         try:
             model, info = open_with(
                 transformers.AutoModelForCausalLM,
@@ -270,6 +338,8 @@ def _open_theirs(
     weights = model.state_dict()
     config = copy(model.config)
     ending = model.generation_config
+    if len(ends := _ends_as_stored(path)) > 1:
+        ending.eos_token_id = ends
     if hasattr(config, "quantization_config"):
         # Newer versions set it, and then refuse to save weights that are no longer quantized
         del config.quantization_config
@@ -362,7 +432,17 @@ def _open_quantized(path: Path, dtype: torch.dtype | None, quant: QuantConfig) -
     config = read_config(path)
     files = tensor_files(path)
     if any(name.endswith(".weight_packed") for name in files):
-        raise ValueError(f"{path} has weights of 4 bits already: load it without quant")
+        raise ValueError(
+            f"{path} has weights of 4 bits already: load it without quant (method lora, and not "
+            "qlora), or quantize the model from which it was made"
+        )
+    embedding = stored_as(config, "model.embed_tokens.weight")[0]
+    if config.tie_embeddings and {"lm_head.weight", embedding} <= files.keys():
+        ends = []
+        for name in (embedding, "lm_head.weight"):
+            with safe_open(files[name], "pt") as file:
+                ends.append(file.get_tensor(name))
+        config = replace(config, tie_embeddings=not has_own_head(*ends))
 
     def rename(name: str) -> str:
         theirs = stored_as(config, name)[0]
@@ -420,6 +500,22 @@ def _open_generation(
                 f"{file}: eos_token_id = {ends!r}: must be the number of a token, or a list of them"
             )
     return config
+
+
+def _common_type(
+    weights: Mapping[str, Tensor],
+    file: Path,  # config.json, if there is one
+) -> torch.dtype | None:  # None: matrices have one type, and are left as they are
+    "The type for a folder that stores some matrices in another one, which cannot be multiplied."
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in weights.values():
+        if tensor.is_floating_point() and tensor.dim() > 1:
+            sizes[tensor.dtype] += tensor.numel()
+    if len(sizes) < 2:
+        return None
+    settings = read_json(file) if file.is_file() else {}
+    named = settings.get("dtype") or settings.get("torch_dtype")
+    return _as_dtype(named) or sizes.most_common(1)[0][0]
 
 
 def load_tokenizer(
@@ -481,6 +577,7 @@ def load_pretrained(
             config = read_config(path)
             with reading(path):
                 weights = _unpack(read_weights(path))
+                dtype = dtype or _common_type(weights, path / "config.json")
                 weights = {name: w.to(dtype or w.dtype) for name, w in weights.items()}
                 model = take_weights(config, weights, str(path))
         if native and (path / "generation_config.json").is_file():

@@ -439,6 +439,7 @@ class _BaseFolder:
         self.tied = self.embedding is not None and (
             "lm_head.weight" not in self.file_of
             or self.settings.get("tie_word_embeddings", own) is True
+            and torch.equal(self.read("lm_head.weight"), self.read(self.embedding))
         )
 
     def find(self, name: str) -> str | None:

@@ -247,7 +247,8 @@ def text_to_ids(
     tokenizer: Tokenizer,
     plain: bool = False,  # Special tokens in the text are ordinary text, and none are added
 ) -> list[int]:
-    """The ids of a text that was not written by a chat template.
+    """The ids of a text that was not written by a chat template, after the token that begins
+    every text in some families, as in Llama 3.
 
     Raises `ValueError` for a special token in the text: only templates may write them."""
     ours = hasattr(tokenizer, "special_tokens") and hasattr(tokenizer, "cut")
@@ -257,6 +258,8 @@ def text_to_ids(
     if plain and added is not None:
         return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
     ids = list(tokenizer.encode(text))
+    if ours and (first := getattr(tokenizer, "first_token_id", None)) is not None:
+        ids.insert(0, first)
     special = {i: str(token) for i, token in (added or {}).items() if token.special}
     if special.keys().isdisjoint(ids):
         return ids

@@ -29,7 +29,7 @@ from ..config import check_items
 from ..data.tokenization import tokenize_examples
 from ..files import atomic_folder, making_model, open_with, write_atomic
 from ..lora.adapters import adapter_tensors, peft_config, save_adapter
-from ..lora.inject import replace_layer
+from ..lora.inject import dequantized, kind_of, replace_layer
 from ..lora.merge import merge_lora
 from ..model.generation import context_length
 from ..model.transformer import Transformer
@@ -50,9 +50,9 @@ def merged_copy(
     net = merge_lora(deepcopy(model))
     layers: list[tuple[str, Any]] = list(net.named_modules())
     for name, layer in layers:  # Layers without an adapter are still quantized
-        if callable(getattr(layer, "dequantize", None)) and hasattr(layer, "in_features"):
+        if kind_of(layer) == "quantized":
             plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-            plain.weight, plain.bias = nn.Parameter(layer.dequantize()), layer.bias  # type: ignore
+            plain.weight, plain.bias = nn.Parameter(dequantized(layer)), layer.bias
             replace_layer(net, name, plain)
     return net
 
