@@ -25,11 +25,13 @@ from trainkit.eval.metrics import compute_metrics
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.train.objectives import lm_loss
-from trainkit.eval.scoring import TextScore, multiple_choice, score_pieces, score_texts, split_head
+from trainkit.eval.scoring import TextScore, multiple_choice, read_choices, score_pieces
+from trainkit.eval.scoring import score_texts, split_head
 from trainkit.eval.evaluator import Sample, kl_at_each, side_by_side
 from trainkit.tokenizer.chat_template import TEMPLATES
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 from trainkit.eval.evaluator import AnswerMetrics, RatioSum, evaluate, compare_streams
+from trainkit.eval.evaluator import load_questions
 from trainkit.train.config import TrainConfig
 from trainkit.train.trainer import Trainer
 
@@ -623,3 +625,54 @@ def test_a_row_of_a_sample_is_rounded():
         "KL": 0.0001235,
     }
     assert sample.mean_kl == (1.23456e-4 + 2.0) / 2
+
+
+CHOICES = ["Paris", "London", "Rome", "4"]
+
+
+@pytest.mark.parametrize(
+    ("row", "right"),
+    [
+        (dict(question="q", choices=CHOICES, answer=2), 2),
+        (dict(question="q", choices=CHOICES, answer="2"), 2),
+        (dict(question="q", choices=CHOICES, answer="c"), 2),
+        (dict(question="q", choices=CHOICES, answer=" Rome "), 2),
+        (dict(question="q", choices=CHOICES, answer="4"), 3),  # A text, before a number
+        (dict(prompt="q", choices=json.dumps(CHOICES), label=0), 0),
+        (dict(question="q", choices=dict(text=["x", "y"], label=["1", "2"]), answerKey="1"), 0),
+        (dict(question="q", choices=dict(text=["B", "A"], label=["A", "B"]), answerKey="B"), 1),
+    ],
+)
+def test_the_right_choice_is_a_number_a_letter_or_a_text(row, right):
+    assert read_choices(row)[::2] == ("q", right)
+
+
+@pytest.mark.parametrize("answer", [4, -1, True, "E", "Berlin", "-1", 1.5])
+def test_an_answer_that_means_no_choice_names_its_row(models, tok, answer):
+    rows = [dict(question="q", choices=[" a", " b", " c", " d"], answer=i) for i in (0, answer)]
+    with pytest.raises(ValueError, match="row 1: answer = .* means none of the 4 choices"):
+        multiple_choice(models[1], tok, rows)
+    with pytest.raises(ValueError, match="means none of the 4 choices"):
+        evaluate(models[1], tok, rows)
+
+
+def test_questions_with_choices_are_read_from_a_file(tmp_path):
+    file = tmp_path / "q.jsonl"
+    rows = [dict(question="Say", choices=["a", " b"], answer="B"), dict(choices=["a"], answer=0)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows[:1]))
+    assert load_questions(file) == [dict(question="Say", choices=[" a", " b"], answer=1)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len(load_questions(file, 1)) == 1
+    with pytest.raises(ValueError, match="q.jsonl, line 2: a question with choices needs"):
+        load_questions(file)
+    (tmp_path / "q.csv").write_text('question,choices,answer\nSay,"[""x"", ""y""]",1\n')
+    assert load_questions(tmp_path / "q.csv")[0]["choices"] == [" x", " y"]
+    (tmp_path / "p.jsonl").write_text('{"question": "Say", "answer": "x"}\n')
+    assert load_questions(tmp_path / "p.jsonl")[0]["completion"] == "x"
+
+
+def test_one_example_has_no_interval():
+    one, two = bootstrap([2.0]), bootstrap([2.0, 3.0])
+    assert math.isnan(one.low) and str(one) == "2 (n = 1)"
+    assert str(two) == "2.5 (2 to 3, n = 2)"
+    assert str(compare([1.0], [2.0])) == "no difference seen with n = 1: b − a = +1, p = 1"

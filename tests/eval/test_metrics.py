@@ -9,6 +9,7 @@ from trainkit.eval.metrics import (
     chrf,
     compute_metrics,
     exact_match,
+    last_number,
     load_encoder,
     repetition,
     rouge,
@@ -85,3 +86,39 @@ def test_bert_score_gives_each_pair_its_own_score(pairs):
 
 def test_one_encoder_stays_in_memory():
     assert load_encoder.cache_parameters()["maxsize"] == 1
+
+
+def test_texts_of_all_scripts_count():
+    same = ["Москва — большая река", "東京は大きいです", "我爱北京天安门", "हिन्दी की किताब"]
+    for text in same:
+        assert rouge([text], [text])["rouge1"] == [1.0], text
+        assert exact_match([text + "。"], [text]) == token_f1([text], [text]) == [1.0]
+    assert rouge(["東京は大きい"], ["東京は小さい"])["rouge1"] == [pytest.approx(4 / 6)]
+    assert rouge(["Москва река"], ["Москва город"])["rouge1"] == [0.5]
+    assert exact_match(["cafe\u0301"], ["café"]) == [1.0]
+    for text, how in ((same[1], "tok:char"), (same[2], "tok:zh"), ("a b c d e", "tok:13a")):
+        score = bleu([text], [text])
+        assert score["bleu"] == pytest.approx(100) and how in score["bleu_signature"]
+    assert "tok:13a" in bleu([same[2]], [same[2]], tokenize="13a")["bleu_signature"]
+
+
+def test_words_in_ascii_are_those_of_rouge_score():
+    from rouge_score.rouge_scorer import RougeScorer
+
+    draw = random.Random(0)
+    words = "The quick-brown foxes jumped over_lazy dogs' don't 12.5 I'd A running".split()
+    texts = [" ".join(draw.choices(words, k=9)) for _ in range(60)]
+    for stem in (True, False):
+        scorer = RougeScorer(["rougeL"], use_stemmer=stem)
+        want = [
+            scorer.score(b, a)["rougeL"].fmeasure for a, b in zip(texts, texts[::-1], strict=True)
+        ]
+        assert rouge(texts, texts[::-1], ["rougeL"], stem)["rougeL"] == want
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("x = 1e-3", 1e-3), ("2.5E4.", 2.5e4), ("1,000", 1000), ("-.5", -0.5), ("3 eggs", 3)],
+)
+def test_the_last_number_is_read_whole(text, number):
+    assert last_number(text) == number

@@ -19,12 +19,15 @@ __all__ = ['METRICS', 'with_references', 'bleu', 'chrf', 'rouge', 'normalize_ans
 import math
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import regex
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -84,7 +87,14 @@ def bleu(
     references: Sequence[str | Sequence[str]],
     **options,  # sacrebleu's: tokenize, smooth_method, lowercase
 ) -> dict[str, float | str]:  # bleu: 0 to 100, and the signature that makes it comparable
-    "BLEU of the whole corpus, by sacrebleu (Papineni et al. 2002, Post 2018)."
+    """BLEU of the whole corpus, by sacrebleu (Papineni et al. 2002, Post 2018).
+
+    References in Chinese are split by its tokenizer `zh` and those with kana by `char`, unless
+    `tokenize` says how: `13a`, its default, would take a sentence for one word."""
+    written = "".join(chain.from_iterable([r] if isinstance(r, str) else r for r in references))
+    if regex.search(r"[\p{Han}\p{Hiragana}\p{Katakana}]", written):
+        kana = regex.search(r"[\p{Hiragana}\p{Katakana}]", written)
+        options = dict(tokenize="char" if kana else "zh") | options
     score, signature = _sacrebleu("BLEU", predictions, references, options)
     return {"bleu": score, "bleu_signature": signature}
 
@@ -99,31 +109,55 @@ def chrf(
     return {"chrf": score, "chrf_signature": signature}
 
 # %% ../../nbs/09_eval/01_metrics.ipynb #7b195574
+_HAN_KANA = r"\p{Han}\p{Hiragana}\p{Katakana}"  # Written without spaces: each is a word
+_WORD = regex.compile(rf"[{_HAN_KANA}]|(?:(?![{_HAN_KANA}])[\p{{L}}\p{{M}}\p{{N}}])+")
+
+
+class _Words:
+    "The words of a text, as rouge-score asks for them."
+
+    def __init__(self, use_stemmer: bool):
+        from nltk.stem.porter import PorterStemmer  # It comes with rouge-score
+
+        self.stem = PorterStemmer().stem if use_stemmer else str
+
+    def tokenize(self, text: str) -> list[str]:
+        words = _WORD.findall(unicodedata.normalize("NFC", text.lower()))
+        return [self.stem(word) if len(word) > 3 and word.isascii() else word for word in words]
+
+
 def rouge(
     predictions: Sequence[str],
     references: Sequence[str | Sequence[str]],
     types: Sequence[str] = ("rouge1", "rouge2", "rougeL"),
     use_stemmer: bool = True,  # 'reads' equals 'reading': for English only
 ) -> dict[str, list[float]]:  # F1 of each prediction, the best over references
-    "ROUGE by Google's rouge-score (Lin 2004)."
+    """ROUGE by Google's rouge-score (Lin 2004).
+
+    Its own words are a-z and 0-9 only. Here those of other scripts count too; texts in ASCII have
+    the same words, and the same scores."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
         raise ImportError("rouge-score is missing: pip install 'trainkit-llm[eval]'") from error
-    scorer = RougeScorer(list(types), use_stemmer=use_stemmer)
+    scorer = RougeScorer(list(types), tokenizer=_Words(use_stemmer))
     rows = [scorer.score_multi(refs, p) for p, refs in with_references(predictions, references)]
     return {name: [scores[name].fmeasure for scores in rows] for name in types}
 
 # %% ../../nbs/09_eval/01_metrics.ipynb #be64ed56
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_PUNCTUATION = regex.compile(rf"[\p{{P}}{re.escape(string.punctuation)}]")
 
 
 def normalize_answer(
     text: str,
 ) -> str:
-    "Lower case, without punctuation, articles and double blanks (SQuAD's evaluation script)."
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    """Lower case, without punctuation, articles and double blanks (SQuAD's evaluation script).
+
+    That script removes the punctuation of ASCII alone; here that of all scripts goes, and an
+    accent counts as one with its letter, however it is written."""
+    plain = _PUNCTUATION.sub("", unicodedata.normalize("NFC", text).lower())
+    return " ".join(_ARTICLES.sub(" ", plain).split())
 
 
 def exact_match(
@@ -160,7 +194,7 @@ def token_f1(
 
 # %% ../../nbs/09_eval/01_metrics.ipynb #e1e1a088
 _Row = TypeVar("_Row")
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def last_number(

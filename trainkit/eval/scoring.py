@@ -16,12 +16,14 @@ frequencies reach on the same text."""
 # %% auto #0
 __all__ = ['TOKENS', 'LOGITS', 'CLOSE', 'NORMS', 'bits_per_byte', 'perplexity', 'unigram_bits', 'baselines', 'windows',
            'TextScore', 'split_head', 'score_pieces', 'score_texts', 'Choice', 'score_choices', 'begin_token',
-           'best_share', 'multiple_choice']
+           'best_share', 'read_choices', 'multiple_choice']
 
 # %% ../../nbs/09_eval/04_scores.ipynb #imports-scores
 import gzip
+import json
 import lzma
 import math
+import string
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -374,8 +376,8 @@ def _encode_answer(
 ) -> tuple[list[int], int]:  # Ids of both together, and the position at which the answer begins
     whole = text_to_ids(context + answer, tokenizer)
     head = text_to_ids(context, tokenizer) if context else []
-    if not context:
-        whole = [begin_token(tokenizer), *whole]
+    if not context and (begin := begin_token(tokenizer)) != whole[0]:
+        whole = [begin, *whole]
     # A token that spans the border between context and answer belongs to the answer
     unequal = (i for i, (x, y) in enumerate(zip(whole, head, strict=False)) if x != y)
     return whole, max(1, min(next(unequal, len(head)), len(whole) - 1))
@@ -409,12 +411,55 @@ def best_share(
 
 
 NORMS = ("none", "bytes", "prior")
+_QUESTION_NAMES = ("question", "prompt", "query")
+_RIGHT_NAMES = ("answer", "answerKey", "label", "gold")
+
+
+def _named(row: Mapping, names: Sequence[str]) -> object:
+    if own := [row[name] for name in names if row.get(name) is not None]:
+        return own[0]
+    raise ValueError(f"a question with choices needs {names[0]!r}, and has {', '.join(row)}")
+
+
+def read_choices(
+    row: Mapping,  # `question`, `choices` and `answer`, or as in ARC `answerKey`
+) -> tuple[str, list[str], int]:  # The question, its choices, and the number of the right one
+    """A question with choices, whose right one is given by its number from 0, its letter (as a
+    label names it, or A, B, C, …), or its text; raises `ValueError` where none is meant."""
+    choices = row["choices"]
+    labels: list[str] = []
+    if isinstance(choices, str):  # In a table
+        try:
+            choices = json.loads(choices)
+        except ValueError:
+            raise ValueError(f'choices = {choices!r}: write a list, as ["one", "two"]') from None
+    if isinstance(choices, Mapping):
+        labels = [str(label) for label in choices.get("label", ())]
+        choices = choices["text"]
+    texts = [str(choice) for choice in choices]
+    answer = _named(row, _RIGHT_NAMES)
+    right = None
+    if isinstance(answer, str):
+        plain = answer.strip()
+        letter = plain.upper() if len(plain) == 1 else ""
+        for names in (labels, [text.strip() for text in texts], [*map(str, range(len(texts)))]):
+            right = names.index(plain) if right is None and plain in names else right
+        if right is None and letter and letter in string.ascii_uppercase[: len(texts)]:
+            right = string.ascii_uppercase.index(letter)
+    elif not isinstance(answer, bool):
+        right = next((i for i in range(len(texts)) if i == answer), None)
+    if right is None:
+        raise ValueError(
+            f"answer = {answer!r} means none of the {len(texts)} choices: give its number "
+            f"(0 to {len(texts) - 1}), its letter or its text"
+        )
+    return str(_named(row, _QUESTION_NAMES)), texts, right
 
 
 def multiple_choice(
     model: nn.Module,
     tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
-    rows: Sequence[Mapping],  # With `question`, `choices` and `answer`, the number of the right one
+    rows: Sequence[Mapping],  # With `question`, `choices` and `answer`: see `read_choices`
     norm: str = "bytes",  # 'none', 'bytes' (corrects for length), 'prior' (corrects for rarity)
     level: float = 0.95,
 ) -> tuple[
@@ -423,7 +468,14 @@ def multiple_choice(
     "How often the likeliest answer is the right one; a tie of `k` answers counts 1/k."
     if norm not in NORMS:
         raise ValueError(f"norm = {norm!r} is none of {', '.join(NORMS)}")
-    questions = [(row["question"], row["choices"]) for row in rows]
+    questions, right = [], []
+    for i, row in enumerate(rows):
+        try:
+            question, choices, answer = read_choices(row)
+        except ValueError as error:
+            raise ValueError(f"row {i}: {error}") from None
+        questions.append((question, choices))
+        right.append(answer)
     scores = priors = score_choices(model, tokenizer, questions)
     if norm == "prior":
         priors = score_choices(model, tokenizer, [("", answers) for _, answers in questions])
@@ -434,8 +486,8 @@ def multiple_choice(
         return choice.log_prob - (prior.log_prob if norm == "prior" else 0)
 
     shares = [
-        best_share(list(map(value, choices, before)), row["answer"])
-        for choices, before, row in zip(scores, priors, rows, strict=True)
+        best_share(list(map(value, choices, before)), answer)
+        for choices, before, answer in zip(scores, priors, right, strict=True)
     ]
     total = math.fsum(share for share, _ in shares)
     return proportion(total, len(rows), level), [first for _, first in shares]

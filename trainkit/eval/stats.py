@@ -30,8 +30,12 @@ class Interval:
     n: int  # Examples behind it
     level: float = 0.95  # Share of such intervals that hold the true value
 
+    @property
+    def ends(self) -> str:  # Of one example nothing is known
+        return "" if math.isnan(self.low) else f"{self.low:.3g} to {self.high:.3g}, "
+
     def __str__(self) -> str:
-        return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g}, n = {self.n})"
+        return f"{self.value:.3g} ({self.ends}n = {self.n})"
 
 
 def _check_level(level: float) -> None:
@@ -82,7 +86,7 @@ def bootstrap(
     resamples: int = 10_000,
     seed: int = 0,  # Same seed, same interval
 ) -> Interval:
-    "A score of examples with its percentile interval (Efron 1979)."
+    "A score of examples with its percentile interval (Efron 1979); of one example, NaN to NaN."
     _check_level(level)
     x = _to_array(values)
     if x.ndim != 1 or not len(x):
@@ -96,6 +100,8 @@ def bootstrap(
     score = statistic or (lambda rows: rows.mean(axis=-1))
     scores = np.concatenate([score(x[rows]) for rows in _resamples(len(x), resamples, seed)])
     low, high = np.quantile(scores, [(1 - level) / 2, (1 + level) / 2])
+    if len(x) == 1:
+        low = high = math.nan
     return Interval(float(score(x[None])[0]), float(low), float(high), len(x), level)
 
 # %% ../../nbs/09_eval/03_confidence.ipynb #f18af41a
@@ -114,7 +120,7 @@ class Comparison:
         verdict = f"no difference seen with n = {d.n}"
         if self.better:
             verdict = f"{a if self.better == 'a' else b} is better"
-        interval = f"{d.value:+.3g} ({d.low:+.3g} to {d.high:+.3g})"
+        interval = f"{d.value:+.3g}" + f" ({d.low:+.3g} to {d.high:+.3g})" * bool(d.ends)
         return f"{verdict}: {b} − {a} = {interval}, p = {self.p_value:.2g}"
 
 
