@@ -2,7 +2,8 @@
 
 `convert_config` reads a config of another library (YAML, JSON, or the settings in a Python
 script) and returns a checked `RunConfig` together with a `Translation`: for each setting whether
-it was kept, renamed, replaced or refused, and why. Contradicting settings are an error that names
+it was kept, renamed, replaced or refused, and why; for a file of LLaMA-Factory also the defaults of
+what it leaves out. Contradicting settings are an error that names
 both places. In a shell the command is `trainkit config convert FILE`.
 
 `read_settings` reads the file as a list of `Setting`, with the path and line of each value;
@@ -30,7 +31,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 from ..config import ConfigError, Place, Problem, declared, find_knobs, nearest
 from ..config import parse_config, split_list
@@ -1199,6 +1200,8 @@ def _data_files(files: object, _: Mapping) -> Meaning:  # A file, a list of them
 def _dataset_name(value: object, siblings: Mapping) -> Meaning:
     if value in _FILE_KINDS and siblings.get("data_files"):
         return Implied("the kind of a file is seen from its name")
+    if isinstance(value, str) and "," in value and "finetuning_type" in siblings:
+        return _datasets(split_list(value), siblings)  # LLaMA-Factory's
     return Implied("empty is the default") if value is None else {"data.path": value}
 
 # %% ../../nbs/11_recipes/05_convert_configs.ipynb #b07b9959
@@ -1343,6 +1346,7 @@ WORDS: dict[str, str | Reader | Refused | Implied] = {
     "data.name": "data.path",
     "data.type": Implied("read from the columns"),
     "data_files": _data_files,
+    "dataset": _dataset_name,
     "dataset_name": _dataset_name,
     "data.dataset_name": _dataset_name,
     "dataset_train_split": "data.split",
@@ -1556,7 +1560,7 @@ _UNSUPPORTED = """
     arrow_config kasa_config alora_invocation_tokens use_qalora use_bdlora runtime_config
     megatron_config ensure_weight_tying mixture_of_depths use_badam use_galore
     use_apollo use_adam_mini use_llama_pro shift_attn moe_aux_loss_coef freeze_vision_tower
-    compute_accuracy
+    compute_accuracy mix_strategy interleave_probs adapter_name_or_path
 """.split()
 _NO_EQUIVALENT = "has no equivalent here: leave it out, or run the config with its own library"
 WORDS |= {word: _if(Refused(_NO_EQUIVALENT)) for word in _UNSUPPORTED if word not in WORDS}
@@ -2042,7 +2046,7 @@ class SettingVerdict(NamedTuple):
 
     setting: str  # Its name in the file, dotted
     value: Any
-    verdict: str  # 'kept', 'renamed', 'replaced' or 'refused'
+    verdict: str  # 'kept', 'renamed', 'replaced', 'refused', or 'default' for what is left out
     becomes: str  # Knobs and values, or nothing
     why: str = ""
     line: int | None = None
@@ -2097,7 +2101,7 @@ class Translation:
 
     def __str__(self) -> str:
         counts = Counter(row.verdict for row in self.rows)
-        verdicts = ("kept", "renamed", "replaced", "refused")
+        verdicts = ("kept", "renamed", "replaced", "default", "refused")
         summary = ", ".join(f"{counts[v]} {v}" for v in verdicts if counts[v])
         short = [{k: v for k, v in row.items() if k != "why"} for row in self.table()]
         lines = text_table(short, 60).splitlines()
@@ -2404,11 +2408,28 @@ class _Choice(NamedTuple):
     value: Any
 
 
+# Its arguments are those of transformers, and a few of its own (finetuning_args.py, data_args.py)
+_LLAMA_FACTORY_DEFAULTS: dict[str, object] = {
+    "lora.r": 8,
+    "lora.lora_alpha": 16,  # Twice the rank
+    "lora.target_modules": "all-linear",
+    "optim.learning_rate": 5e-5,
+    "optim.lr_scheduler_type": "linear",
+    "optim.warmup_ratio": 0.0,
+    "optim.weight_decay": 0.0,
+    "train.num_train_epochs": 3.0,
+    "train.per_device_train_batch_size": 8,
+    "train.gradient_accumulation_steps": 1,
+    "data.max_length": 2048,
+}
+
+
 class _Conversion:
     "One config on its way from the words of another library to a `RunConfig`."
 
     def __init__(self, source: str | Path | Mapping, asked: str | None, device: str | None):
         self.report = Translation()
+        self.defaults: dict[str, object] = {}
         settings = read_settings(source)
         self.file = "config" if isinstance(source, Mapping) else str(source)
         if not settings:
@@ -2532,6 +2553,25 @@ class _Conversion:
                 remedy = f"contradicts {where}, which is {other.value!r}: both are {key}"
                 raise ConfigError([Problem(s.name, s.value, remedy, s.line)], self.file)
 
+    def _add_defaults(self) -> None:
+        "What the file leaves out has the other library's value, where that changes the result."
+        words = {s.path[-1] for s, _ in self.meanings}
+        if not ("finetuning_type" in words or {"stage", "do_train"} <= words):
+            return  # Only LLaMA-Factory's files show whose they are
+        if self.method in RL_METHODS:
+            return
+        fixed = dict(_LLAMA_FACTORY_DEFAULTS)
+        if "lora.r" in self.final:
+            fixed["lora.lora_alpha"] = 2 * cast(int, self.final["lora.r"])
+        if not METHODS[self.method].trains == "adapter":
+            fixed = {k: v for k, v in fixed.items() if not k.startswith("lora.")}
+        if {"optim.warmup_steps", "optim.warmup_ratio"} & self.final.keys():
+            del fixed["optim.warmup_ratio"]
+        if self.final.get("train.max_steps"):
+            del fixed["train.num_train_epochs"]
+        self.defaults = {k: v for k, v in fixed.items() if k not in self.final}
+        self.final |= self.defaults
+
     def build(self) -> RunConfig:
         "The checked config; errors carry the names and lines of the file."
         self.choices = self._choices()
@@ -2548,6 +2588,7 @@ class _Conversion:
         self.final |= {key: choice.value for key, choice in self.choices.items()}
         if self.final.get("train.eval_steps") and "train.eval_strategy" not in self.final:
             self.final["train.eval_strategy"] = "steps"
+        self._add_defaults()
         values: _Values = {} if self.only_launch else {"method": self.method}
         made = {s.path[-1] for s, _ in self.meanings if s.value is not None}
         values |= _adapter(self.words, self.method, bool(made & {"loraconfig", "peft_config"}))
@@ -2576,6 +2617,9 @@ class _Conversion:
         if self.reason:
             becomes = "" if self.only_launch else f"method = {self.method}"
             self.report.add(Setting(("method",), ""), "replaced", becomes, self.reason)
+        for knob, value in self.defaults.items():
+            why = "is the default of LLaMA-Factory"
+            self.report.add(Setting(("(left out)",), ""), "default", f"{knob} = {value}", why)
         self.report.rows.sort(key=lambda row: row.line or 10**9)
 
     def _verdict(self, s: Setting, meaning: Meaning) -> tuple[str, str, str]:
