@@ -31,8 +31,8 @@ from trainkit.model.generation import end_ids
 from trainkit.recipes.config import RunConfig, method_config
 from trainkit.recipes.evaluation import ask
 from trainkit.recipes.saving import score_answers
-from trainkit.train.config import TrainConfig
-from trainkit.train.objectives import Loss, lm_loss
+from trainkit.train.config import TrainConfig, check_callbacks
+from trainkit.train.objectives import Loss, lm_loss, lm_objective
 from trainkit.train.trainer import Trainer
 from trainkit.widgets.chat_compare import _with_server
 
@@ -339,3 +339,32 @@ def test_a_special_token_that_is_no_text_leaves_the_tokenizer_as_it_was(tok):
     with pytest.raises(UnicodeEncodeError):
         own.add_special_tokens(["\ud800"])
     assert own.special_tokens == tok.special_tokens and len(own) == len(tok)
+
+
+def test_callbacks_and_objectives_of_other_libraries(tmp_path):
+    class Listener:
+        def on_log(self, trainer, record): ...
+
+        def on_step_end(self, trainer, record): ...
+
+    with pytest.warns(UserWarning, match=r"on_step_end is never called. Did you mean 'on_step'"):
+        check_callbacks([Listener()])
+    check_callbacks([SimpleNamespace(on_health=lambda trainer, record: None)])
+    model = Transformer(ModelConfig(vocab_size=64, d_model=32, n_heads=2, n_layers=1))
+    batches = Batches([dict(input_ids=[1, 2, 3], labels=[1, 2, 3])] * 4, 2)
+    with pytest.raises(TypeError, match=r"objective lm_objective.*cannot be called with \(model"):
+        Trainer(model, lm_objective, batches)
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("a" * 300, "200 bytes"), ("a|b", r"contains '\|'")])
+def test_names_that_no_folder_can_have(name, remedy):
+    with pytest.raises(ValueError, match=remedy):
+        RunConfig(name=name)
+    RunConfig(name=name, train=TrainConfig(output_dir="elsewhere"))
+
+
+def test_a_step_of_evaluation_alone_means_steps():
+    train = method_config(dict(method="pretrain", train=dict(eval_steps=7))).train
+    assert (train.eval_strategy, train.eval_steps) == ("steps", 7)
+    never = dict(eval_steps=7, eval_strategy="no")
+    assert method_config(dict(method="pretrain", train=never)).train.eval_strategy == "no"

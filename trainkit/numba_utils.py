@@ -34,10 +34,11 @@ def is_compiled(
     *_, last = vars(kernels).values()
     source = Path(last.py_func.__code__.co_filename)
     folder = last.stats.cache_path
-    if last.signatures or not folder or not source.exists():  # A notebook has no cache on disk
+    if last.signatures or not folder:
         return bool(last.signatures)
     code = Path(folder).glob(f"*.{last.py_func.__qualname__}-*.nbi")
-    return any(path.stat().st_mtime >= source.stat().st_mtime for path in code)
+    since = source.stat().st_mtime if source.exists() else 0  # A cell of a notebook is no file
+    return any(path.stat().st_mtime >= since for path in code)
 
 
 def pick_backend(
@@ -90,6 +91,7 @@ def compile_kernels(
 ) -> SimpleNamespace:  # The compiled functions by name
     """Compile functions with numba; the machine code is cached on disk, next to their module.
 
+    Functions of a notebook are kept in IPython's folder, unless they use `extra`.
     Without `extra`, a function that makes no array must not return one either."""
     import numba
 
@@ -109,11 +111,15 @@ def compile_kernels(
         copy = FunctionType(code, names, f.__name__)
         copy.__module__ = f.__module__
         copy.__qualname__ = f"{f.__qualname__}_{version:08x}"  # The name of the file
-        on_disk = os.path.exists(f.__code__.co_filename)  # Not in a notebook
-        options: dict[str, Any] = dict(cache=on_disk, nogil=True, _nrt=counted)
+        # In a notebook a change of `extra` would go unnoticed
+        kept = extra is None or os.path.exists(code.co_filename)
+        options: dict[str, Any] = dict(cache=kept, nogil=True, _nrt=counted)
         if fastmath:
             options |= dict(fastmath=set(fastmath), error_model="numpy")
-        compiled[f.__name__] = numba.njit(copy, **options)  # type: ignore
+        try:
+            compiled[f.__name__] = numba.njit(copy, **options)  # type: ignore
+        except RuntimeError:  # From no file and no cell, or no folder can be written to
+            compiled[f.__name__] = numba.njit(copy, **options | dict(cache=False))  # type: ignore
     return SimpleNamespace(**compiled)
 
 # %% ../nbs/90_toolbox/09_numba_utils.ipynb #e9ebf9e2

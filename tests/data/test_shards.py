@@ -22,6 +22,7 @@ from trainkit.data.shards import (
     tokenize_to_disk,
     verify_shards,
 )
+from trainkit.data.sources import LoadReport
 from trainkit.parallel import in_order
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
@@ -271,3 +272,16 @@ def test_a_worker_that_was_killed_while_it_wrote_is_noticed():
     "The others go on, so that the pool's thread would wait for the rest of the result for ever."
     with pytest.raises(BrokenProcessPool):
         list(in_order(_half_a_result, range(40), 2, 1))
+
+
+def test_rows_that_are_no_texts_can_be_left_out(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "one two"}\n{"text": "  "}\n{"text": "three"}\n{bad\n')
+    tokenizer = BPETokenizer.train(["one two three"] * 9, 262, special_tokens=["<|endoftext|>"])
+    with pytest.raises(ValueError, match="rows.jsonl, line 2: text is empty"):
+        tokenize_to_disk(file, tokenizer, tmp_path / "a", progress=False)
+    report = LoadReport(str(file))
+    shards = tokenize_to_disk(file, tokenizer, tmp_path / "b", progress=False, report=report)
+    assert report.skipped == 2 and "line 4" in report.bad[1]
+    ends = [i for i in shards[: len(shards)] if i == tokenizer.eos_token_id]
+    assert len(ends) == 2

@@ -278,8 +278,9 @@ assert equal == [True] * 120, equal
 """
 
 
-def test_several_threads_take_steps_with_one_packed_model():
-    subprocess.run([sys.executable, "-c", AT_ONCE], check=True, timeout=300)
+def test_several_threads_take_steps_with_one_packed_model(tmp_path):
+    done = program(AT_ONCE, tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 "A small model learns to answer from a file, in Python and in a shell, and opens elsewhere."
 
 import json
+from dataclasses import replace
 import signal
 import sys
 import os
@@ -92,7 +93,11 @@ def test_it_learns_what_it_was_not_shown(tuned):
 
 def test_answers_that_run_on_are_said(home):
     "One step teaches nobody to stop."
-    early = run(config(home, "early", max_steps=1), verbose=False)
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    tracked = replace(config(home, "early", max_steps=1), report_to=["tensorboard"])
+    early = run(tracked, verbose=False)
+    board = accumulator.EventAccumulator(str(early.folder / "tensorboard")).Reload()
+    assert [e.step for e in board.Scalars("eval/loss")] == [1], "the model at the end is evaluated"
     assert (
         early.metrics["ended"] < 0.5
         and "Most answers were cut off at the limit" in (early.folder / "log.txt").read_text()

@@ -3,6 +3,7 @@
 import copy
 import json
 import mmap
+import re
 import struct
 import sys
 from importlib.util import find_spec
@@ -1320,3 +1321,14 @@ def test_a_name_of_a_format_that_is_misspelt_is_no_template():
         set_template(tokenizer, "chatlm")
     with pytest.raises(ValueError, match="neither Jinja nor one of"):
         find_template(tokenizer, "chatlm")
+
+
+@pytest.mark.parametrize("name", ["smollm2", "chatml", "qwen"])
+def test_of_a_chat_that_begins_with_an_answer_only_the_answer_is_learned(name):
+    "A template without tags writes its own system message first."
+    source = re.sub(r"{%-? (end)?generation -?%}", "", TEMPLATES[name].jinja)
+    chat = [dict(role="assistant", content="Hi there"), dict(role="user", content="q")]
+    chat += [dict(role="assistant", content="a")]
+    tagged = tokenize_examples([dict(messages=chat)], READY[name], template=name)[0]
+    plain = tokenize_examples([dict(messages=chat)], READY[name], template=source)[0]
+    assert source != TEMPLATES[name].jinja and list(plain["labels"]) == list(tagged["labels"])

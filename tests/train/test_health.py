@@ -22,7 +22,7 @@ from trainkit.train.monitors import EnergyMeter, SystemMonitor, flops_of, open_g
 from trainkit.train.objectives import Loss, lm_loss, objective
 from trainkit.train.optim import OptimConfig
 from trainkit.train.config import TrainConfig
-from trainkit.train.reports import total_spent, write_report
+from trainkit.train.reports import write_report
 from trainkit.train.runs import RunFolder, read_run
 from trainkit.train.loggers import MetricsLog
 from trainkit.train.trainer import Trainer
@@ -458,8 +458,8 @@ def test_flops_and_energy_of_a_run_stand_in_its_report(tmp_path, monkeypatch):
     flops = 3 * count_flops(CONFIG, 8, 32)
     assert found.series("flops")[1][:3] == [2 * flops, 4 * flops, 6 * flops]
     assert found.series("cpu_joules")[1] == pytest.approx([2, 4, 6, 2, 4])
-    assert total_spent(found, "flops") == 10 * flops
-    assert total_spent(found, "cpu_joules") == pytest.approx(10)
+    assert found.total_spent("flops") == 10 * flops
+    assert found.total_spent("cpu_joules") == pytest.approx(10)
     page = write_report(folder.path).read_text()
     assert "RAPL (package-0)" in page and "energy of the processor, kJ" in page
     monkeypatch.setattr(monitors, "POWERCAP", str(tmp_path / "none"))

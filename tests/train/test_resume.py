@@ -25,6 +25,7 @@ from trainkit.train.config import TrainConfig
 from trainkit.train.checkpoint import find_checkpoints, latest_checkpoint
 from trainkit.train.trainer import Trainer
 from trainkit.train.objectives import lm_loss
+from torch.optim.lr_scheduler import LambdaLR
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 ROWS = [np.arange(i, i + 8) % 31 for i in range(24)]
@@ -329,3 +330,23 @@ def room_lock(folder):
     from trainkit.train.checkpoint import run_lock
 
     return run_lock(folder)
+
+
+def test_another_schedule_is_refused(tmp_path):
+    "A function has no place in the config that is compared."
+
+    def falling(optimizer, config, steps):
+        return LambdaLR(optimizer, lambda step: 0.9**step)
+
+    def level(optimizer, config, steps):
+        return LambdaLR(optimizer, lambda step: 1.0)
+
+    def made(schedule, *callbacks):
+        made = trainer(tmp_path, callbacks)
+        made.build_schedule = schedule
+        return made
+
+    made(falling, At(4, lambda t: t.control.stop())).train()
+    with pytest.raises(ValueError, match="give the build_schedule of the run"):
+        made(level).train(resume=True)
+    assert made(falling).train(resume=True).steps == 12

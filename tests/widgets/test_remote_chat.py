@@ -114,6 +114,12 @@ def test_the_page_lists_the_models_of_a_server(served, key, caplog, monkeypatch)
     kept = [repr(vars(chat)), repr(chat.sources), str(chat._html()), caplog.text, *seen]
     assert not any(KEY in text for text in kept)
     assert KEY.encode() not in pickle.dumps(chat.sources)
+    chat.page.worker, chat.question.value = threading.current_thread(), ""  # It writes
+    chat.send_button.click()  # A second press, after the first has emptied the field
+    assert "question first" not in chat.page.alert.value
+    chat.page.worker = None
+    chat.send_button.click()
+    assert "question first" in chat.page.alert.value
     both = ChatCompare(dict(small=make_model()), base_url=served[1], key="remote")
     assert [*both.sources] == ["small", "small (server)"]
     both.close()

@@ -4,6 +4,7 @@ import asyncio
 import linecache
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -361,3 +362,41 @@ def test_many_runs_of_one_process_save_at_once(count, tmp_path):
     "In a child, since what broke here broke every later save of the process."
     done = in_child(many_at_once, tmp_path, count, folder=tmp_path)
     assert done.stdout.endswith("all is well\n"), done
+
+
+TWO_PANELS = """
+import sys, tempfile, time
+from trainkit.config import load_config
+from trainkit.recipes.config import RunConfig
+from trainkit.widgets.panel import TrainerPanel
+
+words = (
+    "data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.vocab_size=400 "
+    "model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 train.max_steps=5 "
+    "train.per_device_train_batch_size=4 sampling.max_new_tokens=5 watch_memory=false"
+).split()
+folder = tempfile.mkdtemp()
+panels = [
+    TrainerPanel(load_config(RunConfig, dict(runs_dir=folder, name=name), words), key=name)
+    for name in ("a", "b")
+]
+assert "transformers" not in sys.modules
+for panel in panels:
+    panel.start_button.click()
+from transformers import AutoTokenizer
+print(*[panel.result().steps for panel in panels], AutoTokenizer.__name__)
+"""
+
+
+@pytest.mark.slow
+def test_two_runs_and_a_cell_import_transformers_at_the_same_time(tmp_path):
+    "It replaces itself while it is imported, and a second thread would keep what it replaces."
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_PANELS],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split()[-3:] == ["5", "5", "AutoTokenizer"]

@@ -37,7 +37,7 @@ import numpy as np
 from ..config import nearest
 from .readers import COMPRESSIONS, READERS, TEXT_SUFFIXES, plain_suffix, read_rows
 from .schema import as_example
-from .sources import CORPORA
+from .sources import CORPORA, LoadReport
 from ..display import plural
 from ..files import atomic_folder, read_json, reading, write_atomic
 from ..parallel import begin_worker, end_workers, pool_result
@@ -312,16 +312,24 @@ def _read_chunks(file: Path, encoding: str, size: int) -> Iterator[str]:
             mark = "" if chunk else mark
 
 
-def _read_texts(file: Path, encoding: str, text_column: str | None) -> Iterator[str]:
-    "The texts of a file of rows; a row that is wrong is an error with its line."
+def _read_texts(
+    file: Path, encoding: str, text_column: str | None, report: LoadReport | None
+) -> Iterator[str]:
+    "The texts of a file of rows; a row that is wrong is an error with its line, or reported."
+    columns = {"text": text_column} if text_column else None
     for line, row in read_rows(file, encoding):
         try:
             if isinstance(row, ValueError):
                 raise row
-            yield as_example(row, "text", {"text": text_column} if text_column else None)["text"]
+            text = as_example(row, "text", columns)["text"]
         except ValueError as error:
             place = f"{file}, line {line}"
-            raise ValueError(str(error) if place in str(error) else f"{place}: {error}") from None
+            reason = str(error) if place in str(error) else f"{place}: {error}"
+            if report is None:
+                raise ValueError(reason) from None
+            report.skip(reason)
+            continue
+        yield text
 
 
 def read_pieces(
@@ -332,12 +340,14 @@ def read_pieces(
     size: int = _PIECE,  # Characters in a piece, about
     encoding: str = "utf-8",  # Of files
     text_column: str | None = None,  # What files of rows call the text; found out when None
+    report: LoadReport | None = None,  # Counts rows that are no texts; None: they are an error
 ) -> Iterator[tuple[str, bool]]:  # A piece, and whether its document ends there
     "Every document of a source in order, in pieces whose words are those of the whole."
     if isinstance(source, (str, Path)) and str(source) not in CORPORA:
         for file in _files(Path(source)):
             if plain_suffix(file) not in TEXT_SUFFIXES:
-                yield from read_pieces(_read_texts(file, encoding, text_column), pattern, size)
+                texts = _read_texts(file, encoding, text_column, report)
+                yield from read_pieces(texts, pattern, size)
             else:
                 rest = ""
                 # cut near its end: the rest is short
@@ -579,6 +589,7 @@ def tokenize_to_disk(
     text_column: str | None = None,  # What files of rows call the text; found out when None
     overwrite: bool = False,  # Begin anew where other shards are
     progress: bool = True,  # Show a bar: megabytes of text, speed, time left
+    report: LoadReport | None = None,  # As in `read_pieces`
     # Raises `FileExistsError` if the folder contains shards of another text or tokenizer
 ) -> TokenShards:
     "Encode a corpus into shards of ids. Called again after a kill, it resumes."
@@ -598,7 +609,8 @@ def tokenize_to_disk(
     total, unit, name = _bar_units(texts_or_path)
     finished = _finished_shards(folder, index, overwrite)
     done, records = 0, {}
-    pieces = read_pieces(texts_or_path, pattern, min(_PIECE, shard_chars), encoding, text_column)
+    size = min(_PIECE, shard_chars)
+    pieces = read_pieces(texts_or_path, pattern, size, encoding, text_column, report)
     with Progress(total, "Tokenizing", name, enabled=progress) as bar:
         parts = encode_blocks(_shard_jobs(pieces, shard_chars), tokenizer, num_proc, finished)
         for number, blocks in groupby(parts, itemgetter(0)):

@@ -407,7 +407,7 @@ class LoadReport:
             )
         where = f"the first {MAX_BAD_MESSAGES:,} are in" if self.further else "in"
         if len(self.bad) > 5:
-            more = [f"… and {self.skipped - 5:,} more ({where} `report.bad`)"]
+            more = [f"… and {self.skipped - 5:,} more ({where} `report.bad` in Python)"]
         else:
             more = []
         return out + self.notes + self.bad[:5] + more

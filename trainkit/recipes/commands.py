@@ -80,11 +80,17 @@ def show_config(
     as_json: _AsJson = False,
 ) -> None:
     "The whole config of a run, as file, preset, method and changes make it."
-    from trainkit.config import dump_config, explain_config
+    from trainkit.config import default_profile, dump_config, explain_config
     from trainkit.recipes.config import method_config
 
     changes = [*([file] if file and "=" in file else []), *(overrides or [])]
-    run_config = method_config(Path(file) if file and "=" not in file else None, changes)
+    source = Path(file) if file and "=" not in file else None
+    run_config = method_config(source, changes)
+    if source is None and not as_json:
+        say(
+            f"# Without a file, what you do not set is as in the profile {default_profile()!r};\n"
+            "# in a file, the default of its method: trainkit config show FILE"
+        )
     if explain and not as_json:
         say(explain_config(run_config), nl=False)
     else:
@@ -522,7 +528,7 @@ def evaluate(
     data: Annotated[
         str,
         typer.Argument(
-            help="Texts, questions with answers, or preference pairs: "
+            help="Texts, questions with answers or with choices, or preference pairs: "
             "a file, a folder, or the name of a corpus.",
             show_default=False,
         ),
@@ -592,9 +598,10 @@ def evaluate(
     "Evaluate a model: loss, perplexity, bits per byte, answers; with --base, a paired test."
     from trainkit.align.search import add_samples
     from trainkit.eval.metrics import bert_score, load_encoder
-    from trainkit.data.dataset import load_examples
     from trainkit.interop.hf import load_pretrained
+    from trainkit.interop.hub import COURSE_MODEL
     from trainkit.eval.evaluator import evaluate as evaluate_model
+    from trainkit.eval.evaluator import load_questions
     from trainkit.settings import SamplingConfig
 
     bertscore = bool(metric) and "bertscore" in metric
@@ -609,9 +616,9 @@ def evaluate(
     if encoder:
         load_encoder(encoder)  # It fails now if it does
     for folder in (model, *([base] if base else [])):
-        if not folder.exists():
+        if not folder.exists() and str(folder) != COURSE_MODEL:
             raise FileNotFoundError(f"{folder} is missing: give the folder of a model")
-    examples = load_examples(data, max_examples=rows)
+    examples = load_questions(data, rows)
     network, tok = load_pretrained(model)
     other = load_pretrained(base) if base else None
     if other and tok.encode("The same 123 words?") != other[1].encode("The same 123 words?"):

@@ -19,6 +19,7 @@ __all__ = ['METHOD_NAMES', 'NAMING', 'FAMILY', 'TOKENS_PER_PARAMETER', 'DIAL_WID
 # %% ../../nbs/11_recipes/03_run_config.ipynb #imports-run_config
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -475,18 +476,18 @@ class RunConfig:
             or self.name.startswith("~")
             or ".." in Path(self.name).parts
         )
-        if not self.train.output_dir and (self.name in ("", ".") or outside or "\0" in self.name):
-            raise ConfigError(
-                [
-                    Problem(
-                        "name",
-                        self.name,
-                        "names the folder of the run in runs_dir: give a word, "
-                        "or folders inside it as in a/b; runs_dir says where",
-                    )
-                ],
-                "RunConfig",
+        remedy = ""
+        if self.name in ("", ".") or outside or "\0" in self.name:
+            remedy = (
+                "names the folder of the run in runs_dir: give a word, "
+                "or folders inside it as in a/b; runs_dir says where"
             )
+        elif any(len(part.encode()) > 200 for part in Path(self.name).parts):
+            remedy = "is longer than the name of a folder can be: give one of 200 bytes at most"
+        elif wrong := re.search(r'[<>"|?*\x01-\x1f]', self.name):
+            remedy = f"contains {wrong[0]!r}, which no folder of Windows can: leave it out"
+        if remedy and not self.train.output_dir:
+            raise ConfigError([Problem("name", self.name, remedy)], "RunConfig")
 
     def _check_new_model(self) -> None:
         "The dial is for a new model, and µP's learning rates are those of our loop."
@@ -557,6 +558,9 @@ class RunConfig:
         losses = [losses] if isinstance(losses, str) else losses
         defaults = defaults_of(method, bool(use_lora), losses)
         below = merge(RunConfig, under, defaults, preset)
+        strategy = merge(RunConfig, below, said).get("train", {}).get("eval_strategy")
+        if said.get("train", {}).get("eval_steps") and strategy is None:
+            settings["train"] = {"eval_strategy": "steps"}  # Else the number would do nothing
         dial = depth_knobs(merge(RunConfig, preset, said).get("depth"), below, said)
         return merge(RunConfig, below, dial, said, settings)
 

@@ -166,8 +166,13 @@ def show(
 
 
 def _tokenizer(folder: Path) -> Any:  # A `BPETokenizer`, or one of transformers
+    from trainkit.interop.hub import COURSE_MODEL
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
+    if str(folder) == COURSE_MODEL or folder.suffix == ".gguf":
+        from trainkit.interop.hf import load_tokenizer
+
+        return load_tokenizer(folder)
     try:
         return BPETokenizer.load(folder)
     except ValueError as error:  # Not a byte-level BPE, or damaged
@@ -685,6 +690,7 @@ def tokenize(
         Optional[str], typer.Option(help="The column with the text.", show_default=False)
     ] = None,
     encoding: Encoding = "utf-8",
+    skip_bad: _SkipBad = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Start again where other shards are.")
     ] = False,
@@ -697,7 +703,9 @@ def tokenize(
 
     After an interruption, the same command resumes."""
     from trainkit.data.shards import tokenize_to_disk, verify_shards
+    from trainkit.data.sources import LoadReport
 
+    report = LoadReport(file, kind="text")
     shards = tokenize_to_disk(
         file,
         _tokenizer(tokenizer),
@@ -706,7 +714,12 @@ def tokenize(
         encoding=encoding,
         text_column=text_column,
         overwrite=overwrite,
+        report=report if skip_bad else None,
     )
+    for reason in report.bad[:5]:
+        say(f"left out: {reason}")
+    if report.skipped > 5:
+        say(f"… and {report.skipped - 5:,} more left out")
     text = sum(record["text_bytes"] for record in shards.index["shards"])
     say(
         f"{folder}: {plural(len(shards), 'token')} of {shards.dtype.itemsize} bytes "

@@ -135,6 +135,8 @@ def read_setup(
         note = "the teacher is counted by its weights; it keeps no gradients"
     elif config.method not in ("pretrain", "sft", "freeze", "lora", "qlora"):
         note = "the training step alone; generation has a cache of its own"
+    if callable(shape):
+        note = "`trainkit train` does not know this family; a Trainer in Python trains it"
     new = _new_tokens(config)
     if new and not callable(shape) and hasattr(shape, "vocab_size"):
         shape = replace(shape, vocab_size=shape.vocab_size + new)

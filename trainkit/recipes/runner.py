@@ -401,9 +401,17 @@ def _save_inputs(inputs: RunInputs, folder: Path) -> None:
         write_examples(inputs.test_rows, folder / "test.jsonl")
 
 
+def _metrics_log(config: RunConfig, folder: RunFolder, main: bool, verbose: bool) -> MetricsLog:
+    "The log of a run, which is open until its last evaluation is over."
+    # Instead of a bar; in a file or a pipe, next to the few lines that stand for one
+    wanted = ("lines",) if config.train.progress else ("lines", "terminal")
+    lines = verbose and detect_display() in wanted
+    return MetricsLog(folder, config.report_to if main else (), console=lines, lasting=True)
+
+
 def _run_callbacks(
     inputs: RunInputs,
-    folder: RunFolder,
+    log: MetricsLog,
     callbacks: Sequence,  # Those given to `run`
     remote: Remote | None,  # None but in the first process
     verbose: bool,
@@ -411,9 +419,6 @@ def _run_callbacks(
 ) -> list[Any]:
     "The callbacks of every run: monitors, logs, and the push to the hub."
     config = inputs.config
-    # Lines instead of a bar
-    lines = verbose and not config.train.progress and detect_display() in ("lines", "terminal")
-    log = MetricsLog(folder, config.report_to if remote else (), console=lines)
     longest = inputs.longest if isinstance(inputs, AnswerInputs) else inputs.max_length
     watched = config.watch_memory and config.engine == "trainkit"
     return [
@@ -633,7 +638,8 @@ def run(
         _save_inputs(inputs, folder.path)
         if main:
             _load_libraries(model)
-        trainer.callbacks += _run_callbacks(inputs, folder, callbacks, remote, verbose, say)
+        log = stack.enter_context(_metrics_log(config, folder, main, verbose))
+        trainer.callbacks += _run_callbacks(inputs, log, callbacks, remote, verbose, say)
         say(*plan_lines(inputs, trainer))
         if trainer.accelerator.num_processes == 1:
             model.to(trainer.accelerator.device)  # where generating is faster

@@ -421,6 +421,19 @@ def _end(text: str, end: int, names: Mapping) -> int:
     return len(bare) if eos and bare.endswith(eos) else end
 
 
+def _opening(template: str, first: dict, names: Mapping, text: str, **asking: object) -> str:
+    "What stands before an answer that begins a chat: all up to the end of its header."
+    probe = [dict(role="user", content="x")]
+    asked = _run(template, probe, names, **asking)[0]
+    plain = _run(template, probe, names, **{**asking, "add_generation_prompt": False})[0]
+    header = asked.removeprefix(plain) if asked.startswith(plain) else ""
+    content = first.get("content")
+    if not isinstance(content, str) or not content.strip():
+        return ""
+    before, found, _ = text.partition(header + content.strip())
+    return before + header if found else ""
+
+
 def _around(
     template: str, messages: list[dict], names: Mapping, i: int, text: str, **more: Any
 ) -> tuple[int, int]:
@@ -435,7 +448,10 @@ def _around(
         ways += [{**asking, "enable_thinking": on} for on in (True, False)]
     before = None
     for way in ways:
-        prompt = _run(template, messages[:i], names, **way)[0] if i else ""
+        if i:
+            prompt = _run(template, messages[:i], names, **way)[0]
+        else:
+            prompt = _opening(template, messages[0], names, after, **way)
         if after.startswith(prompt) and len(prompt) >= len(before or ""):
             before = prompt
     if before is None or not text.startswith(after):

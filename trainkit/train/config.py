@@ -21,13 +21,14 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..config import ConfigError, Problem, check_config, knob, suggest_names
+from ..config import ConfigError, Problem, check_config, knob, nearest, suggest_names
 from ..display import plural, table
 from ..progress import Progress, StopNow
 
@@ -471,6 +472,7 @@ def stop_on_signal(
 
 # %% ../../nbs/04_train/05_train_config.ipynb #acbe20b0
 HOOKS = ("on_start", "on_step", "on_log", "on_eval", "on_sample", "on_save", "on_end")
+_MORE_HOOKS = ("on_measure", "on_health")  # What an evaluation adds, and a finding of `HealthCheck`
 
 
 def check_callbacks(
@@ -479,9 +481,15 @@ def check_callbacks(
     "Look at the callbacks before anything happens that they should hear of."
     for i, callback in enumerate(callbacks):
         hooks = {
-            name: hook for name in HOOKS if (hook := getattr(callback, name, None)) is not None
+            name: hook
+            for name in (*HOOKS, *_MORE_HOOKS)
+            if (hook := getattr(callback, name, None)) is not None
         }
-        wants = callable(callback) or any(name.startswith("on_") for name in dir(callback))
+        named = [name for name in dir(callback) if name.startswith("on_")]
+        wants = callable(callback) or named
+        for name in named if hooks else ():
+            if name not in hooks and (hint := nearest(name, HOOKS)):
+                warnings.warn(f"callbacks[{i}].{name} is never called.{hint}", stacklevel=3)
         if wants and not hooks:  # An empty class is still to be written
             raise TypeError(
                 f"callbacks[{i}] = {callback!r} would never be called: it has none of "

@@ -197,8 +197,11 @@ class MetricsLog:
         console: bool = False,  # Print the lines of `log.txt` too
         # Seconds between two drawings of `curves.svg` while the run goes on
         draw_every: float = 30.0,
+        # What is measured after the end goes to the trackers, too, until `close`
+        lasting: bool = False,
     ):
         self.folder = folder
+        self.lasting = lasting
         self.project = project
         self.console = console
         self.draw_every = draw_every
@@ -328,8 +331,8 @@ class MetricsLog:
         try:
             self.folder.record("end", record)
             self.say(f"end at step {record.get('step')}: {record.get('reason')}")
-        finally:
-            self.close()  # also where the disk is full
+        finally:  # Also where the disk is full
+            self.draw() if self.lasting else self.close()
 
     def close(self):
         "End the trackers, and draw for the last time."

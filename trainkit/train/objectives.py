@@ -10,7 +10,7 @@ loop cut a batch into pieces and still get the gradient of the whole."""
 
 # %% auto #0
 __all__ = ['Scalar', 'PLAIN_HEADS', 'Loss', 'objective', 'count_items', 'names_argument', 'forward_arguments', 'forward_inputs',
-           'to_model_device', 'body_and_head', 'sum_losses', 'lm_loss', 'lm_objective']
+           'to_model_device', 'body_and_head', 'sum_losses', 'lm_loss', 'check_objective', 'lm_objective']
 
 # %% ../../nbs/04_train/04_objectives.ipynb #imports-objectives
 import inspect
@@ -203,6 +203,22 @@ def lm_loss(
     return Loss({"loss": (sum_losses(model, batch)[0], count_items(batch), 1.0)})
 
 # %% ../../nbs/04_train/04_objectives.ipynb #95978f91
+def check_objective(objective: Callable) -> None:
+    "Raise `TypeError` for one that cannot be called with a model and a batch."
+    try:
+        signature = inspect.signature(objective)
+    except (TypeError, ValueError):
+        return  # Of a builtin
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        name = getattr(objective, "__name__", type(objective).__name__)
+        raise TypeError(
+            f"objective {name}{signature} cannot be called with (model, batch), as the trainer "
+            f"does: a function that makes one is called first, such as {name}(…)"
+        ) from None
+
+
 def lm_objective(
     z_loss: float = 0.0,  # Weight of (log Z)², such as 1e-4; 0 is `lm_loss` itself
 ) -> Callable[[nn.Module, dict], Loss]:

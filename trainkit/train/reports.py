@@ -13,7 +13,7 @@ table of text."""
 
 # %% auto #0
 __all__ = ['PARTS', 'CURVES', 'PICTURES', 'STYLE', 'run_facts', 'RunComparison', 'compare_runs', 'draw_run', 'run_curves',
-           'write_curves', 'flatten_dict', 'samples_html', 'total_spent', 'run_sections', 'report_page', 'write_report']
+           'write_curves', 'flatten_dict', 'samples_html', 'run_sections', 'report_page', 'write_report']
 
 # %% ../../nbs/04_train/25_reports.ipynb #imports-reports
 import json
@@ -33,7 +33,6 @@ from trainkit.train.runs import (
     Record,
     Run,
     RunFolder,
-    is_number,
     mask_secrets,
     read_run,
     text_table,
@@ -311,20 +310,6 @@ def samples_html(
     return "".join(cards)
 
 
-def total_spent(
-    run: Run,
-    key: str,  # 'flops', 'cpu_joules' or 'gpu_joules', which begin at 0 when a run is resumed
-) -> float:  # NaN if it was never logged
-    "What a run has taken in all, over all of its resumes."
-    last, total = math.nan, 0.0
-    for record in run.records:
-        if record["event"] == "start" and last == last:
-            total, last = total + last, 0.0
-        elif is_number(value := record.get(key)):
-            last = value
-    return total + last
-
-
 def run_sections(
     run: Run,  # From `read_run`
 ) -> list[tuple[str, str]]:  # (heading, HTML)
@@ -362,7 +347,7 @@ def run_sections(
     }
     meters = [r["energy_meter"] for r in run.records if r.get("energy_meter")]
     kilojoules = {
-        f"energy of the {what}, kJ, with all else that it did": total_spent(run, key) / 1000
+        f"energy of the {what}, kJ, with all else that it did": run.total_spent(key) / 1000
         for what, key in (("processor", "cpu_joules"), ("GPU", "gpu_joules"))
     }
     timings = {
@@ -371,7 +356,7 @@ def run_sections(
         "step, ms": 1000 * seconds / (final.get("step") or math.nan),
         **rates,
         **peaks,
-        "FLOPs of training": total_spent(run, "flops"),
+        "FLOPs of training": run.total_spent("flops"),
         **kilojoules,
         "energy meter": meters[-1] if meters else None,
     }

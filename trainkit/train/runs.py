@@ -485,6 +485,9 @@ def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
+_SPENT = ("flops", "cpu_joules", "gpu_joules")  # Counted from 0 again when a run is resumed
+
+
 class Run:
     "The content of a run folder; what is not given is read when it is asked for."
 
@@ -589,6 +592,19 @@ class Run:
         "The run in a few numbers: the last of each metric, the best evaluation, the median speed."
         return self.summary["final"] | {"status": self.status}
 
+    def total_spent(
+        self,
+        key: str,  # One of `_SPENT`, which begin at 0 when a run is resumed
+    ) -> float:  # NaN if it was never logged
+        "What a run has taken in all, over all of its resumes."
+        last, total = math.nan, 0.0
+        for record in self.records:
+            if record["event"] == "start" and last == last:
+                total, last = total + last, 0.0
+            elif is_number(value := record.get(key)):
+                last = value
+        return total + last
+
     def _final(self) -> Record:
         last = {
             k: v
@@ -599,6 +615,7 @@ class Run:
         }
         for key in ("eta_seconds", "eval_seconds", "learning_rate"):
             last.pop(key, None)
+        last |= {key: self.total_spent(key) for key in _SPENT if key in last}
         if losses := [v for v in self.series("eval_loss")[1] if v == v]:
             last["best_eval_loss"] = min(losses)
         if speeds := [v for v in self.series("tokens_per_second")[1] if v == v]:

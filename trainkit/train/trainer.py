@@ -53,7 +53,7 @@ from .checkpoint import read_manifest, rng_state, rotate_checkpoints, run_lock
 from .checkpoint import set_aside, set_rng_state, take_snapshot
 from .config import EXIT_CODES, Control, Result, TrainConfig, TrainingError
 from .config import TrainState, check_callbacks, count_steps, due, update_best
-from .objectives import Loss, lm_loss, lm_objective
+from .objectives import Loss, check_objective, lm_loss, lm_objective
 from .optim import OptimConfig, make_optimizer, make_schedule, show_groups
 from .optim import warmup_steps
 from .recovery import find_nonfinite, nonfinite_error, process_ends, worker_died
@@ -161,6 +161,7 @@ class Trainer:
                 f"eval_batches is a {type(eval_batches).__name__}: batches are needed there, and "
                 "the settings are config="
             )
+        check_objective(objective)
         self.model = model
         self.objective = objective
         self.callbacks: list[object] = list(callbacks)
@@ -919,6 +920,8 @@ class Trainer:
         if isinstance(position, _ForgivingCursor) and position.problem:
             self.note(f"The data start again from the beginning: {position.problem}")
             self.state.batch = 0
+        if not force:
+            self._check_rate(path)
         if force:  # The options of this run, not those of the checkpoint
             groups = self.raw_optimizer.param_groups
             for group, own in zip(groups, options, strict=True):
@@ -928,6 +931,20 @@ class Trainer:
                 group["lr"] = group["initial_lr"] * factor(self.schedule.last_epoch)
         self._check_next_batch(path, force)
         return {name: value for name, value in saved.items() if name not in names}
+
+    def _check_rate(self, path: Path) -> None:
+        "Raise an error if this schedule is not the one of the checkpoint."
+        schedule = self.schedule
+        step = schedule.last_epoch
+        for base, factor, old in zip(
+            schedule.base_lrs, schedule.lr_lambdas, schedule.get_last_lr(), strict=True
+        ):
+            if not math.isclose(base * factor(step), float(old), rel_tol=1e-6, abs_tol=1e-15):
+                raise ValueError(
+                    f"{path} has the learning rate {float(old):.3g} at step {step}, and this "
+                    f"schedule {base * factor(step):.3g}: give the build_schedule of the run, or "
+                    "continue with this one by force_resume=True"
+                )
 
     def _stateful_model(self) -> Stateful:
         return self.model if self.shards is None else GatheredModel(self.shards)
@@ -1270,7 +1287,11 @@ def check_identity(
 ) -> list[str]:  # Notes on what has changed
     "Refuse to resume as another run, with all that differs."
     changes: dict[str, list[str]] = dict(watching=[], rounding=[], matters=[])
-    for path, (then, value) in config_differences(before, now).items():
+    differences = config_differences(before, now)
+    longer = "total_steps" in differences
+    for path, (then, value) in differences.items():
+        if longer and path in ("train.max_steps", "train.num_train_epochs"):
+            continue  # It is the total that says so
         text = f"{path} was {json.dumps(then)} and is {json.dumps(value)}"
         if path == "facts.data":  # Two sums that tell a reader nothing
             text = "the training data are not the same"
@@ -1291,6 +1312,8 @@ def check_identity(
     raise ValueError(
         f"{name} belongs to another run: {what}. Change it back, or choose another folder for a "
         "new run; with force_resume=True (--force-resume) this run resumes under the new config"
+        + " (the learning rates follow total_steps, unless the schedule is constant)"
+        * longer
     )
 
 # %% ../../nbs/04_train/14_resume.ipynb #home-forgiving

@@ -1233,6 +1233,8 @@ class ChatCompare:
 
     def send(self):
         "Ask the question of the field, in the background."
+        if self.page.busy:  # A second press, when the first has emptied the field
+            return
         question = self.question.value
         if not question.strip():
             raise ValueError("Write a question first")

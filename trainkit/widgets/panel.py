@@ -1466,8 +1466,12 @@ def static_html(
     snapshot: RunSnapshot,
     title: str = "Training run",
 ) -> Picture:  # HTML
-    "A run as a page of HTML that needs no kernel."
+    """A run as a page of HTML that needs no kernel.
+
+    Of an active run it says when that was: a page that is loaded again keeps this picture."""
     line = clean(headline(snapshot))
+    if snapshot.state in ACTIVE:
+        line += f" · at {time.strftime('%H:%M')}; run the cell again to see the end"
     samples = ""
     if snapshot.samples:
         samples = _SECTION.format("Samples", latest_samples_html(snapshot.samples[-3:]))

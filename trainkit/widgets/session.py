@@ -529,6 +529,10 @@ class TrainSession:
         "Start the run."
         if mode not in ("thread", "foreground", "process"):
             raise ValueError(f"mode = {mode!r} must be one of 'thread', 'foreground', 'process'")
+        if mode == "thread" and self.job is None:
+            # Here, since it puts another module in its place at the end: of two threads that import
+            # it at the same time, as a run and the next cell, the second keeps the unfinished one
+            import transformers  # noqa: F401
         with hold_interrupt():  # Else half a start would be left
             started = self._begin(mode, resume)
         if started and mode == "foreground":
