@@ -1069,9 +1069,9 @@ def train(
 def _own_rewards(typed: list[str] | None) -> "list[Reward]":
     if not typed:
         return []
-    from trainkit.recipes.preparation import reward_from_file
+    from trainkit.recipes.preparation import function_from_file
 
-    return [reward_from_file(text) for text in typed]
+    return [function_from_file(text) for text in typed]
 
 
 def _saved_config(folder: str) -> Path:

@@ -20,6 +20,7 @@ from trainkit.lora.adapters import (
     adapter_tensors,
     adapters_off,
     combine_adapters,
+    merge_updates,
     load_adapter,
     read_adapter,
     remove_adapter,
@@ -1209,3 +1210,52 @@ def test_layers_of_bitsandbytes_get_adapters(form, monkeypatch):
         merge_lora(model)
         torch.testing.assert_close(model(x), adapted_output, rtol=0, atol=0.02)
     assert type(model[0]) is nn.Linear and (adapted_output - before).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("method", ["ties", "dare_linear", "dare_ties"])
+@pytest.mark.parametrize("density", [0.3, 1.0])
+def test_updates_are_merged_as_in_peft(method, density, monkeypatch):
+    utils = pytest.importorskip("peft.utils.merge_utils")
+    torch.manual_seed(0)
+    updates = [torch.randn(6, 10) for _ in range(3)]
+    weights = [0.5, -0.3, 1.2]
+    masks = []
+    plain = torch.bernoulli
+
+    def remembered(p, *, generator=None):
+        masks.append(plain(p, generator=generator))
+        return masks[-1]
+
+    monkeypatch.setattr(torch, "bernoulli", remembered)
+    ours = merge_updates(updates, weights, method, density, seed=3)
+    again = iter(masks[:])
+    monkeypatch.setattr(torch, "bernoulli", lambda p, **_: next(again))
+    theirs = getattr(utils, method)(updates, torch.tensor(weights), density)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_a_combination_that_is_no_sum():
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(vocab_size=64, d_model=32, n_heads=2, n_layers=1, d_ff=48))
+    for name, targets in (("a", "q_proj,down_proj"), ("b", "q_proj,up_proj")):
+        add_lora(model, LoRAConfig(r=3, target_modules=targets), name)
+    for name, p in model.named_parameters():
+        if "lora_B" in name or "lora_embedding_B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    weights = {"a": 0.6, "b": 0.5}
+    want = {}
+    for name, layer in adapted(use_adapter(model, weights)).items():
+        updates = [layer.update(n) for n in layer.active]
+        want[name] = merge_updates(updates, [*layer.active.values()], "ties", 0.4)
+    combine_adapters(model, weights, "whole", "ties", 0.4, r=10**6)
+    for name, layer in adapted(model).items():
+        torch.testing.assert_close(layer.update("whole"), want[name], rtol=0, atol=1e-5)
+    combine_adapters(model, weights, "small", "ties", 0.4)
+    layer = next(iter(adapted(model).values()))
+    values = torch.linalg.svdvals(want[next(iter(adapted(model)))])
+    rank = len(layer.factor(layer.A_name, "small"))
+    left = (layer.update("small") - want[next(iter(adapted(model)))]).norm()
+    torch.testing.assert_close(left, values[rank:].norm(), rtol=1e-3, atol=1e-5)
+    for knobs, words in ((dict(method="tie"), "is none of sum, ties"), (dict(density=0), "share")):
+        with pytest.raises(ValueError, match=words):
+            combine_adapters(model, weights, "other", **knobs)

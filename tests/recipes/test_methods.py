@@ -752,7 +752,7 @@ def test_a_reward_from_a_file(home, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(REWARD)
     (tmp_path / "broken.py").write_text("x = 1\n1 / 0\n")
     monkeypatch.setattr("sys.path", [*sys.path])
-    found = preparation.reward_from_file(f"{tmp_path}/mine.py:short")
+    found = preparation.function_from_file(f"{tmp_path}/mine.py:short")
     assert found(completions=["ab"]) == [-2.0]
     for text, words in {
         "mine.short": "must be FILE.py:FUNCTION",
@@ -761,7 +761,7 @@ def test_a_reward_from_a_file(home, tmp_path, monkeypatch):
         f"{tmp_path}/broken.py:f": "broken.py, line 2: ZeroDivisionError",
     }.items():
         with pytest.raises(ValueError, match=words):
-            preparation.reward_from_file(text)
+            preparation.function_from_file(text)
     half = config(home, "grpo", "from-file", max_steps=6, save_strategy="steps")
     stopped = run(half, callbacks=[StopAt()], rewards=[found], verbose=False)
     words = ["train", "--resume", str(stopped.folder)]

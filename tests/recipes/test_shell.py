@@ -1119,3 +1119,16 @@ def test_a_tuned_model_is_compared_with_a_base_that_lacks_the_tokens_of_its_chat
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) and "2 tokens of the rows" in done.stderr, done.stderr
     assert "are unknown to" in done.stderr
+
+
+def test_a_metric_from_a_file(home, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def same_start(answers, expected):\n"
+        "    return [float(a[:1] == e[:1]) for a, e in zip(answers, expected)]\n"
+    )
+    words = ["eval", str(home / "model"), str(home / "rows.jsonl"), "--rows", "2", "--json"]
+    done = call(*words, "--metric", "mine.py:same_start", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["measures"]["same_start"]["model"]["n"] == 2
+    wrong = call(*words, "--metric", "mine.py:sam_start", cwd=tmp_path)
+    assert wrong.returncode and "Did you mean 'same_start'" in wrong.stderr

@@ -541,8 +541,9 @@ def evaluate(
         Optional[list[str]],
         typer.Option(
             show_default=False,
-            help="Of answers: exact_match, f1, bleu, chrf, rouge, bertscore, …; "
-            "may be given several times [default: exact_match and f1]",
+            help="Of answers: exact_match, f1, bleu, chrf, rouge, bertscore, …, or "
+            "FILE.py:FUNCTION, which is given the answers and the expected ones, and returns a "
+            "number for each; may be given several times [default: exact_match and f1]",
         ),
     ] = None,
     encoder: Annotated[
@@ -630,6 +631,11 @@ def evaluate(
         _add_tokens(other[0], tok, base)
     names = (model.name, base.name if base and base.name != model.name else f"{base}")
     metrics: list[Any] = [m for m in metric or ("exact_match", "f1") if m != "bertscore"]
+    if typed := [m for m in metrics if ".py:" in m]:
+        from trainkit.recipes.preparation import function_from_file
+
+        functions = {text: function_from_file(text) for text in typed}
+        metrics = [functions.get(m, m) for m in metrics]
     if encoder:
         metrics.append(lambda answers, expected: bert_score(answers, expected, encoder))
     report = evaluate_model(
