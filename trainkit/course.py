@@ -38,7 +38,7 @@ from .files import say
 from .system import COURSE
 
 if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
 # %% ../nbs/90_toolbox/11_exercises.ipynb #20d7c8c8
 class Verdict(str):
@@ -347,10 +347,29 @@ def _turn_off_warnings():
         logging.getLogger(library).setLevel(logging.ERROR)
 
 
+def _hint_after_error(result: "ExecutionResult") -> None:
+    "Print the hint of an exercise whose code raised an error, so that its check never ran."
+    source = result.info.raw_cell if result.info else None
+    if result.error_in_exec is None or not source or "check(" not in source:
+        return
+    try:
+        statements = ast.parse(source).body
+    except SyntaxError:  # A magic of IPython
+        return
+    for statement in statements:
+        match statement:
+            case ast.Expr(
+                value=ast.Call(
+                    func=ast.Name(id="check"), args=[_, ast.Constant(value=str() as hint), *_]
+                )
+            ):
+                print(f"not yet: {type(result.error_in_exec).__name__} ({hint})")
+
+
 def skip_slow_cells(
     shell: "InteractiveShell | None" = None,  # The one that runs this when None
 ) -> None:
-    "Skip cells that begin with `#| slow`, unless the environment has TRAINKIT_SLOW."
+    "Skip cells that begin with `#| slow`, unless TRAINKIT_SLOW is set; hints follow errors."
     _turn_off_warnings()
     if shell is None:
         from IPython.core.getipython import get_ipython
@@ -359,3 +378,4 @@ def skip_slow_cells(
     transforms = getattr(shell, "input_transformers_cleanup", None)
     if transforms is not None and _without_slow not in transforms:
         transforms.append(_without_slow)
+        shell.events.register("post_run_cell", _hint_after_error)
