@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import sys
 import warnings
@@ -781,3 +782,67 @@ def test_matrices_of_several_types_become_one(tmp_path, wide):
     assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
     ids = torch.arange(12)[None]
     torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0.05, atol=0.01)
+
+
+def theirs_in_few_bits(folder, **how):
+    "A model that bitsandbytes quantized, saved by transformers."
+    hf = to_hf(make(3, d_model=64, d_ff=128).eval())  # Rows of whole blocks of 64
+    hf.save_pretrained(folder.with_name("full"))
+    config = transformers.BitsAndBytesConfig(**how)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(
+        folder.with_name("full"), quantization_config=config, device_map="cpu"
+    )
+    opened.save_pretrained(folder)
+    return opened
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+        dict(load_in_4bit=True),
+        dict(load_in_8bit=True),
+    ],
+    ids=["nf4", "fp4", "int8"],
+)
+def test_a_folder_of_bitsandbytes_is_ours_too(tmp_path, tokenizer, how):
+    import bitsandbytes
+
+    theirs = theirs_in_few_bits(tmp_path / "few", **how)
+    ours, _ = load_pretrained(tmp_path / "few")
+    for mine, layer in zip(ours.model.layers, theirs.model.layers, strict=True):
+        weight = layer.mlp.up_proj.weight
+        if "load_in_8bit" in how:
+            numbers = weight.data * (weight.SCB[:, None] / 127)
+        else:
+            numbers = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
+        assert torch.equal(mine.mlp.up_proj.dequantize(), numbers)
+
+    again = save_pretrained(ours, None, tmp_path / "again")
+    assert torch.equal(logits(load_pretrained(again)[0]), logits(ours))
+    opened = transformers.AutoModelForCausalLM.from_pretrained(again)
+    assert type(opened.model.layers[0].mlp.up_proj) is type(theirs.model.layers[0].mlp.up_proj)
+    stored, written = read_weights(tmp_path / "few"), read_weights(again)
+    codes = [key for key, tensor in stored.items() if tensor.dtype in (torch.uint8, torch.int8)]
+    codes = [key for key in codes if "quant_state" not in key]
+    assert codes and all(torch.equal(stored[key], written[key]) for key in codes)
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_what_a_folder_with_few_bits_cannot_be(tmp_path):
+    folder = tmp_path / "few"
+    theirs_in_few_bits(folder, load_in_4bit=True)
+    with pytest.raises(ValueError, match="quant_type = 'fp4', and quant.quant_type = 'nf4'"):
+        load_pretrained(folder, quant=QuantConfig(bits=4))
+    with pytest.raises(ValueError, match="bits = 4, and quant.bits = 8"):
+        load_pretrained(folder, quant=QuantConfig(bits=8))
+    assert load_pretrained(folder, quant=QuantConfig(bits=4, quant_type="fp4"))[0]
+    with pytest.raises(ValueError, match="the weights are quantized: start from the model"):
+        hf.read_config(folder)
+    weights = read_weights(folder)
+    state = next(key for key in weights if key.endswith("q_proj.weight.absmax"))
+    del weights[state]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=re.escape(str(folder))):
+        load_pretrained(folder)

@@ -49,6 +49,7 @@ from .families import from_hf_config
 from .families import has_own_head, hf_architecture, stored_as, unsupported_knobs
 from .families import take_weights, to_hf_config, to_hf_weights
 from .hub import find_model_files, published_name
+from ..lora.inject import replace_layer
 from ..model.attention import rope_frequencies
 from ..model.config import MAX_LAYERS, ModelConfig
 from ..model.generation import eval_mode
@@ -174,8 +175,17 @@ def _is_packed(settings: Mapping[str, Any]) -> bool:
     return how.get("format") == "pack-quantized" and all(kind.items() <= g.items() for g in groups)
 
 
+def _has_codes(settings: Mapping[str, Any]) -> bool:
+    "Whether linear layers have 4 or 8 bits in bitsandbytes' form, under our names."
+    how = settings.get("quantization_config") or {}
+    theirs = how.get("quant_method", "bitsandbytes") == "bitsandbytes"
+    few = how.get("load_in_4bit") or how.get("load_in_8bit")
+    return bool(theirs and few) and settings.get("model_type") != "gpt2"  # Joined and transposed
+
+
 def read_config(
     folder: str | Path,  # With `config.json`, `trainkit.json`, or both
+    few_bits: bool = False,  # Whether bitsandbytes may have quantized the weights
 ) -> ModelConfig:  # Raises `ValueError` for a model we do not support, or `FileNotFoundError`
     "The sizes and the architecture of the model in a folder."
     theirs = Path(folder) / "config.json"
@@ -192,11 +202,12 @@ def read_config(
             f"{folder} has neither config.json nor trainkit.json: is it a model?{inside}"
         )
     data = read_model_settings(folder)
-    if "quantization_config" in data and not _is_packed(data):
-        raise ValueError(
-            f"{theirs} says that the weights are quantized: open them with "
-            "load_pretrained(…, native=False)"
-        )
+    codes = _has_codes(data)
+    if "quantization_config" in data and not _is_packed(data) and not (codes and few_bits):
+        remedy = "start from the model that it was made of"
+        if not few_bits and not codes:
+            remedy = "open them with load_pretrained(…, native=False)"
+        raise ValueError(f"{theirs} says that the weights are quantized: {remedy}")
     with reading(theirs), quiet_transformers():
         config = from_hf_config(data)
     with reading(ours):
@@ -463,6 +474,67 @@ def _open_quantized(path: Path, dtype: torch.dtype | None, quant: QuantConfig) -
     return model
 
 
+def _is_code(name: str) -> bool:
+    return ".weight.quant_state." in name or name.endswith(".SCB")
+
+
+def _take_layers(
+    weights: dict[str, Tensor],  # Changed in place: shapes without memory replace the codes
+    how: Mapping[str, Any],  # The `quantization_config` of the folder
+    quant: QuantConfig | None,  # What was asked for
+) -> dict[str, Linear4bit | Linear8bit]:  # Name -> layer; empty in a folder of full precision
+    "The layers that bitsandbytes quantized, with their codes."
+    stored: dict[str, dict[str, Tensor]] = {
+        key.partition(".weight.")[0].removesuffix(".SCB"): {} for key in weights if _is_code(key)
+    }
+    for key in list(weights):
+        name = key.partition(".weight")[0].removesuffix(".SCB")
+        if name in stored:
+            stored[name][key.removeprefix(f"{name}.")] = weights.pop(key)
+    compute = _as_dtype(quant.compute_dtype if quant else how.get("bnb_4bit_compute_dtype"))
+    dtype = next((w.dtype for w in weights.values() if w.dim() > 1), None) or torch.float32
+    layers: dict[str, Linear4bit | Linear8bit] = {}
+    for name, parts in stored.items():
+        if "SCB" in parts:
+            rows, columns = parts["weight"].shape
+            threshold = how.get("llm_int8_threshold", 6.0)
+            layer = Linear8bit(columns, rows, False, threshold, dtype, device="meta")
+        else:
+            state = next(part for key, part in parts.items() if "quant_state." in key)
+            rows, columns = json.loads(bytes(state.tolist()))["shape"]
+            layer = Linear4bit(columns, rows, False, compute, device="meta")
+        layer.load_state_dict(parts, assign=True)
+        weights[f"{name}.weight"] = torch.empty(rows, columns, dtype=layer.dtype, device="meta")
+        layers[name] = layer
+    return layers
+
+
+def _put_layers(
+    model: Transformer,
+    layers: Mapping[str, Linear4bit | Linear8bit],  # From `_take_layers`
+    dtype: torch.dtype | None,
+    quant: QuantConfig | None,  # What was asked for
+) -> None:
+    "Put quantized layers in the places of those that have a shape, and no weights."
+    for name, layer in layers.items():
+        has = dict(bits=8)
+        if isinstance(layer, Linear4bit):
+            has = dict(bits=4, quant_type=layer.quant_type)
+        for knob, value in has.items():
+            if quant and getattr(quant, knob) != value:
+                raise ValueError(
+                    f"its weights are stored with {knob} = {value!r}, and quant.{knob} = "
+                    f"{getattr(quant, knob)!r}: ask for what is there, or start from the model in "
+                    "full precision"
+                )
+        old = model.get_submodule(name)
+        if not isinstance(old, nn.Linear):
+            raise ValueError(f"{name} is quantized, and no linear layer")
+        layer.bias = old.bias
+        layer.dtype = dtype or layer.dtype
+        replace_layer(model, name, layer)
+
+
 def unpack_compressed(
     packed: Tensor,  # (out, in/8) int32
     scales: Tensor,  # (out, groups)
@@ -551,7 +623,8 @@ def load_pretrained(
     use_cache: bool | None = None,
     token: str | None = None,  # For the Hub; None: that of the environment
     trust_remote_code: bool = False,  # Run the code that comes with a model, with native=False
-    # To quantize: a folder is quantized while it is read, everything else after loading
+    # To quantize: a folder is quantized while it is read, everything else after loading.
+    # Weights that have 4 or 8 bits already, by bitsandbytes, keep them, with or without it
     quant: QuantConfig | None = None,
 ) -> tuple[Any, Any]:  # The model in eval mode, and the tokenizer or None
     "Load a model and its tokenizer; never a pickle, and no remote code unless asked for."
@@ -571,15 +644,19 @@ def load_pretrained(
             model = _open_theirs(path, dtype, trust_remote_code, device_map)
         elif path.is_file():
             model = from_hf(_open_theirs(path, dtype))
-        elif quant:
+        elif quant and not any(map(_is_code, tensor_files(path))):
             model = _open_quantized(path, dtype, quant)
         else:
-            config = read_config(path)
+            config = read_config(path, few_bits=True)
+            settings = path / "config.json"
+            how = read_json(settings).get("quantization_config") if settings.is_file() else None
             with reading(path):
                 weights = _unpack(read_weights(path))
-                dtype = dtype or _common_type(weights, path / "config.json")
+                layers = _take_layers(weights, how or {}, quant)
+                dtype = dtype or _common_type(weights, settings)
                 weights = {name: w.to(dtype or w.dtype) for name, w in weights.items()}
                 model = take_weights(config, weights, str(path))
+                _put_layers(model, layers, dtype, quant)
         if native and (path / "generation_config.json").is_file():
             model.generation_config = _open_generation(path / "generation_config.json")  # type: ignore
         net: Any = (
@@ -614,12 +691,57 @@ def _write_json(file: Path, data: dict) -> None:
     write_atomic(file, json.dumps(data, indent=2, sort_keys=True) + "\n")
 
 
+def _quantized_layers(model: nn.Module) -> dict[str, Linear4bit | Linear8bit]:
+    quantized = (Linear4bit, Linear8bit)
+    return {name: m for name, m in model.named_modules() if isinstance(m, quantized)}
+
+
+def _bitsandbytes_config(model: Transformer) -> dict[str, object]:
+    "What transformers must know to open our quantized layers; raises `ValueError` if it cannot."
+    layers = list(_quantized_layers(model).values())
+    first = layers[0]
+    if len({type(layer) for layer in layers}) > 1 or (
+        hf_architecture(model.config) == "GPT2LMHeadModel"
+    ):
+        raise ValueError(
+            "transformers opens no such model with few bits (GPT-2's layers, or layers of 4 and "
+            "of 8 bits): save it before quantize_model"
+        )
+    four = isinstance(first, Linear4bit)
+    how: dict[str, object] = dict(
+        quant_method="bitsandbytes",
+        load_in_4bit=four,
+        load_in_8bit=not four,
+        llm_int8_skip_modules=[n for n, m in model.named_modules() if type(m) is nn.Linear],
+    )
+    if isinstance(first, Linear8bit):
+        return how | dict(llm_int8_threshold=first.threshold)
+    compute = first.compute_dtype or model.lm_head.weight.dtype
+    return how | dict(
+        bnb_4bit_quant_type=first.quant_type,
+        bnb_4bit_use_double_quant=first.nested_absmax is not None,
+        bnb_4bit_compute_dtype=str(compute).removeprefix("torch."),
+        bnb_4bit_quant_storage="uint8",
+    )
+
+
+def _shapes(model: Transformer) -> dict[str, Tensor]:
+    "The weights of a model; a quantized one has its shape, and no memory."
+    weights = model.state_dict()
+    for name, layer in _quantized_layers(model).items():
+        for key in [key for key in weights if key.startswith((f"{name}.weight", f"{name}.SCB"))]:
+            del weights[key]
+        shape = layer.out_features, layer.in_features
+        weights[f"{name}.weight"] = torch.empty(shape, device="meta")
+    return weights
+
+
 def _write_model(model: Transformer, folder: Path) -> None:
     config = model.config
-    weights = model.state_dict()
     check_family_weights(
-        config, weights, "the model", "merge or remove what was added to it, then save"
+        config, _shapes(model), "the model", "merge or remove what was added to it, then save"
     )
+    weights = model.state_dict()
     if hf_architecture(config) is not None:
         data = json.loads(to_hf_config(config).to_json_string(use_diff=False))
         data |= dict(dtype=str(model.lm_head.weight.dtype).removeprefix("torch."))
@@ -629,6 +751,8 @@ def _write_model(model: Transformer, folder: Path) -> None:
             data |= dict(
                 rope_scaling={k: v for k, v in data["rope_parameters"].items() if k != "rope_theta"}
             )
+        if _quantized_layers(model):
+            data |= dict(quantization_config=_bitsandbytes_config(model))
         _write_json(folder / "config.json", data)
         weights = to_hf_weights(config, weights)
     if config.tie_embeddings:
@@ -666,7 +790,8 @@ def _write_ids(tokenizer: _Tokenizer | None, folder: Path) -> None:
 @torch.no_grad()
 def _verify(model: nn.Module, tokenizer: _Tokenizer | None, folder: Path) -> None:
     "Open the folder again, and compare logits and ids."
-    again, opened = load_pretrained(folder, native=not (folder / "config.json").is_file())
+    ours_only = not (folder / "config.json").is_file() or bool(_quantized_layers(model))
+    again, opened = load_pretrained(folder, native=ours_only)
     first = next(model.parameters())
     config = cast(Any, model.config)
     length = min(16, getattr(config, "max_seq_len", 16))
@@ -719,11 +844,10 @@ def save_pretrained(
         raise FileExistsError(
             f"{folder} holds '{strange[0]}', which is not part of a model: choose another folder"
         )
-    if any(isinstance(m, (Linear4bit, Linear8bit)) for m in model.modules()):
+    if not isinstance(model, Transformer) and _quantized_layers(model):
         raise ValueError(
-            "the model is quantized, and the format of transformers has other codes: save it "
-            "before quantize_model, and load_pretrained(folder, quant=QuantConfig(…)) makes it "
-            "so again, or write a quantized file with export_gguf"
+            "quantized layers are saved in our own Transformer only: save this model before "
+            "quantize_model, and load_pretrained(folder, quant=QuantConfig(…)) makes it so again"
         )
     _check_sizes(tokenizer, cast(Any, model.config).vocab_size)
     if isinstance(model, Transformer) and (reasons := unsupported_knobs(model.config)):

@@ -99,7 +99,7 @@ def find_model(
     from trainkit.interop.hf import read_config, read_model_settings
 
     try:
-        return read_config(name)
+        return read_config(name, few_bits=True)
     except ValueError as error:
         from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -143,6 +143,11 @@ def open_trained(
             f"the tokenizer has {len(tokenizer)} tokens and the model "
             f"{model.config.vocab_size}: they do not belong together"
         )
+    if not config.adapts and any(isinstance(m, (Linear4bit, Linear8bit)) for m in model.modules()):
+        raise ValueError(
+            f"the weights of {config.init_from} have few bits, so only an adapter can learn: "
+            "choose method lora or qlora, or start from the model in full precision"
+        )
     if config.model.gradient_checkpointing:
         model.config.gradient_checkpointing = True
     return model.train(), tokenizer
