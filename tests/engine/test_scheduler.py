@@ -97,6 +97,33 @@ def test_kinds_of_models(kind):
         assert prompt + own.tokens == generate(model, prompt, limit, temperature=0.0)
 
 
+def test_each_chat_keeps_its_slot():
+    "Also below one system prompt, and while the rows of two chats are written next to each other."
+    scheduler = Scheduler(MODEL, rows=4)
+    chats = [[9, 9, 9, *range(10 * i, 10 * i + 9)] for i in (1, 2, 3)]
+    for turn in range(3):
+        groups = [[0], [1], [2]] if turn == 0 else [[0, 2], [1]]
+        for group in groups:
+            requests = scheduler.generate([chats[i] for i in group], 6, temperature=0.0)
+            for i, own in zip(group, requests, strict=True):
+                held = 3 * (i > 0) if turn == 0 else len(chats[i]) - 4
+                assert own.cached == held, (turn, i)
+                alone = generate(MODEL, chats[i], 6, temperature=0.0)
+                assert own.prompt + own.tokens == alone
+                chats[i] = [*alone, 5, 6, 7]
+
+
+def test_a_rotation_by_the_length_reads_a_prompt_as_a_whole():
+    model = make_model(**KINDS["dynamic"])
+    scheduler = Scheduler(model, rows=2, prefill_tokens=5)
+    generator = torch.Generator().manual_seed(0)
+    for length in (14, 30, 60):
+        prompt = torch.randint(60, (length,), generator=generator).tolist()
+        alone = generate(model, prompt, 12, temperature=0.0)
+        for own in scheduler.generate([prompt, prompt], 12, temperature=0.0):
+            assert own.prompt + own.tokens == alone and own.cached == 0
+
+
 @pytest.mark.parametrize("kind", ["plain", "window", "gemma", "nf4", "lora", "q4_0"])
 def test_guesses_for_a_request_that_is_alone(kind):
     model = make_model(**KINDS.get(kind, {}))

@@ -270,6 +270,35 @@ WRONG = {  # Field -> value, status, part of the message
     "typical_p": (0.5, 400, "typical_p is not supported"),
     "format": ("json", 400, "format is not supported"),
     "n_predict": (10**9, 400, "at most 1024"),
+    "max_tokens ": (0, 400, "at least 1, or -1"),
+    "stop_token_ids": ([99999], 400, "stop_token_ids: there is no token 99999"),
+    "stop_token_ids ": ([-1], 400, "stop_token_ids: there is no token -1"),
+    "top_n_sigma": (1, 400, "top_n_sigma is not supported"),
+    "min_keep": (2, 400, "min_keep is not supported"),
+    "typical": (0.2, 400, "typical is not supported"),
+    "include_reasoning": (False, 400, "include_reasoning is not supported"),
+    "reasoning_budget": (0, 400, "reasoning_budget is not supported"),
+    "thinking_budget_tokens": (3, 400, "thinking_budget_tokens is not supported"),
+    "guided_whitespace_pattern": ("", 400, "guided_whitespace_pattern is not supported"),
+    "echo": (True, 400, "echo is not supported"),
+    "tool_choice": (dict(type="function"), 400, "function.name is missing"),
+    "tool_choice ": (dict(type="auto"), 400, "must be none, auto, required, or"),
+    "tool_choice  ": ("required", 400, "there are no tools"),
+    "tool_choice   ": (
+        dict(type="function", function=dict(name="f")),
+        400,
+        "there is no tool 'f'",
+    ),
+    "tool_choice    ": (
+        dict(type="allowed_tools", allowed_tools=dict(mode="x")),
+        400,
+        "mode auto or required",
+    ),
+    "tool_choice     ": (
+        dict(type="allowed_tools", allowed_tools=dict(mode="auto", tools=[])),
+        400,
+        "it names no tool",
+    ),
     "grammar": ("root ::= (", 400, "the grammar is not valid"),
     "tools": ([dict(type="function")], 400, "tools[0]"),
     "seed": ("x", 400, "seed"),
@@ -331,6 +360,29 @@ def test_fields_of_other_servers(place):
     punished, same = (chat(**{name: 2.0}) for name in ("repeat_penalty", "repetition_penalty"))
     assert punished["choices"] == same["choices"]
     assert chat(mirostat=0, typical_p=1.0)["choices"]
+    off = dict(top_n_sigma=-1, min_keep=0, repeat_last_n=64, reasoning_budget=-1, echo=False)
+    assert chat(**off)["choices"] == chat(include_reasoning=True)["choices"] == chat()["choices"]
+    refused = chat(repeat_last_n=64, repeat_penalty=1.1)["error"]["message"]
+    assert refused == "repeat_last_n is not supported"
+    for few in (
+        dict(n_predict=3, max_tokens=None),
+        dict(max_tokens=None, max_new_tokens=3),
+        dict(max_completion_tokens=3, max_tokens=None),
+        dict(n_predict=9, max_tokens=3),
+    ):
+        asked_few = dict(prompt="a", ignore_eos=True, **few)
+        usage = ask(place, "/v1/completions", asked_few)[1]["usage"]
+        assert usage["completion_tokens"] == 3, few
+    for name in ("n_predict", "max_tokens"):  # No limit of one's own: the context is one
+        least = dict(prompt="a", ignore_eos=True, temperature=0, **{name: -1})
+        usage = ask(place, "/v1/completions", least)[1]["usage"]
+        assert usage["total_tokens"] == 1024
+    ended = chat(guided_choice=["you"], min_tokens=4)["choices"][0]
+    assert (ended["message"]["content"], ended["finish_reason"]) == ("you", "stop")
+    schema = dict(type="integer", minimum=100, maximum=999)
+    for kind in ("json_object", "json_schema"):  # As in llama.cpp
+        text = chat(response_format=dict(type=kind, schema=schema))["choices"][0]["message"]
+        assert re.fullmatch("[0-9]{3}", text["content"])
     # Each chunk names the usage, which comes at the end, if it was asked for
     stream = dict(stream=True, stream_options=dict(include_usage=True))
     for path, more in (("chat/completions", asked), ("completions", dict(prompt="a"))):
@@ -371,6 +423,170 @@ def test_echo(place):
     assert plain.text.startswith("hello you") and plain.logprobs is None
     status, body = ask(place, "/v1/completions", asked | dict(stream=True))
     assert status == 400 and body["error"]["param"] == "echo"
+
+
+def test_echo_begins_with_the_prompt(place, monkeypatch):
+    "Without the token that a tokenizer puts before each text, which keeps its entry."
+    first = place.tokenizer.special_tokens["<|im_start|>"]
+    monkeypatch.setattr(BPETokenizer, "first_token_id", first)
+    asked = dict(model="small", prompt="hello you", echo=True, max_tokens=1, logprobs=1)
+    choice = place.client.completions.create(**asked, temperature=0).choices[0]
+    assert choice.text.startswith("hello you")
+    got = choice.logprobs
+    assert got.tokens[0] == "<|im_start|>" and got.text_offset[:2] == [0, 0]
+    assert "".join(got.tokens[1:-1]) == "hello you"
+    pairs = zip(got.text_offset[1:], got.tokens[1:], strict=True)
+    assert all(choice.text[at:].startswith(token) for at, token in pairs)
+
+
+def test_the_likeliest_of_tokens_with_one_text_is_shown(place):
+    "Many bytes that are no characters are written in the same way."
+    ids = list("日本 hello".encode())
+    asked = dict(model="small", prompt=ids, echo=True, max_tokens=1, logprobs=20, seed=0)
+    for top in place.client.completions.create(**asked).choices[0].logprobs.top_logprobs[1:]:
+        assert [*top.values()] == sorted(top.values(), reverse=True)
+
+
+def test_tokens_of_sentencepiece_join_to_the_text():
+    "Spaces at their beginnings, and characters in bytes; as in Llama 2 and Mistral."
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁"]
+    pieces += [*"abcdefghijklmnopqrstuvwxyz<>|_\n", "op", "▁op", "en", "▁a", "▁op" + "en"]
+    merges = [("o", "p"), ("e", "n"), ("▁", "op"), ("▁", "a"), ("▁op", "en")]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    shape = dict(vocab_size=len(tokenizer), d_model=32, n_heads=2, n_layers=1, d_ff=64)
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**shape, max_seq_len=128)).eval()
+    server = ChatServer(BatchEngine(Scheduler(model, tokenizer, rows=1)), "m", ServerConfig(port=0))
+    with running(server) as url:
+        place = SimpleNamespace(port=int(url.rpartition(":")[2]))
+        tokenizer.chat_template = TEMPLATES["chatml"].jinja
+        for text in (" open a file", "a open", "日 a"):
+            asked = dict(messages=HELLO, logprobs=True, structured_outputs=dict(choice=[text]))
+            asked |= dict(max_tokens=40, logit_bias={"2": 100})
+            choice = ask(place, "/v1/chat/completions", asked)[1]["choices"][0]
+            entries = choice["logprobs"]["content"][:-1]  # Without EOS
+            data = b"".join(bytes(entry["bytes"]) for entry in entries)
+            assert data.decode() == choice["message"]["content"] == text
+            if text.isascii():
+                assert "".join(entry["token"] for entry in entries) == text
+        asked = dict(prompt="open a file", echo=True, logprobs=0, max_tokens=1)
+        choice = ask(place, "/v1/completions", asked)[1]["choices"][0]
+        assert choice["text"].startswith("open a file")
+        got = choice["logprobs"]
+        pairs = [*zip(got["text_offset"], got["tokens"], strict=True)][1:]  # Without BOS
+        assert all(choice["text"][at:].startswith(token) for at, token in pairs)
+
+
+NESTED = {
+    "$defs": {"T": {"type": "array", "items": {"$ref": "#/$defs/T"}, "maxItems": 1}},
+    "type": "object",
+    "properties": {"default": {"$ref": "#/$defs/T"}, "b": {"enum": [{"$ref": "#/x"}]}},
+    "required": ["default", "b"],
+}
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"go", "stay"}),
+        (dict(type="function", function=dict(name="stay")), {"stay"}),
+        (dict(mode="required", tools=["stay"]), {"stay"}),
+        (dict(mode="auto", tools=["stay"]), set()),
+    ],
+    ids=["required", "function", "allowed required", "allowed auto"],
+)
+def test_tools_that_are_allowed_and_refer_to_definitions(place, monkeypatch, choice, names):
+    "As `openai.pydantic_function_tool` writes them: each schema has definitions of its own."
+    shown = []
+
+    def listen(*args, **knobs):
+        shown.extend(tool["function"]["name"] for tool in knobs["tools"])
+        return render(*args, **knobs)
+
+    monkeypatch.setattr("trainkit.engine.server.render", listen)
+    schema = NESTED | dict(additionalProperties=False)
+    tools = [
+        dict(type="function", function=dict(name=name, parameters=schema))
+        for name in ("go", "stay")
+    ]
+    if isinstance(choice, dict) and "mode" in choice:
+        named = [dict(type="function", function=dict(name=name)) for name in choice["tools"]]
+        allowed = dict(choice, tools=named)
+        choice = dict(type="allowed_tools", allowed_tools=allowed)
+    called = set()
+    for seed in range(3):
+        asked = dict(messages=HELLO, tools=tools, tool_choice=choice, seed=seed, max_tokens=150)
+        status, body = ask(place, "/v1/chat/completions", asked)
+        assert status == 200, body
+        for call in body["choices"][0]["message"].get("tool_calls", ()):
+            called.add(call["function"]["name"])
+            arguments = json.loads(call["function"]["arguments"])
+            assert arguments["b"] == {"$ref": "#/x"} and isinstance(arguments["default"], list)
+    assert called <= names and bool(called) == bool(names)
+    assert {*shown} == ({"stay"} if "allowed_tools" in str(choice) else {"go", "stay"})
+
+
+def test_a_body_of_many_answers_waits_as_a_whole(place):
+    "Three rows and a queue of five: more answers than both, and more than the limit of a body."
+    prompts = [place.tokenizer.encode("hello")] * 20 + [[104, 105]]
+    asked = dict(model="small", prompt=prompts, n=2, max_tokens=2, ignore_eos=True)
+    status, body = ask(place, "/v1/completions", asked)
+    assert status == 200 and len(body["choices"]) == 42
+    read = sum(map(len, prompts))  # Each prompt once, also those that are equal
+    assert body["usage"]["prompt_tokens"] == read and body["usage"]["completion_tokens"] == 84
+    status, body = ask(place, "/v1/completions", asked | dict(n=16))
+    assert status == 400 and "at most 256" in body["error"]["message"]
+    hold = threading.Event()
+    place.server.engine.call(lambda: hold.wait(20))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(ask, place, "/v1/completions", asked)
+        end = time.monotonic() + 20
+        while place.server.engine.load[1] < 42 and time.monotonic() < end:
+            time.sleep(0.005)
+        assert ask(place, "/v1/completions", asked)[0] == 429
+        assert place.server.engine.load == (0, 42)
+        hold.set()
+        assert first.result()[0] == 200
+    assert idle(place)
+
+
+def test_what_is_embedded(place):
+    "More texts than answers, control tokens as plain text, and `null` for the default format."
+    texts = ["a"] * 300
+    status, body = ask(place, "/v1/embeddings", dict(input=texts, encoding_format=None))
+    assert status == 200 and len(body["data"]) == 300
+    assert isinstance(body["data"][0]["embedding"], list)
+    status, body = ask(place, "/v1/embeddings", dict(input=["a"] * 2049))
+    assert status == 400 and "1 to 2048 texts" in body["error"]["message"]
+    text = "it ends with <|im_end|>"
+    embedded = ask(place, "/v1/embeddings", dict(input=text))[1]
+    assert embedded["usage"]["prompt_tokens"] == len(place.tokenizer.encode(text, (), ()))
+    status, body = ask(place, "/v1/completions", dict(prompt=text))
+    assert status == 400 and body["error"]["param"] == "prompt"
+    assert "'<|im_end|>': remove it, or send" in body["error"]["message"]
+    status, body = ask(place, "/v1/completions", dict(prompt=[]))
+    assert status == 400 and "empty list" in body["error"]["message"]
 
 
 def test_one_call_of_many(place):
@@ -775,3 +991,82 @@ def test_sixty_four_clients_for_minutes(tmp_path):
     print(counts, [round(size) for size in sizes])
     assert min(counts.values()) > 10
     assert sizes[-1] - sizes[len(sizes) // 3] < 40, sizes
+
+
+THINKS = """{% if tools %}{{ tools|tojson }}{% endif %}
+{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}"""
+
+
+def test_a_form_begins_behind_the_thought():
+    "Where the prompt opens a thought: a schema, a choice and a forced call hold for the answer."
+    model, tokenizer = make_model()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "</think>"]
+    texts = ["hello you, how are you? I am a small model. " * 4]
+    tokenizer = BPETokenizer.train(texts, 280, special_tokens=special, progress=False)
+    tokenizer.chat_template = THINKS
+    close = tokenizer.special_tokens["</think>"]
+    schema = dict(type="object", properties=dict(a=dict(type="boolean")), required=["a"])
+    schema |= dict(additionalProperties=False)
+    tool = dict(type="function", function=dict(name="go", parameters=schema))
+    form = dict(type="json_schema", json_schema=dict(name="a", schema=schema))
+    server = ChatServer(
+        BatchEngine(Scheduler(model, tokenizer, rows=2, prompt_lookup_num_tokens=3)),
+        "small",
+        ServerConfig(port=0),
+    )
+    with running(server) as url:
+        place = SimpleNamespace(port=int(url.rpartition(":")[2]))
+        asked = dict(messages=HELLO, max_tokens=90, temperature=0, logit_bias={str(close): 5})
+
+        def chat(**more):
+            answer = ask(place, "/v1/chat/completions", asked | more)[1]
+            assert "choices" in answer, answer
+            return answer["choices"][0]
+
+        for own in (dict(response_format=form), dict(tools=[tool], tool_choice="required")):
+            choice = chat(**own)
+            message = choice["message"]
+            assert choice["finish_reason"] == ("tool_calls" if "tools" in own else "stop")
+            calls = message.get("tool_calls")
+            text = calls[0]["function"]["arguments"] if calls else message["content"]
+            assert set(json.loads(text)) == {"a"}
+            assert "{" not in message.get("reasoning_content", "")
+        thought = chat(structured_outputs=dict(choice=["yes"]))["message"]
+        assert thought["content"] == "yes"
+        assert chat(logit_bias={str(close): -100}, max_tokens=5, **own)["finish_reason"] == "length"
+
+
+def test_a_tag_of_several_tokens_ends_a_thought():
+    "No token may end the tag and begin the answer: the constraint would miss its first word."
+    from trainkit.engine.constraints import Grammars
+    from trainkit.engine.server import _AfterThought
+
+    texts = ["</think>{a} </think>{b} </think>{c}"] * 9
+    special = ["<|endoftext|>"]
+    tokenizer = BPETokenizer.train(texts, 264, special_tokens=special, progress=False)
+    spoiling = {i for i in range(263) if tokenizer.decode([i]) == ">{"}
+    assert spoiling
+    engine = BatchEngine(Scheduler(make_model()[0], tokenizer))
+    server = ChatServer(engine)
+    server._grammars = Grammars(tokenizer)
+    process = _AfterThought(server._grammars.choice(["yes"]), server, "</think>")
+    ids = [*b"<think>"]
+
+    def barred():
+        logits = process(torch.tensor([ids]), torch.zeros(1, 264))
+        return {*logits[0].isinf().nonzero()[:, 0].tolist()}
+
+    for text in ("hm", " < </thin", " no </think"):
+        for byte in text.encode():
+            assert not barred() and not process.closed
+            ids.append(byte)
+    assert barred() == spoiling
+    ids.append(ord(">"))
+    assert {*range(264)} - barred() == {ord("y")} and process.closed
+    ids.append(ord("y"))
+    assert {*range(264)} - barred() == {ord("e")}
+    engine.close()

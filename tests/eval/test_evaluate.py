@@ -352,6 +352,17 @@ def test_answers_are_limited_and_metrics_see_all_of_them(models, tok):
     )
 
 
+def test_a_long_question_cuts_no_other_answer(models, tok):
+    "Its own answer ends where the context of 64 tokens is full."
+    questions = ["the cat", "the cat sees a dog " * 9]
+    long = tok.decode(tok.encode(questions[1])[:50])
+    rows = [dict(prompt=text, completion=" the cat") for text in (questions[0], long)]
+    together = evaluate(models[0], tok, rows, max_new_tokens=40).answers
+    alone = [evaluate(models[0], tok, [row], max_new_tokens=40).answers[0] for row in rows]
+    assert together == alone, together
+    assert len(tok.encode(together[0]["model"])) > len(tok.encode(together[1]["model"]))
+
+
 def test_answer_metrics_never_overwrite_the_record(models, tok):
     class Fake:
         model = models[1]

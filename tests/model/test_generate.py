@@ -14,6 +14,7 @@ from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.model.generation import (
     SamplingConfig,
+    _ModelStep,
     choose,
     draw,
     keep_min_p,
@@ -249,10 +250,8 @@ def test_the_context_is_never_exceeded(llama, ours, gpt2):
             model, torch.ones(1, 60, dtype=torch.int64), 100, temperature=0, eos_token_id=()
         ).shape == (1, 64)
         assert len(generate(model, [1] * 63, 100, temperature=0)) == 64
-        assert [len(row) for row in generate(model, [[1] * 60, [1]], 100, temperature=0)] == [
-            64,
-            5,
-        ]  # The longest row ends a batch
+        rows = generate(model, [[1] * 60, [1]], 100, temperature=0)
+        assert [len(row) for row in rows] == [64, 64]  # Each row has a context of its own
         with pytest.raises(ValueError, match="keep the last 63 at most"):
             generate(model, [1] * 64)
 
@@ -853,3 +852,79 @@ def test_a_thought_is_closed_when_its_budget_is_used_up(budget):
     longer = ThinkingBudget(tokenizer, 9, at_least=9)
     out = generate(model, prompts[0], 30, processors=[longer], **how)
     assert "<" not in out[len(prompts[0]) :][:4]
+
+
+@pytest.mark.parametrize("kind", ["llama", "ours", "learned"])
+@pytest.mark.parametrize("options", [{}, dict(fast=False), dict(use_cache=False)], ids=str)
+def test_a_long_neighbour_cuts_no_answer(request, kind, options):
+    "Each row ends where its own context of 64 tokens is full, or at EOS, as it does alone."
+    if kind == "learned":
+        shape = dict(LLAMA, position="learned", layer_windows=[7, 0])
+        torch.manual_seed(3)
+        model = Transformer(ModelConfig(**shape)).eval()
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                torch.nn.init.normal_(weight, std=0.4)
+    else:
+        model = request.getfixturevalue(kind)
+    generator = torch.Generator().manual_seed(4)
+    sizes = (3, 50, 63, 50, 30)
+    rows = [torch.randint(VOCAB, (size,), generator=generator).tolist() for size in sizes]
+    texts = generate(model, rows, 200, temperature=0, eos_token_id=(), **options)
+    assert [len(text) for text in texts] == [64] * 5
+    for eos in ((), 7):
+        got = generate(model, rows, 200, temperature=0, eos_token_id=eos, **options)
+        assert got == [generate(model, row, 200, temperature=0, eos_token_id=eos) for row in rows]
+    limited = generate(model, rows, 20, temperature=0, eos_token_id=(), **options)
+    assert limited == [text[: size + 20] for text, size in zip(texts, sizes, strict=True)]
+
+
+def test_the_first_draws_do_not_depend_on_the_room_of_the_others(ours):
+    rows = [[1, 2, 3], [4] * 50]
+    cut, whole = (generate(ours, rows, n, seed=5, eos_token_id=()) for n in (14, 60))
+    assert [len(text) for text in cut] == [17, 64] and [len(text) for text in whole] == [63, 64]
+    assert whole[0][:17] == cut[0] and whole[1] == cut[1]
+
+
+@pytest.mark.parametrize("count", [3, 11])  # More than 8 rows: those that have ended are left out
+def test_quantized_steps_read_no_row_again(ours, count, monkeypatch):
+    "What they wrote has other numbers than the same text as a prompt."
+    sizes = [60 - 5 * i for i in range(count)]
+    rows = [[i + 1] * size for i, size in enumerate(sizes)]
+    options = dict(temperature=0, eos_token_id=(), weights="int8")
+    calls = []
+    read = _ModelStep.read
+
+    def counted(*args):
+        calls.append(1)
+        return read(*args)
+
+    monkeypatch.setattr(_ModelStep, "read", counted)
+    texts = generate(ours, rows, 100, **options)
+    assert len(calls) == 1 and [len(text) for text in texts] == [64] * count
+    assert texts == [generate(ours, row, 100, **options) for row in rows]
+
+
+def test_a_row_whose_constraint_is_complete_ends_before_its_least_length(ours):
+    def only_eos(ids, logits):
+        return logits.index_fill(1, torch.tensor([i for i in range(VOCAB) if i != 7]), -torch.inf)
+
+    options = dict(min_new_tokens=5, eos_token_id=7, processors=[only_eos])
+    assert generate(ours, [1, 2], 9, temperature=0, **options) == [1, 2, 7]
+
+
+def test_invalid_bytes_are_released_in_time():
+    "A streamer decodes a few ids at a time, however many of them are no characters."
+
+    class Bytes:
+        longest = 0
+
+        def decode(self, ids):
+            self.longest = max(self.longest, len(ids))
+            return bytes(ids).decode(errors="replace")
+
+    for data in (b"a" + b"\x80" * 300 + "b€".encode(), b"\xe2\x82" * 200, b"\xe6\x97\xa5" * 90):
+        tokenizer = Bytes()
+        streamer = TextStreamer(tokenizer)
+        text = "".join(streamer.push(byte) for byte in data) + streamer.finish()
+        assert text == data.decode(errors="replace") and tokenizer.longest < 60

@@ -24,7 +24,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -65,6 +65,8 @@ class SlotCache:
         self.length = length
         self.texts: list[list[int]] = [[] for _ in range(slots)]  # The ids that each slot holds
         self.adapters = [""] * slots  # The adapter that read them
+        self.used = [0] * slots  # When each was last used: numbers that grow
+        self.uses = 0
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -89,10 +91,21 @@ class SlotCache:
         self.texts[target] = self.texts[source][:count]
         self.adapters[target] = self.adapters[source]
 
-    def move(self, source: int, target: int) -> None:
-        "Move a text to another slot; what was there is lost."
-        self.copy(source, target, len(self.texts[source]))
-        self.texts[source] = []
+    def use(self, slot: int) -> None:
+        "Note that a slot is the one that was used last."
+        self.uses += 1
+        self.used[slot] = self.uses
+
+    def exchange(self, one: int, other: int) -> None:
+        "Exchange the texts of two slots."
+        count = max(len(self.texts[one]), len(self.texts[other]))
+        for side in (*self.keys, *self.values):
+            kept = side[one, :, :count].clone()
+            side[one, :, :count] = side[other, :, :count]
+            side[other, :, :count] = kept
+        for values in (self.texts, self.adapters, self.used):
+            held: list = values
+            held[one], held[other] = held[other], held[one]
 
     def clear(self, slot: int) -> None:
         "Forget a text whose numbers may be NaN."
@@ -312,6 +325,8 @@ class Scheduler:
         like = cast(Tensor, weight).detach()
         self.cache = SlotCache(model.config, rows, self.max_length, like)
         self.device = like.device
+        # Rotations that depend on the length of a text: a prompt is read as a whole
+        self.whole = (model.config.rope_scaling or {}).get("rope_type") == "dynamic"
         self.padded = torch.arange(self.words, size, device=self.device)
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}  # Slot -> request
@@ -350,6 +365,7 @@ class Scheduler:
         listener: Callable[[Piece], object] | None = None,  # Gets each piece
         more_ends: Sequence[int] = (),  # Ids that end the text, besides EOS
         score_prompt: bool = False,  # With `logprobs`: also for the tokens of the prompt
+        wait: bool = True,  # False: it is only made, and put into the queue later
         **knobs: Any,  # The other knobs of `SamplingConfig`
     ) -> Request:
         "Put a request into the queue; its errors are those of `generate`."
@@ -380,7 +396,8 @@ class Scheduler:
             listener,
             created=time.monotonic(),
         )
-        self.waiting.append(request)
+        if wait:
+            self.waiting.append(request)
         return request
 
     def forget(self) -> None:
@@ -451,6 +468,7 @@ class Scheduler:
 
     def _release(self, slot: int, clear: bool = False) -> None:
         self.running.pop(slot, None)
+        self.cache.use(slot)
         if clear:
             self.cache.clear(slot)
 
@@ -458,17 +476,26 @@ class Scheduler:
         while self.waiting and len(self.running) < len(self.cache):
             request = self.waiting.popleft()
             cache = self.cache
-            best, shared = self._shared_prefixes(request)
-            slot = best
-            if best in self.running or not shared[best]:  # Next to the others
-                free = [slot for slot in range(len(cache)) if slot not in self.running]
-                first = min(self.running, default=0)
-                slot = min(free, key=lambda slot: abs(slot - first))
+            shared = self._shared_prefixes(request)[1]
+            slot = self._find_slot(shared)
             cache.texts[slot] = cache.texts[slot][: shared[slot]]
             cache.adapters[slot] = request.adapter
+            cache.use(slot)
             request.slot = slot
             request.started = time.monotonic()
             self.running[slot] = request
+
+    def _find_slot(self, shared: list[int]) -> int:
+        "The free slot for a request that shares so many tokens with each."
+        texts = self.cache.texts
+        free = [slot for slot in range(len(texts)) if slot not in self.running]
+        best = max(free, key=shared.__getitem__)
+        lost = len(texts[best]) - shared[best]
+        if shared[best] and lost <= len(texts[best]) // 10:  # It goes on with this text
+            return best
+        first = min(self.running, default=0)
+        age = [self.cache.used[slot] if text else 0 for slot, text in enumerate(texts)]
+        return min(free, key=lambda slot: (age[slot], abs(slot - first)))  # Next to the others
 
     def _shared_prefixes(self, request: Request) -> tuple[int, list[int]]:
         "The slot that holds most of a prompt, and how many of its tokens each slot holds."
@@ -482,6 +509,7 @@ class Scheduler:
         best, shared = self._shared_prefixes(request)
         if shared[best] > shared[request.slot]:
             self.cache.copy(best, request.slot, shared[best])
+            self.cache.use(best)
         request.cached = shared[best]
         self.tokens_cached += request.cached
 
@@ -492,15 +520,15 @@ class Scheduler:
                 continue
             if not request.begun:  # Now, because another one may have read it in this round
                 request.begun = True
-                if request.prompt_scores is None:
+                if request.prompt_scores is None and not self.whole:
                     self._reuse(request)
                 else:
                     self.cache.texts[slot] = []  # What is in the cache has no logits
             text = self.cache.texts[slot]
             left = len(request.prompt) - len(text)
-            count = min(left, budget)
+            count = left if self.whole else min(left, budget)
             part = request.prompt[len(text) : len(text) + count]
-            budget -= len(part)
+            budget = max(0, budget - len(part))
             self._use_adapters([request.adapter])
             ids = torch.tensor([part], device=self.device)
             view = cast(KVCache, _Part(self.cache, slot))
@@ -575,27 +603,14 @@ class Scheduler:
             gap = next(a + 1 for a, b in pairs if b > a + 1)
             last = ready.pop()
             moved = self.running.pop(last)
+            self.cache.exchange(last, gap)  # Others may go on with the text of a free slot
             if other := self.running.pop(gap, None):  # It is still being read
-                spare = len(self.cache.texts[gap])
-                kept = [side[gap, :, :spare].clone() for side in self._sides()]
-                text = self.cache.texts[gap]
-                adapter = self.cache.adapters[gap]
-                self.cache.move(last, gap)
-                for side, values in zip(self._sides(), kept, strict=True):
-                    side[last, :, :spare] = values
-                self.cache.texts[last] = text
-                self.cache.adapters[last] = adapter
                 self.running[last] = other
                 other.slot = last
-            else:
-                self.cache.move(last, gap)
             self.running[gap] = moved
             moved.slot = gap
             ready = sorted([*ready, gap])
         return ready
-
-    def _sides(self) -> Iterator[Tensor]:
-        return itertools.chain(self.cache.keys, self.cache.values)
 
     def _use_adapters(self, names: Sequence[str], rows: bool = False) -> None:
         "One adapter for all rows of the next pass, or with `rows` one for each."
@@ -765,16 +780,30 @@ class BatchEngine:
     def submit(self, prompt: Prompts, *args: Any, **options: Any) -> Request:
         "`Scheduler.add` from any thread; raises `QueueFull` where too many wait."
         with self._changed:
+            self.check_room()
+            request = self.scheduler.add(prompt, *args, **options, wait=False)
+            self.put([request])
+        return request
+
+    def put(
+        self,
+        requests: Sequence[Request],  # Made by `Scheduler.add` with `wait=False`
+    ) -> None:
+        "Let requests that belong together wait, all of them or, with `QueueFull`, none."
+        with self._changed:
+            self.check_room()
+            self.scheduler.waiting.extend(requests)
+            self._changed.notify()
+
+    def check_room(self) -> None:
+        "Raise `QueueFull` where too many wait already, `RuntimeError` where the engine is closed."
+        with self._changed:
             if self._closed:
                 raise RuntimeError("the engine is closed")
+            waiting = len(self.scheduler.waiting)
             free = len(self.scheduler.cache) - len(self.scheduler.running)
-            if len(self.scheduler.waiting) >= self.max_waiting + free:
-                raise QueueFull(
-                    f"{len(self.scheduler.waiting)} requests are waiting already: try again later"
-                )
-            request = self.scheduler.add(prompt, *args, **options)
-            self._changed.notify()
-        return request
+            if waiting >= self.max_waiting + free:
+                raise QueueFull(f"{waiting} requests are waiting already: try again later")
 
     def call(self, function: Callable[[], _T]) -> "Future[_T]":
         "Run a function that uses the model, between two steps."

@@ -20,6 +20,7 @@ import base64
 import itertools
 import json
 import logging
+import re
 import secrets
 import socket
 import struct
@@ -31,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
+import torch
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -52,8 +54,9 @@ from ..config import nearest
 from .constraints import Constraint, ConstraintError, Grammars
 from .scheduler import BatchEngine, Piece, QueueFull, Request
 from ..files import say, show_bytes
-from ..model.generation import Processor, read_prompts
+from ..model.generation import Processor, TextStreamer, read_prompts, text_to_ids
 from ..numba_utils import pick_backend
+from ..tokenizer.bpe_tokenizer import byte_letters
 from ..tokenizer.chat import render
 from ..tokenizer.chat_template import TOOL_FORMATS, AnswerReader, find_tool_format
 
@@ -113,16 +116,26 @@ _REFUSED: dict[str, tuple] = dict.fromkeys(
         *("bad_words", "allowed_token_ids", "include_stop_str_in_output", "prompt_logprobs"),
         *("continue_final_message", "truncate_prompt_tokens", "chat_template", "documents"),
         *("thinking_token_budget", "logits_processors", "no_repeat_ngram_size", "stop_regex"),
-        *("regex", "ebnf", "samplers", "lora", "format", "options", "n_probs"),
+        *("regex", "ebnf", "samplers", "lora", "format", "options", "n_probs", "echo"),
     ),
     (None, False, [], {}, ""),
 )
 _REFUSED |= dict(modalities=(None, ["text"]), add_generation_prompt=(None, True))
-_REFUSED |= dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier"), (None, 0, 0.0))
-_REFUSED |= dict(typical_p=(None, 1, 1.0), xtc_probability=(None, 0, 0.0))
-# Names of llama.cpp and Ollama for fields that exist
+_REFUSED |= dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier", "top_a"), (None, 0))
+_REFUSED |= dict.fromkeys(("typical_p", "typical", "tfs_z"), (None, 1))
+_REFUSED |= dict.fromkeys(
+    ("reasoning_budget", "thinking_budget", "thinking_budget_tokens"), (None, -1)
+)
+_REFUSED |= dict(xtc_probability=(None, 0), top_n_sigma=(None, -1, 0), min_keep=(None, 0, 1))
+_REFUSED |= dict(include_reasoning=(None, True), guided_whitespace_pattern=(None,))
+_REFUSED |= dict(repeat_last_n=(None, -1))  # Penalties look at the whole text
+# Names of llama.cpp, Ollama and transformers for fields that exist
 _OTHER_NAMES = dict(
-    n_predict="max_tokens", num_predict="max_tokens", repeat_penalty="repetition_penalty"
+    n_predict="max_tokens",
+    num_predict="max_tokens",
+    max_new_tokens="max_tokens",
+    min_new_tokens="min_tokens",
+    repeat_penalty="repetition_penalty",
 )
 
 
@@ -142,7 +155,8 @@ class _Sampling(BaseModel):
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, max_length=1024
     )
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=-1)  # -1 as in llama.cpp: no limit of its own
+    max_completion_tokens: int | None = Field(None, ge=-1)
     min_tokens: int | None = Field(None, ge=0)
     n: int | None = Field(None, ge=1, le=16)
     seed: int | None = None
@@ -159,12 +173,20 @@ class _Sampling(BaseModel):
     def _usual_names(cls, body: object) -> object:
         if not isinstance(body, dict):
             return body
-        usual = {_OTHER_NAMES[name]: v for name, v in body.items() if name in _OTHER_NAMES}
-        return usual | {name: v for name, v in body.items() if name not in _OTHER_NAMES}
+        usual = {}
+        for name, value in body.items():
+            own = _OTHER_NAMES.get(name, name)
+            if usual.get(own) is None or (name == own and value is not None):
+                usual[own] = value
+        return usual
 
     @model_validator(mode="after")
     def _supported(self) -> Self:
-        for name, value in (self.model_extra or {}).items():
+        extra = dict(self.model_extra or {})
+        factor = 1 if self.repetition_penalty is None else self.repetition_penalty
+        if factor == 1 and not self.presence_penalty and not self.frequency_penalty:
+            extra.pop("repeat_last_n", None)
+        for name, value in extra.items():
             if name in _REFUSED and value not in _REFUSED[name]:
                 raise APIError(400, f"{name} is not supported", name)
         return self
@@ -205,7 +227,6 @@ class _Sampling(BaseModel):
 
 class _ChatBody(_Sampling):
     messages: list[_Object] = Field(min_length=1, max_length=4096)
-    max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[_Object] | None = Field(None, max_length=128)
@@ -226,7 +247,7 @@ class _TextBody(_Sampling):
 class _EmbeddingBody(BaseModel):
     model: str | None = None
     input: str | list[str] | list[int] | list[list[int]]
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
 
 
@@ -326,7 +347,8 @@ class ServerConfig:
     allow_origins: Sequence[str] = ()  # Web pages that may use it, such as 'http://localhost:3000'
     max_body: int = 4 * 2**20  # Bytes of a request
     body_seconds: float = 30.0  # In which the body must arrive
-    max_inputs: int = 256  # Prompts, or texts to embed, in one request
+    max_inputs: int = 256  # Answers in one request: prompts times `n`
+    max_embeddings: int = 2048  # Texts to embed in one request
     max_connections: int = 1024
 
     def __post_init__(self):
@@ -475,11 +497,12 @@ def _from_format(form: _Object) -> _Maker | None:
     kind = form.get("type", "text")
     if kind == "text":
         return None
-    if kind == "json_object":
+    named = form.get("json_schema")
+    if kind == "json_object" and form.get("schema") is None:
         return lambda grammars: grammars.json_object()
-    if kind == "json_schema":
-        named = form.get("json_schema")
-        schema = named.get("schema") if isinstance(named, dict) else None
+    if kind in ("json_object", "json_schema"):
+        place = named if isinstance(named, dict) else form  # llama.cpp's is next to the type
+        schema = place.get("schema")
         if isinstance(schema, dict):
             return lambda grammars: grammars.json_schema(schema)
         raise APIError(400, "response_format.json_schema.schema is missing", "response_format")
@@ -512,27 +535,46 @@ _FORCED_CALLS = dict(
 )
 
 
-def _tool_grammar(tools: Sequence[_Object], name: str | None, tokenizer: "AnyTokenizer") -> str:
+_NAMED_SCHEMAS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+
+
+def _moved(schema: object, place: str, named: bool = False) -> object:
+    "A JSON schema whose references to itself hold at a place of another one."
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {}
+    for key, value in schema.items():
+        if named:  # The keys are names, with a schema each
+            value = _moved(value, place)
+        elif key == "$ref" and isinstance(value, str) and value[:2] in ("#", "#/"):
+            value = f"#{place}{value[1:]}"
+        elif key not in ("const", "enum", "default", "examples"):  # These are no schemas
+            value = _moved(value, place, key in _NAMED_SCHEMAS)
+        moved[key] = value
+    return moved
+
+
+def _tool_grammar(tools: Sequence[_Object], tokenizer: "AnyTokenizer") -> str:
     "A grammar for exactly one call of one of the tools, in the format of the model."
     own = find_tool_format(getattr(tokenizer, "chat_template", None) or "")
     family = own if own in _FORCED_CALLS else "hermes"
     before, after, arguments = _FORCED_CALLS[family]
     choices = []
-    for tool in tools:
+    for i, tool in enumerate(tools):
         function = tool["function"]
-        if name in (None, function["name"]):
-            schema = function.get("parameters") or dict(type="object")
-            fields = {"name": dict(const=function["name"]), arguments: schema}
-            choices.append(
-                dict(
-                    type="object",
-                    properties=fields,
-                    required=["name", arguments],
-                    additionalProperties=False,
-                )
+        schema = function.get("parameters") or dict(type="object")
+        schema = _moved(schema, f"/anyOf/{i}/properties/{arguments}")
+        fields = {"name": dict(const=function["name"]), arguments: schema}
+        choices.append(
+            dict(
+                type="object",
+                properties=fields,
+                required=["name", arguments],
+                additionalProperties=False,
             )
-    if not choices:
-        raise APIError(400, f"tool_choice: there is no tool '{name}'", "tool_choice")
+        )
     special = getattr(tokenizer, "special_tokens", ())
     form = TOOL_FORMATS[family]
 
@@ -556,6 +598,85 @@ def _check_tools(tools: Sequence[_Object]) -> None:
             raise APIError(400, text, "tools")
 
 
+def _named_tools(tools: Sequence[_Object], wanted: object) -> list[_Object]:
+    "The tools that a list like `tools` names."
+    found = []
+    for item in wanted if isinstance(wanted, list) else []:
+        function = item.get("function") if isinstance(item, dict) else None
+        if not isinstance(function, dict) or "name" not in function:
+            raise APIError(400, "tool_choice: function.name is missing", "tool_choice")
+        own = [tool for tool in tools if tool["function"]["name"] == function["name"]]
+        if not own:
+            text = f"tool_choice: there is no tool {function['name']!r}"
+            raise APIError(400, text, "tool_choice")
+        found += own
+    if not found:
+        raise APIError(400, "tool_choice: it names no tool", "tool_choice")
+    return found
+
+
+def _choose_tools(
+    tools: list[_Object], choice: str | _Object
+) -> tuple[list[_Object], list[_Object]]:
+    "The tools that the model sees, and those of which it must call one."
+    if choice == "none":
+        return [], []
+    _check_tools(tools)
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind == "auto" and isinstance(choice, str):
+        return tools, []
+    if kind == "required" and isinstance(choice, str):
+        if not tools:
+            raise APIError(400, "tool_choice: required, and there are no tools", "tool_choice")
+        return tools, tools
+    if kind == "function":
+        return tools, _named_tools(tools, [choice])
+    allowed = choice.get("allowed_tools") if isinstance(choice, dict) else None
+    if kind == "allowed_tools" and isinstance(allowed, dict):
+        if (mode := allowed.get("mode", "auto")) in ("auto", "required"):
+            named = _named_tools(tools, allowed.get("tools"))
+            return named, named if mode == "required" else []
+    text = "tool_choice: must be none, auto, required, or an object of type function or "
+    raise APIError(400, f"{text}allowed_tools (with mode auto or required)", "tool_choice")
+
+
+class _AfterThought:
+    "A constraint that begins where the thought ends that the prompt has opened."
+
+    def __init__(
+        self,
+        constraint: Constraint,
+        server: "ChatServer",
+        closing: str,  # The tag at the end of the thought
+    ):
+        self.constraint = constraint
+        self.server = server
+        self.closing = closing
+        self.begin = 0  # Where the answer begins; 0 before the first call
+        self.closed = False
+
+    def __call__(
+        self,
+        ids: Tensor,  # (1, T), prompt and text so far
+        logits: Tensor,  # (1, V)
+    ) -> Tensor:  # (1, V)
+        if self.closed:
+            return self.constraint(ids, logits)
+        self.begin = self.begin or ids.shape[1]
+        tail = ids[0, max(self.begin, ids.shape[1] - 32) :].tolist()
+        text = self.server.tokenizer.decode(tail)
+        if self.closing in text:
+            self.closed = True
+            return self.constraint(ids, logits)
+        sizes = range(len(self.closing) - 1, 0, -1)
+        size = next((n for n in sizes if text.endswith(self.closing[:n])), 0)
+        if not size:
+            return logits
+        spoiling = self.server.tokens_beyond(self.closing[size:])
+        places = torch.tensor(spoiling, dtype=torch.int64, device=logits.device)
+        return logits.index_fill(-1, places, -torch.inf)
+
+
 @dataclass
 class _Job:
     "One answer of a request: its place among the choices, and how its text is read."
@@ -563,6 +684,8 @@ class _Job:
     index: int
     request: Request
     reader: AnswerReader
+    first: bool  # Of the answers to its prompt
+    plain: bool  # Whether the prompt was a text, and not ids
     logprobs: list[_Object] = field(default_factory=list)
     parts: list[tuple[str, Any]] = field(default_factory=list)
     offset: int = 0  # Characters so far, for completions
@@ -576,35 +699,35 @@ class _Watched:
         self.server = server
         self.loop = asyncio.get_running_loop()
         self.queue: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
-        self.jobs: list[_Job] = []
+        self.made: list[_Job] = []
+        self.jobs: list[_Job] = []  # Those that were made, from `start` on
         self.closed = False
 
     def add(
-        self, reader: AnswerReader, prompt: _Prompt, **options: Any
+        self, reader: AnswerReader, prompt: list[int], first: bool, plain: bool, **options: Any
     ) -> None:  # In another thread
-        index = len(self.jobs)
+        index = len(self.made)
 
         def listen(piece: Piece) -> None:
             with suppress(RuntimeError):  # The loop has ended: nobody reads this
                 self.loop.call_soon_threadsafe(self.queue.put_nowait, (index, piece))
 
         try:
-            request = self.server.engine.submit(prompt, listener=listen, **options)
-        except QueueFull as error:
-            self.close()
-            raise APIError(
-                429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"}
-            ) from None
+            request = self.server.scheduler.add(prompt, listener=listen, wait=False, **options)
         except ValueError as error:
-            self.close()
             code = "context_length_exceeded" if "tokens" in str(error) else None
             raise APIError(400, str(error), code=code) from None
-        except RuntimeError as error:
-            self.close()
-            raise APIError(503, str(error)) from None
-        self.jobs.append(_Job(index, request, reader))
+        self.made.append(_Job(index, request, reader, first, plain))
+
+    def start(self) -> None:
+        "Let all that was added wait for a row."
+        requests = [job.request for job in self.made]
+        with self.server.busy_is_429():
+            self.server.engine.put(requests)
+        self.jobs = self.made
         if self.closed:  # The client has gone in the meantime
-            self.server.engine.cancel(request)
+            for request in requests:
+                self.server.engine.cancel(request)
 
     async def pieces(self) -> AsyncIterator[tuple[_Job, Piece]]:
         "All pieces of all answers, as they come."
@@ -630,9 +753,7 @@ class _Watched:
 
     def usage(self) -> _Object:
         requests = [job.request for job in self.jobs]
-        prompts = {id(r.prompt): r for r in requests}.values()
-        if len({tuple(r.prompt) for r in requests}) == 1:
-            prompts = requests[:1]  # Several choices for one prompt
+        prompts = [job.request for job in self.jobs if job.first]
         read = sum(len(r.prompt) for r in prompts)
         written = sum(len(r.tokens) for r in requests)
         return dict(
@@ -719,6 +840,7 @@ class ChatServer:
         self.created = int(time.time())
         self._reading = threading.Lock()  # Tokenizer and templates, by one thread at a time
         self._grammars: Grammars | None = None
+        self._beyond: dict[str, list[int]] = {}
         routes = {
             "/v1/chat/completions": (self._chat, "POST"),
             "/v1/completions": (self._text, "POST"),
@@ -780,14 +902,39 @@ class ChatServer:
         except ValidationError as error:
             raise _first_problem(error) from None
 
-    def _limit(
-        self,
-        body: _Sampling,
-        asked: int | None,
-        param: str,
-        default: int | None,
-    ) -> int:
+    @contextmanager
+    def busy_is_429(self) -> Iterator[None]:
+        "Turn what the engine raises where it takes no request into an answer."
+        try:
+            yield
+        except QueueFull as error:
+            again = {"Retry-After": "1"}
+            raise APIError(429, str(error), None, "rate_limit_exceeded", again) from None
+        except RuntimeError as error:
+            raise APIError(503, str(error)) from None
+
+    def tokens_beyond(self, rest: str) -> list[int]:
+        "Tokens that begin with the rest of a tag, and after it with more than new lines."
+        if rest not in self._beyond:
+            begin = rest.encode()
+            found = []
+            words = cast(Grammars, self._grammars).vocabulary
+            for token in range(words.vocab_size):
+                data = words.decode_bytes([token])
+                if data.startswith(begin) and data[len(begin) :].strip(b"\n"):
+                    found.append(token)
+            self._beyond[rest] = found
+        return self._beyond[rest]
+
+    def _limit(self, body: _Sampling, default: int | None) -> int:
+        param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        asked: int | None = getattr(body, param)
         most = self.scheduler.max_length
+        if asked == 0:
+            text = f"{param}: must be at least 1, or -1 for no limit of its own"
+            raise APIError(400, text, param)
+        if asked == -1:
+            return most
         if asked is not None and asked > most:
             text = f"{param}: {asked} is too large: this model writes at most {most} tokens"
             raise APIError(400, text, param, "max_tokens_too_large")
@@ -816,6 +963,32 @@ class ChatServer:
         except ImportError as error:
             raise APIError(501, str(error), field) from None
 
+    def _read(self, prompt: _Prompt) -> list[int]:
+        "The ids of a prompt."
+        try:
+            with self._reading:
+                return read_prompts(prompt, self.tokenizer)[0]
+        except ValueError as error:
+            text = str(error)
+            if found := re.match(r"the text contains the special token (['\"]).*?\1", text):
+                text = f"prompt: {found[0]}: remove it, or send the prompt as a list of token ids"
+            raise APIError(400, text, "prompt") from None
+
+    def _read_plain(self, text: _Prompt) -> list[int]:
+        "The ids of a text to embed, in which control tokens are plain text."
+        tokenizer = self.tokenizer
+        with self._reading:
+            try:
+                return read_prompts(text, tokenizer)[0]
+            except ValueError:
+                if not isinstance(text, str) or not text:
+                    raise
+            own = text_to_ids("a", tokenizer, plain=True)
+            around = text_to_ids("a", tokenizer)  # With what begins and ends every text
+            begin = around.index(own[0])
+            inside = text_to_ids(text, tokenizer, plain=True)
+            return [*around[:begin], *inside, *around[begin + len(own) :]]
+
     def _add(
         self,
         watched: _Watched,
@@ -835,25 +1008,36 @@ class ChatServer:
         adapter = self._adapter(body.model)
         bias = body.logit_bias or {}
         size = self.scheduler.model.config.vocab_size
+        ends = body.stop_token_ids or []
+        if wrong := [token for token in ends if not 0 <= token < size]:
+            raise APIError(400, f"stop_token_ids: there is no token {wrong[0]}", "stop_token_ids")
+        with self.busy_is_429():
+            self.engine.check_room()
         for prompt in prompts:
+            ids = self._read(prompt)
             for i in range(n):
+                own = reader()
                 constraint = self._constraint(body, grammar)
                 processors = _penalties(
                     body.presence_penalty or 0.0, body.frequency_penalty or 0.0, bias, size
                 )
-                if constraint is not None:
+                if constraint is not None and own.state == "reasoning_content":
+                    processors.append(_AfterThought(constraint, self, own.closing))
+                elif constraint is not None:
                     processors.append(constraint)
                 seed = None if body.seed is None else (body.seed + i) % 2**63
                 knobs = body.knobs() | dict(max_new_tokens=limit, seed=seed)
-                knobs["more_ends"] = body.stop_token_ids or ()
+                knobs["more_ends"] = ends
                 if body.ignore_eos:
                     knobs["eos_token_id"] = ()
                 if (body.min_tokens or 0) > limit:
                     raise APIError(400, f"min_tokens is more than {limit}", "min_tokens")
                 with self._reading:
                     watched.add(
-                        reader(),
-                        prompt,
+                        own,
+                        ids,
+                        i == 0,
+                        isinstance(prompt, str),
                         stop=body.stops(),
                         processors=processors,
                         adapter=adapter,
@@ -861,6 +1045,7 @@ class ChatServer:
                         score_prompt=bool(getattr(body, "echo", None)),
                         **knobs,
                     )
+        watched.start()
 
     async def _answer(
         self,
@@ -890,23 +1075,15 @@ class ChatServer:
 
     async def _chat(self, http: HttpRequest) -> Response:
         body = await self._body(http, _ChatBody)
-        asked = body.max_completion_tokens or body.max_tokens
-        limit = self._limit(body, asked, "max_tokens", None)
+        limit = self._limit(body, None)
         watched = _Watched(self)
 
         def prepare() -> None:
             self._adapter(body.model)
             messages = clean_messages(body.messages)
             choice = body.tool_choice or ("auto" if body.tools else "none")
-            tools = (body.tools or []) if choice != "none" else []
-            _check_tools(tools)
-            grammar = None
-            if choice == "required" or isinstance(choice, dict):
-                named = choice.get("function") if isinstance(choice, dict) else None
-                name = named.get("name") if isinstance(named, dict) else None
-                grammar = _tool_grammar(tools, name, self.tokenizer)
-            elif choice not in ("auto", "none"):
-                raise APIError(400, "tool_choice: must be none, auto, required or a function")
+            tools, forced = _choose_tools(body.tools or [], choice)
+            grammar = _tool_grammar(forced, self.tokenizer) if forced else None
             switches = body.chat_template_kwargs
             if body.reasoning_effort is not None:
                 effort: _Object = dict(reasoning_effort=body.reasoning_effort)
@@ -942,7 +1119,9 @@ class ChatServer:
             raise APIError(400, "echo is not supported in a stream", "echo")
         if body.best_of not in (None, 1, body.n):
             raise APIError(400, "best_of is not supported: ask for n answers", "best_of")
-        limit = self._limit(body, body.max_tokens, "max_tokens", 16)
+        if not body.prompt and not isinstance(body.prompt, str):
+            raise APIError(400, "prompt: is an empty list", "prompt")
+        limit = self._limit(body, 16)
         watched = _Watched(self)
 
         def prepare() -> None:
@@ -957,21 +1136,18 @@ class ChatServer:
         body = await self._body(http, _EmbeddingBody)
         adapter = self._adapter(body.model)
         inputs = _listed(body.input)
-        if not 0 < len(inputs) <= self.config.max_inputs:
-            raise APIError(400, f"input: must be 1 to {self.config.max_inputs} texts", "input")
+        most = self.config.max_embeddings
+        if not 0 < len(inputs) <= most:
+            raise APIError(400, f"input: must be 1 to {most} texts", "input")
         width = self.scheduler.model.config.d_model
         if body.dimensions is not None and body.dimensions > width:
             raise APIError(400, f"dimensions: this model has {width}", "dimensions")
-
-        def encode(text: _Prompt) -> list[int]:
-            with self._reading:
-                return read_prompts(text, self.tokenizer)[0]
 
         async def embed() -> tuple[list[_Object], int]:
             rows = []
             read = 0
             for i, text in enumerate(inputs):  # One at a time: others write in between
-                ids = await run_in_threadpool(encode, text)
+                ids = await run_in_threadpool(self._read_plain, text)
                 work = self.engine.call(lambda ids=ids: self.scheduler.embed(ids, adapter))
                 vector, tokens = await asyncio.wrap_future(work)
                 read += tokens
@@ -1047,7 +1223,17 @@ class _Shape:
         text = tokenizer.decode([token])
         if hasattr(tokenizer, "decode_bytes"):
             return text, list(tokenizer.decode_bytes([token]))
-        return text, list(text.encode("utf-8", "replace"))
+        # Inside a text: at the beginning, many tokenizers leave out a space
+        text = tokenizer.decode([token, token])[len(text) :]
+        if "\ufffd" not in text:
+            return text, list(text.encode("utf-8", "replace"))
+        name = tokenizer.convert_ids_to_tokens(token)  # A part of a character
+        if code := re.fullmatch("<0x([0-9A-F]{2})>", name):
+            return text, [int(code[1], 16)]
+        letters = {letter: byte for byte, letter in byte_letters().items()}
+        if letters.keys() >= {*name}:
+            return text, [letters[letter] for letter in name]
+        return text, list(text.encode())
 
 
 class _ChatShape(_Shape):
@@ -1158,18 +1344,18 @@ class _TextShape(_Shape):
     def entry(
         self,
         job: _Job,
-        token: int,
+        token: str,
         size: int,
         logprob: float | None,
         top: Sequence,
     ) -> _Object:
         offset = job.offset
         job.offset += size
-        values = {}
-        for other, value in top:
-            values[self.token(other)[0]] = max(value, -9999.0)
+        values: dict[str, float] = {}
+        for other, value in top:  # The likeliest of those with the same text
+            values.setdefault(self.token(other)[0], max(value, -9999.0))
         return dict(
-            tokens=[self.token(token)[0]],
+            tokens=[token],
             token_logprobs=[logprob if logprob is None else max(logprob, -9999.0)],
             top_logprobs=[None if logprob is None else values],
             text_offset=[offset],
@@ -1178,17 +1364,29 @@ class _TextShape(_Shape):
     def logprob(self, job: _Job, piece: Piece) -> _Object | None:
         if piece.logprob is None or piece.token is None:
             return None
-        return self.entry(job, piece.token, len(piece.text), piece.logprob, piece.top)
+        token = self.token(piece.token)[0]
+        return self.entry(job, token, len(piece.text), piece.logprob, piece.top)
+
+    def begin(self, job: _Job) -> None:
+        "Begin an answer with its prompt."
+        tokenizer = self.server.tokenizer
+        prompt = job.request.prompt
+        ours = getattr(tokenizer, "special_tokens", None)
+        special = ours.values() if isinstance(ours, dict) else tokenizer.all_special_ids
+        added = {*special} if job.plain else set()  # A text spells none: they were added to it
+        job.text = tokenizer.decode([token for token in prompt if token not in added])
+        scores = job.request.prompt_scores
+        first = [(None, ())] if scores is not None else []
+        streamer = TextStreamer(tokenizer)
+        for token, score in zip(prompt, [*first, *(scores or ())], strict=False):
+            text = "" if token in added else streamer.push(token)
+            name = text or tokenizer.decode([token])
+            job.logprobs.append(self.entry(job, name, len(text), *score))
+        job.offset = len(job.text)
 
     def collect(self, job: _Job, piece: Piece) -> None:
-        if self.echo and not job.text:
-            job.text = self.server.tokenizer.decode(job.request.prompt)
-            scores = job.request.prompt_scores
-            first = [(None, ())] if scores is not None else []
-            for token, score in zip(job.request.prompt, [*first, *(scores or ())], strict=False):
-                size = len(self.token(token)[0])
-                job.logprobs.append(self.entry(job, token, size, *score))
-            job.offset = len(job.text)
+        if self.echo and not job.text and not job.logprobs:
+            self.begin(job)
         if entry := self.logprob(job, piece):
             job.logprobs.append(entry)
 

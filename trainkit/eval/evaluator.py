@@ -368,12 +368,10 @@ def _answer(
     if not room:
         longest = max(len(question.ids) - len(question.head) for question in questions)
         room = math.ceil(1.5 * longest) + 4
-    left = context_length(model) - max(map(len, heads))
-    new = max(1, int(min(room, left)))
     rows = generate(
         model,
         heads,
-        new,
+        room,
         temperature=0,
         tokenizer=tokenizer,
         thinking_budget=thinking_budget,

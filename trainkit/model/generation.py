@@ -30,7 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from .attention import KVCache
-from .decoding import DecodePlan, compiled_step, find_backend, unsupported_reason
+from .decoding import CompiledStep, DecodePlan, compiled_step, find_backend
+from .decoding import unsupported_reason
 from .kernels import PackedModel, PackedPlan, decode_plan
 from .speculative import Drafter, Guess, Lookahead, TextReader, verify
 from .transformer import Transformer
@@ -106,7 +107,7 @@ def adjust(
     ids: Tensor,  # (B, T), all that has been read and written
     config: SamplingConfig,
     processors: Sequence[Processor] = (),  # Called in turn as `process(ids, logits)`
-    forbidden: Sequence[int] = (),  # Tokens that must not come
+    forbidden: Sequence[int] = (),  # Tokens that must not come while there are others
 ) -> Tensor:  # (B, V), whose softmax is drawn from
     "Apply the settings to the logits; raises `FloatingPointError` if the best is not finite."
     if config.repetition_penalty != 1:
@@ -117,7 +118,9 @@ def adjust(
             raise TypeError(f"the processor {process!r} returned None: it must return the logits")
     if forbidden:
         places = torch.tensor(list(forbidden), device=logits.device)
-        logits = logits.index_fill(-1, places, -torch.inf)
+        others = logits.index_fill(-1, places, -torch.inf)
+        # Where a processor has left nothing else, such as a constraint, they may come
+        logits = others.where(others.amax(-1, keepdim=True) != -torch.inf, logits)
     best = logits.amax(-1)
     if not best.isfinite().all():
         nonfinite = best[~best.isfinite()][0].item()
@@ -213,11 +216,24 @@ class TextStreamer:
     def _decode(self, last: bool) -> str:
         before = self.tokenizer.decode(self.ids[self.start : self.shown])
         text = self.tokenizer.decode(self.ids[self.start :])
-        if len(text) <= len(before) or (text.endswith("\ufffd") and not last):
+        end = len(self.ids)
+        if text.endswith("\ufffd") and not last:
+            end = self._whole_until(text) if end - self.shown >= 16 else 0
+            text = self.tokenizer.decode(self.ids[self.start : end])
+        if not end or len(text) <= len(before):
             return ""
         self.start = self.shown
-        self.shown = len(self.ids)
+        self.shown = end
         return text[len(before) :]
+
+    def _whole_until(self, text: str) -> int:  # 0 where each of them may belong to the next
+        "The end of the ids that no later one can make valid, among bytes that are no characters."
+        last = len(self.ids) - 4
+        for end in range(last, max(self.shown, last - 8), -1):
+            parts = self.ids[self.start : end], self.ids[end:]
+            if "".join(self.tokenizer.decode(part) for part in parts) == text:
+                return end
+        return 0
 
     def _release(self, text: str, last: bool) -> str:
         self.pending += text
@@ -347,16 +363,45 @@ class _ModelStep:
         length: int,
     ):
         self.model = model
-        self.ragged = len({len(row) for row in rows}) > 1
+        self.all_gaps = gaps
+        self.length = length
+        self.leave_out(0)
         self.base = getattr(model, "get_base_model", lambda: model)()  # Inside PEFT's wrapper
         accepts = inspect.signature(self.base.forward).parameters
         self.inputs = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
         self.takes_positions = "position_ids" in accepts
-        self.places = torch.arange(length, device=gaps.device) - gaps[:, None]
         numbers: dict[tuple[int, ...], int] = {}
         # For each row the number of its prompt; for each prompt the first row that has it
         self.prompt_of = [numbers.setdefault(tuple(row), len(numbers)) for row in rows]
         self.first = [self.prompt_of.index(number) for number in range(len(numbers))]
+
+    def leave_out(
+        self,
+        columns: int,  # The first ones, in which no row that goes on has a token
+    ) -> None:
+        "Read the rows from a later column on, because the context is full of columns."
+        self.skip = columns
+        self.gaps = (self.all_gaps - columns).clamp(min=0)
+        self.ragged = bool(self.gaps.any())
+        count = torch.arange(self.length - columns, device=self.gaps.device)
+        self.places = count - self.gaps[:, None]
+
+    def make_cache(
+        self,
+        limit: float,  # Columns that the model can read
+        step: CompiledStep | None,  # It has a cache of its own
+        use_cache: bool,
+    ) -> KVCache | None:  # None: the model makes one, or none is used
+        "An empty cache for the columns that are not left out, without the last one."
+        if step is not None:
+            step.clear()
+            step.gaps.copy_(self.gaps)
+            return step.cache
+        if not isinstance(self.base, Transformer) or not use_cache:
+            return None
+        shape = self.base.config
+        room = int(min(self.length - self.skip, limit)) - 1
+        return KVCache(shape.n_layers, room, shape.layer_windows)
 
     def read(
         self,
@@ -368,6 +413,8 @@ class _ModelStep:
     ) -> tuple[Tensor, object]:  # (B, V) logits, and the cache
         share = share and len(self.first) < len(ids) and isinstance(cache, KVCache)
         rows = self.first if share else slice(None)
+        ids = ids[:, self.skip :]
+        start = max(0, start - self.skip)
         inputs: dict[str, Any] = dict(self.inputs)
         if self.ragged:
             places = self.places[rows, : ids.shape[1]]
@@ -482,6 +529,27 @@ def _leave_out(
     return left[going]
 
 
+def _shift(
+    plan: DecodePlan | PackedPlan | Lookahead | None,
+    columns: int,  # To leave out, from the first one on
+    gaps: Tensor,  # (B,), what remains of the padding of each row
+) -> bool:  # False: there is no plan whose cache can do that
+    "Move the cache of a plan to the left."
+    if plan is None or isinstance(plan, Lookahead) or any(plan.cache.windows):
+        return False
+    cache = plan.cache
+    rest = cache.length - columns
+    for tensor in (*cache.keys, *cache.values):
+        if tensor is not None:
+            tensor[:, :, :rest] = tensor[:, :, columns : cache.length].clone()
+    cache.length = rest
+    plan.gaps = gaps
+    if isinstance(plan, DecodePlan) and plan.bias is not None:
+        room = torch.arange(cache.max_length, device=gaps.device)
+        plan.bias.zero_().masked_fill_(room < gaps[:, None, None, None], -torch.inf)
+    return True
+
+
 @torch.no_grad()
 def decode_rows(
     model: nn.Module,  # `Transformer` or any causal model of transformers, in eval mode
@@ -497,6 +565,8 @@ def decode_rows(
     drafter: Drafter | None = None,  # Guesses tokens of one row ahead
     # Its ids are all that may come: a model can have more embeddings than its tokenizer tokens
     tokenizer: Tokenizer | None = None,
+    # A row ends where its own context is full; False: all end where that of the longest one is
+    own_limits: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # (B,) ids; (B,) bool, rows not yet ended: set False to stop
     """Continue all rows by one token per step, until all have ended or the context is full.
 
@@ -506,7 +576,9 @@ def decode_rows(
     limit = context_length(model)
     lengths = torch.tensor([len(row) for row in rows])
     width = int(lengths.max())
-    steps = int(min(config.max_new_tokens, limit - width))
+    steps = together = int(min(config.max_new_tokens, limit - width))
+    if own_limits:
+        steps = int(min(config.max_new_tokens, limit - int(lengths.min())))
     _check_options(model, len(rows), config, processors, backend, drafter)
     padded = [row[:1] * (width - len(row)) + row + [0] * steps for row in rows]
     ids = torch.tensor(padded, device=device)
@@ -515,10 +587,12 @@ def decode_rows(
     words = len(tokenizer) if isinstance(tokenizer, Sized) else None
     alive = torch.ones(len(rows), dtype=torch.bool, device=device)
     generator = config.generator()
-    u = (1 - torch.rand(steps, len(rows), generator=generator)).to(device)
+    # The first ones are the same, however many follow
+    counts = (together, steps - together)
+    numbers = [torch.rand(count, len(rows), generator=generator) for count in counts]
+    u = (1 - torch.cat(numbers)).to(device)
     reader = _ModelStep(model, rows, gaps, width + steps)
     start = 0
-    cache = None
     plan = None
     left = torch.arange(len(rows), device=device)  # The rows that are computed
     # Up to 8 rows a step takes as long as one reads the weights, and the products are for B rows;
@@ -528,40 +602,44 @@ def decode_rows(
 
     compiled = nullcontext()
     if backend is not None and steps > 1:
-        compiled = compiled_step(model, len(rows), width + steps - 1, backend)
+        compiled = compiled_step(model, len(rows), width + together - 1, backend)
     with compiled as step:
         may_plan = _may_plan(model, fast, weights, step is not None, config.use_cache)
-        if step is not None:
-            cache = step.cache
-            step.gaps.copy_(gaps)
-        elif isinstance(reader.base, Transformer) and config.use_cache:
-            shape = reader.base.config
-            cache = KVCache(shape.n_layers, width + steps - 1, shape.layer_windows)
+        cache: object = reader.make_cache(limit, step, config.use_cache)
         for end in range(width, width + steps):
             tick()
+            if end == reader.skip + limit:  # The rows that go on have padding, which leaves room
+                columns = int(gaps[alive].min()) - reader.skip
+                reader.leave_out(reader.skip + columns)
+                if not _shift(plan, columns, reader.gaps[left]):  # All is read again
+                    cache = reader.make_cache(limit, step, config.use_cache)
+                    left = torch.arange(len(rows), device=device)
+                    start, plan = 0, None
             if start and step is not None:
                 logits = step.step(model, ids[:, start])
             elif start and (may_plan or drafter is not None):
                 if plan is None:
                     text = ids[0, :end].tolist()
                     options = (config, eos, weights, may_plan, drafter, generator)
-                    plan = _make_plan(model, cache, text, gaps, *options)
+                    plan = _make_plan(model, cache, text, reader.gaps, *options)
                 logits = plan.step(ids[left, start])
             else:
-                share = not start and step is None
+                share = end == width and step is None
                 logits, cache = reader.read(ids[:, :end], start, cache, config.use_cache, share)
             start = end if config.use_cache else 0
             forbidden = eos if end - width < config.min_new_tokens else ()
             past = ids[:, :end] if len(left) == len(ids) else ids[left, :end]
-            numbers = u[end - width, left]
+            drawn = u[end - width, left]
             guess = plan.guess if isinstance(plan, Lookahead) else None
             logits = _known_only(logits.float(), words)
             ids[left, end] = choose(
-                logits, past, config, numbers, processors, forbidden, observe, guess
+                logits, past, config, drawn, processors, forbidden, observe, guess
             )
             yield ids[:, end], alive
             if eos:
                 alive &= ~torch.isin(ids[:, end], ends)
+            if steps > together:
+                alive &= end + 1 - gaps < limit
             if not alive.any():
                 return
             left = _leave_out(plan if may_leave else None, left, alive)
@@ -840,7 +918,7 @@ def generate(
     new = []
     counts = torch.zeros(len(rows), dtype=torch.int64)
     with eval_mode(model):
-        options = (eos, processors, fast, weights, backend, None, drafter, tokenizer)
+        options = (eos, processors, fast, weights, backend, None, drafter, tokenizer, True)
         for ids, alive in decode_rows(model, rows, config, *options):
             new.append(ids.where(alive, fill))
             counts += alive.cpu()
