@@ -475,6 +475,36 @@ def test_cleaning_twice_is_cleaning_once(dirty):
     assert "\r" not in once and "a\u200b" not in once and "\n\n\n\n" not in once
 
 
+@FUZZ
+@given(st.text("a \t\n\r", max_size=30))
+def test_spaces_at_the_ends_of_lines_go_as_the_plain_pattern_says(dirty):
+    text = dirty.replace("\r\n", "\n").replace("\r", "\n")
+    plain = re.sub("\n{4,}", "\n\n\n", re.sub(r"[ \t]+(?=\n|\Z)", "", text))
+    assert clean_text(dirty) == plain
+
+
+def test_a_long_run_of_spaces_is_cleaned_in_time_that_grows_with_its_length():
+    from time import process_time
+
+    start = process_time()
+    assert len(clean_text("a" + " " * 1_000_000 + "b \n")) == 1_000_003
+    assert process_time() - start < 10  # It took hours
+
+
+@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize("least, left", [(1, 3), (9, 2), (10, 1)])
+def test_short_rows_are_dropped_with_and_without_cleaning(tmp_path, clean, least, left):
+    rows = [dict(prompt=" a\x00 ", completion="b"), dict(prompt="What?", completion="That")]
+    rows += [dict(prompt="What is it?", completion="That")]
+    write_examples(rows, tmp_path / "rows.jsonl")
+    config = DataConfig(
+        path=str(tmp_path / "rows.jsonl"), clean=clean, min_chars=least, eval_fraction=0
+    )
+    parts, facts = load_splits(config)
+    assert len(parts["train"]) == left and facts.cleaning.get("too_short", 0) == 3 - left
+    assert (parts["train"][0]["prompt"] == " a\x00 ") == (left == 3 and not clean)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_cleaning_reaches_every_text(kind):
     dirty = dict(
@@ -671,6 +701,13 @@ def test_dates_and_arrays_become_json(tmp_path):
         assert (back["when"], back["n"], back["v"]) == ("2020-01-02T00:00:00", 3, [0, 1])
     with pytest.raises(ValueError, match="column 'blob' holds a value of type bytes"):
         write_examples([dict(text="a", blob=b"x")], tmp_path / "rows.jsonl")
+
+
+def test_what_parquet_has_no_form_for_is_named_with_its_column(tmp_path):
+    rows = [dict(text="a", tools=[dict(name="add", parameters={})])]
+    with pytest.raises(ValueError, match=r"rows.parquet: column 'tools' .*: write .jsonl"):
+        write_examples(rows, tmp_path / "rows.parquet")
+    assert not (tmp_path / "rows.parquet").exists()
 
 
 def test_folders_say_what_they_do_not_read(tmp_path):

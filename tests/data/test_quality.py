@@ -818,6 +818,24 @@ def test_groups_and_drops():
     assert not near_pairs(["3 + 4 = 7", "3 - 4 = 7"], 0.9)
 
 
+def test_only_what_is_like_a_row_that_stays_is_dropped():
+    "In a chain of texts, the ends of which have little in common, and in a long run of letters."
+    words = [f"w{i}" for i in range(60)]
+    chain = [" ".join(words[a:b]) for a, b in ((0, 50), (9, 59), (4, 55), (0, 50))]
+    assert drop_duplicates([dict(text=text) for text in chain])[1] == [2, 3]
+    letter = "we are glad to tell you that your order has been sent today " * 3
+    letters = [dict(text=letter + f"Yours, number {i}") for i in range(40)]
+    rng = random.Random(1)
+    others = [dict(text=" ".join(rng.choices(words, k=9))) for _ in range(2600)]
+    assert drop_duplicates(letters + others)[1] == list(range(1, 40))
+    texts = [" ".join(words[a : a + rng.randint(20, 40)]) for a in range(20) for _ in range(5)]
+    kept, dropped = drop_duplicates([dict(text=text) for text in texts], threshold=0.7)
+    assert len(kept) + len(dropped) == 100 and 20 < len(dropped) < 99
+    for j in dropped:
+        before = (i for i in range(j) if i not in dropped)
+        assert any(jaccard(shingles(texts[i]), shingles(texts[j])) >= 0.7 for i in before)
+
+
 def test_a_check_of_ones_own(monkeypatch):
     monkeypatch.setitem(
         CHECKS,

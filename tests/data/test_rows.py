@@ -6,7 +6,8 @@ import pytest
 from support.snapshots import answer_all
 
 from trainkit.data.dataset import count_characters, load_examples
-from trainkit.data.schema import as_example, map_texts, split_prompt, to_messages
+from trainkit.data.schema import as_conversation, as_example, example_kind, map_texts
+from trainkit.data.schema import split_prompt, to_messages
 
 
 def outcome(function, *args):
@@ -67,3 +68,22 @@ def test_rows_that_share_a_line_are_counted(tmp_path):
     (tmp_path / "rows.json").write_text(json.dumps(rows, indent=1))
     with pytest.raises(ValueError, match="rows.json, line 10: "):
         load_examples(tmp_path / "rows.json")
+
+
+@pytest.mark.parametrize(
+    "row, kind, kept",
+    [
+        (dict(prompt="q", completion="a", id=1, group="g"), None, dict(id=1, group="g")),
+        (dict(instruction="q", input="", output="a", category="x"), None, dict(category="x")),
+        (dict(question="q", reasoning="r", answer="a", source="s"), None, dict(source="s")),
+        (dict(query="q", response="a", input="unused"), "prompt_completion", dict(input="unused")),
+        (dict(messages=[dict(role="user", content="q")], tools=[{}]), None, dict(tools=[{}])),
+        # What would fit another kind as well
+        (dict(prompt="q", completion="a", text="q a", n=2), "prompt_completion", dict(n=2)),
+        (dict(messages=[dict(role="user", content="q")], prompt="q"), "messages", {}),
+    ],
+)
+def test_a_conversation_keeps_the_other_columns_of_its_row(row, kind, kept):
+    turns = to_messages(row, kind=kind)
+    made = as_conversation(row, kind)
+    assert made == dict(messages=turns, **kept) and example_kind(made) == "messages"

@@ -1,6 +1,9 @@
 "Shards survive kills, need little memory, and are the same bytes for any number of workers."
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import signal
 import struct
@@ -46,14 +49,13 @@ if __name__ == '__main__':
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    "12 MB: half of it one plain file, half as JSONL, and a tokenizer."
+    "12 MB: half of it one file, half a file for each text, and a tokenizer."
     folder = tmp_path_factory.mktemp("corpus")
     texts = [row["text"] for row in load_examples("stdlib", max_chars=1_200_000)]
-    (folder / "text").mkdir()
+    (folder / "text" / "b").mkdir(parents=True)
     (folder / "text" / "a.txt").write_text("".join(texts) * 5, encoding="utf-8")
-    with open(folder / "text" / "b.jsonl", "w", encoding="utf-8") as file:
-        for _ in range(5):
-            file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    for i, text in enumerate(texts * 5):
+        (folder / "text" / "b" / f"{i:05}.txt").write_text(text, encoding="utf-8")
     tok = BPETokenizer.train(texts[:40], 2000, special_tokens=[EOS], progress=False)
     tok.save(folder / "tokenizer")
     return folder, tok, texts
@@ -93,7 +95,7 @@ def whole(corpus, tmp_path_factory):
 
 
 def test_ids_are_those_of_the_texts(corpus, whole):
-    "The plain file is one document, each row of the JSONL file another."
+    "Each file is a document, however long it is."
     _, tok, texts = corpus
     expected = encode_texts(["".join(texts) * 5, *texts * 5], tok)
     shards = open_shards(whole[0], verify=True)
@@ -285,3 +287,58 @@ def test_rows_that_are_no_texts_can_be_left_out(tmp_path):
     assert report.skipped == 2 and "line 4" in report.bad[1]
     ends = [i for i in shards[: len(shards)] if i == tokenizer.eos_token_id]
     assert len(ends) == 2
+
+
+@pytest.mark.parametrize(
+    "names, split, read, notes",
+    [
+        (
+            ["train/a.jsonl", "test/a.jsonl", ".ipynb_checkpoints/a.jsonl", "README.md"],
+            None,
+            ["train/a.jsonl"],
+            ["text files next to the data are not read: README.md", "splits: train, test; read: "],
+        ),
+        (["train/a.jsonl", "test/a.jsonl"], "test", ["test/a.jsonl"], []),
+        (
+            ["corpus.jsonl", "test.jsonl", "val.jsonl"],
+            None,
+            ["corpus.jsonl"],
+            ["splits: train, test, val; read: train", "files of no split are read as train: corp"],
+        ),
+        (["corpus.jsonl", "test.jsonl"], "test", ["test.jsonl"], []),
+        (["a.txt", "b.txt"], None, ["a.txt", "b.txt"], []),
+    ],
+)
+def test_shards_are_made_of_the_files_that_training_reads(tmp_path, names, split, read, notes):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        text = f"Text of {name}"
+        row = json.dumps(dict(text=text)) + "\n" if name.endswith(".jsonl") else text
+        (tmp_path / name).write_text(row)
+    rows = load_examples(tmp_path, split=split)
+    report = LoadReport("shards")
+    pieces = read_pieces(tmp_path, split=split, report=report)
+    assert [text for text, _ in pieces] == [row["text"] for row in rows]
+    assert [row["text"] for row in rows] == [f"Text of {name}" for name in read]
+    assert report.notes == rows.report.notes
+    assert [a.startswith(b) for a, b in zip(report.notes, notes, strict=True)] == [True] * len(
+        notes
+    )
+
+
+def test_a_file_has_no_split_to_make_shards_of(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ValueError, match="a.txt: a file has no splits"):
+        list(read_pieces(tmp_path / "a.txt", split="test"))
+
+
+@pytest.mark.parametrize("packed", ["gz", "bz2", "xz", "zst"])
+def test_a_compressed_text_without_its_end_is_named(corpus, tmp_path, packed):
+    import zstandard
+
+    compress = dict(gz=gzip.compress, bz2=bz2.compress, xz=lzma.compress, zst=zstandard.compress)
+    (tmp_path / f"x.txt.{packed}").write_bytes(
+        compress[packed](b"some words of a text\n" * 99)[:-9]
+    )
+    with pytest.raises(ValueError, match=rf"x.txt.{packed}: not a whole .{packed} file"):
+        tokenize_to_disk(tmp_path / f"x.txt.{packed}", corpus[1], tmp_path / "s", progress=False)

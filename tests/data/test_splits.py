@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.data.dataset import hash_position, split_examples, split_key
 from trainkit.data.sources import _choose_split, _split_of
 
 
@@ -50,3 +51,22 @@ def test_the_split_to_read(names, asked, chosen, notes):
 )
 def test_the_split_in_the_name_of_a_file(name, split):
     assert _split_of(Path("folder") / name, Path("folder")) == split
+
+
+def test_the_parts_of_a_split_leave_something_to_train_on():
+    rows = [dict(text=f"text {i}") for i in range(40)]
+    with pytest.raises(ValueError, match=r"test_fraction = 0.5: must be between 0 and what"):
+        split_examples(rows, 0.5, test_fraction=0.5)
+    assert all(split_examples(rows, 0.3, test_fraction=0.3))
+
+
+def test_a_question_that_shares_would_put_on_both_sides_is_named():
+    rows = [
+        dict(prompt=f"question {i}", completion="c", task=task)
+        for i in range(30)
+        for task in ("easy", "hard")
+    ]
+    with pytest.raises(ValueError, match="easy and hard both ask 'question") as told:
+        split_examples(rows, 0.2, by="task", fractions={"easy": 0.05, "hard": 0.4})
+    question = str(told.value).split("'")[1]
+    assert 0.05 <= hash_position(split_key(dict(prompt=question, completion="c"))) < 0.4

@@ -365,3 +365,17 @@ def test_on_a_cpu_nothing_is_pinned(monkeypatch):
     parameter.grad = torch.tensor([1.0, -1.0])
     optimizer.step()
     assert parameter.tolist() == [0.5, 1.5]
+
+
+def test_small_parameters_of_the_8_bit_optimizer_are_adamw_s():
+    "Fewer than 4,096 numbers keep a state in float32, and a large eps tells where it stands."
+    both = []
+    for kind in (AdamW8bit, torch.optim.AdamW):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(50))
+        optimizer = kind([weight], lr=0.05, betas=(0.8, 0.9), eps=0.3, weight_decay=0.1)
+        for step in range(4):
+            weight.grad = torch.sin(torch.arange(50.0) * (step + 1))
+            optimizer.step()
+        both.append(weight.detach())
+    assert torch.allclose(*both, atol=1e-6)

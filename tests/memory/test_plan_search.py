@@ -52,6 +52,13 @@ def test_the_levers_are_pulled_in_order(rule):
     compare("".join(lines), "waterfalls.txt")
 
 
+def test_each_prediction_is_announced(rule):
+    said: list[str] = []
+    plan = plan_memory(None, 300 * MB, Setup(), before=said.append)
+    assert said[:2] == ["as asked", "accumulate"]
+    assert {*said} == {name for name, _ in plan.waterfall} | {*plan.skipped}
+
+
 def test_a_lever_and_a_machine_by_name(rule):
     with pytest.raises(ValueError, match="no lever 'LORA'; there are .*Did you mean 'LoRA'"):
         plan_memory(None, 1, Setup(), ["LORA"])

@@ -3,6 +3,7 @@
 import json
 import sys
 from functools import cache
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -250,8 +251,14 @@ def test_memory_in_a_shell(tmp_path):
         call("memory", "predict", *shape, "train.async_save=false", "--json", cwd=tmp_path).stdout
     )
     assert never["beside"]["checkpoint"] == 0 and never["peak"] == report["peak"]
-    done = call("memory", "plan", *shape, "--budget", f"{report['peak'] // 2} B", cwd=tmp_path)
+    with patch("trainkit.progress.Clock.elapsed", lambda clock: 1.0):
+        half = f"{report['peak'] // 2} B"
+        done = call("memory", "plan", *shape, "--budget", half, cwd=tmp_path)
     assert done.returncode == 0 and "train.per_device_train_batch_size=" in done.stdout, done.stderr
+    assert "Planning" not in done.stderr
+    with patch("trainkit.progress.Clock.elapsed", lambda clock: 10.0):  # It takes long
+        done = call("memory", "plan", *shape, "--budget", "10 B", cwd=tmp_path)
+    assert "Planning" in done.stderr and "trying as asked" in done.stderr
     done = call("memory", "plan", *shape, "--machine", "T5", cwd=tmp_path)
     assert (
         done.returncode == 1

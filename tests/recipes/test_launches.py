@@ -3,12 +3,14 @@
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.processes import in_child
 from support.snapshots import answer_all
 
 from trainkit.config import ConfigError, to_dict
@@ -160,3 +162,50 @@ def test_processes_of_a_notebook_compute_although_its_threads_did():
     call = [sys.executable, "-c", AFTER_A_FORK]
     done = subprocess.run(call, env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "True", done.stderr
+
+
+# In place of torchrun: a process that saves when a signal comes, and one below it that will not end
+SAVES = """
+import os, signal, subprocess, sys
+deaf = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]"
+deaf += "; print('ready', flush=True); time.sleep(600)"
+below = subprocess.Popen(
+    [sys.executable, "-c", deaf], stdout=subprocess.PIPE, stderr=-3, start_new_session=True
+)
+below.stdout.readline()
+print("below", below.pid, file=open("below.txt", "w"), flush=True)
+def save(number, frame):
+    print("[default0]:saved", *["a long line" * 10] * 2000, file=sys.stderr, flush=True)
+    raise RuntimeError("torchrun tells where it was")
+signal.signal(int(sys.argv[1]), save)
+os.kill(os.getppid(), int(sys.argv[1]))
+signal.pause()
+"""
+
+
+def launch_until(number, folder, again):
+    os.chdir(folder)
+    (folder / "saves.py").write_text(SAVES)
+    if again:  # A program's own handler stays, and what it raises ends the job
+        signal.signal(number, lambda *_: sys.exit(7))
+    launcher.run_command([sys.executable, "saves.py", str(int(number))], {}, folder)
+
+
+@pytest.mark.parametrize(
+    "number, own, code",
+    [
+        (signal.SIGTERM, False, 143),
+        (signal.SIGINT, False, 1),  # KeyboardInterrupt
+        (signal.SIGHUP, False, 129),
+        (signal.SIGTERM, True, 7),
+    ],
+)
+def test_a_signal_ends_a_launch_with_all_its_processes(tmp_path, number, own, code):
+    from trainkit.recipes.control import is_alive
+
+    done = in_child(launch_until, number, tmp_path, own, folder=tmp_path)
+    assert done.returncode == code, done.stderr[-500:]
+    assert own or "[default0]:saved" in done.stderr
+    assert "where it was" not in done.stderr
+    assert ("KeyboardInterrupt" in done.stderr) == (number == signal.SIGINT)
+    assert not is_alive(int((tmp_path / "below.txt").read_text().split()[1]))

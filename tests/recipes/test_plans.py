@@ -77,8 +77,8 @@ def test_each_lever_is_the_same_knobs():
 def test_the_levers_that_suit_a_method(host, monkeypatch):
     seen = {}
 
-    def plan_memory(model, budget, setup, levers, progress, others):
-        assert others == 0  # No teacher
+    def plan_memory(model, budget, setup, levers, progress, others, before):
+        assert others == 0 and before is None  # No teacher
         return budget, setup.offload, [*levers], progress
 
     monkeypatch.setattr(planner, "plan_memory", plan_memory)

@@ -1132,3 +1132,40 @@ def test_a_metric_from_a_file(home, tmp_path):
     assert json.loads(done.stdout)["measures"]["same_start"]["model"]["n"] == 2
     wrong = call(*words, "--metric", "mine.py:sam_start", cwd=tmp_path)
     assert wrong.returncode and "Did you mean 'same_start'" in wrong.stderr
+
+
+def test_shards_of_a_folder_are_of_one_split(home, tmp_path):
+    for name in ("train", "test"):
+        (tmp_path / "texts" / name).mkdir(parents=True)
+        (tmp_path / "texts" / name / "a.jsonl").write_text('{"text": "zero one"}\n')
+    words = ["data", "tokenize", "texts", "out", "--tokenizer", home / "model"]
+    for more, said in (([], "splits: train, test; read: train"), (["--split", "test"], "")):
+        done = call(*words, *more, "--overwrite", cwd=tmp_path)
+        assert done.returncode == 0 and ("read: train" in done.stdout) == bool(said), done.stdout
+
+
+def test_rows_written_as_messages_keep_their_columns(tmp_path):
+    "Of one file by convert, and of files of different kinds by mix: its file is read whole."
+    tools = [dict(type="function", function=dict(name="add", parameters=dict(type="object")))]
+    turns = [dict(role="user", content="Tell 1"), dict(role="assistant", content="1!")]
+    files = dict(
+        ins=dict(instruction="Say 1", output="1", id=7),
+        msg=dict(messages=turns, tools=tools),
+        text=dict(text="one"),
+    )
+    for name, row in files.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    done = call("data", "convert", "msg.jsonl", "one.jsonl", "--to", "messages", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "one.jsonl").read_text())["tools"] == tools
+    words = ["data", "mix", "a=ins.jsonl", "b=msg.jsonl", "--output", "mix.jsonl"]
+    done = call(*words, cwd=tmp_path)
+    assert done.returncode == 0 and "instruction and messages are written as mes" in done.stdout
+    lines = (tmp_path / "mix.jsonl").read_text().splitlines()
+    rows = {row["task"]: row for row in map(json.loads, lines)}
+    shown = call("data", "show", "mix.jsonl", cwd=tmp_path).stdout
+    assert "2 rows of kind messages" in shown
+    assert rows["a"]["messages"][0]["content"] == "Say 1" and rows["a"]["id"] == 7
+    assert rows["b"]["messages"] == turns and rows["b"]["tools"] == tools
+    done = call("data", "mix", "a=ins.jsonl", "b=text.jsonl", "--output", "x.jsonl", cwd=tmp_path)
+    assert done.returncode == 1 and "do not train together" in done.stderr

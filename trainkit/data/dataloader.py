@@ -427,6 +427,20 @@ def _length(row: dict | np.ndarray) -> int:
     return int(row["length"]) if "length" in row else len(row["input_ids"])
 
 
+def _join_small(
+    batches: Sequence[np.ndarray],  # The rows of each batch
+    least: int,  # Rows that a batch must have
+) -> list[np.ndarray]:
+    "Batches, of which those with too few rows belong to the one before, or else the one after."
+    joined: list[np.ndarray] = []
+    for batch in batches:
+        if joined and min(len(joined[-1]), len(batch)) < least:
+            joined[-1] = np.concatenate((joined[-1], batch))
+        else:
+            joined.append(batch)
+    return joined
+
+
 class Batches:
     "Shuffled batches of `rows`, epoch after epoch, with a place that can be saved."
 
@@ -507,6 +521,19 @@ class Batches:
     def __len__(self) -> int:
         return len(self.plan(self.epoch))  # batches in this epoch
 
+    def batches_of(
+        self,
+        epoch: int,
+    ) -> int:
+        "How many batches an epoch has: epochs differ where rows are cut, or tokens are counted."
+        if epoch == self.epoch or (not self.cut and self.max_tokens is None):
+            return len(self)
+        current_plan = self._plan
+        try:
+            return len(self.plan(epoch))
+        finally:
+            self._plan = current_plan
+
     def join(
         self,
         rows: Sequence,  # Those of one batch
@@ -531,6 +558,8 @@ class Batches:
             order, self.difficulty, self.curriculum, self.batch_size, epoch * len(self.rows)
         )
 
+    min_rows = 1  # A batch of fewer is joined with its neighbour: KTO compares rows of a batch
+
     def plan(
         self,
         epoch: int,
@@ -551,7 +580,7 @@ class Batches:
                 )
             if self.group_by_length and self.shuffle:
                 plan = [plan[i] for i in shuffled(len(plan), self.seed, epoch, 1)]
-            self._plan = epoch, plan
+            self._plan = epoch, _join_small(plan, self.min_rows)
         return self._plan[1]
 
     def _pieces(self, epoch: int) -> list[np.ndarray]:

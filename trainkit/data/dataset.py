@@ -92,7 +92,7 @@ class _Checker:
             else:
                 other = " and ".join(fits)
         if self.keep_columns is not True:
-            allowed_keys = {*KINDS[self.kind], "input", "system", "source", "line"}
+            allowed_keys = {*KINDS[self.kind], "input", "history", "system", "source", "line"}
             allowed_keys |= {*(self.keep_columns or ())}
             out = {c: v for c, v in out.items() if c in allowed_keys}
         out.setdefault("source", source)
@@ -675,7 +675,9 @@ def clean_text(
         .replace("\u2028", "\n")
         .replace("\u2029", "\n\n")
     )
-    return re.sub("\n{4,}", "\n\n\n", re.sub(r"[ \t]+(?=\n|\Z)", "", text))
+    # Only from the beginning of a run: from each of its spaces it would be looked through again
+    text = re.sub(r"(?<![ \t])[ \t]++(?=\n|\Z)", "", text)
+    return re.sub("\n{4,}", "\n\n\n", text)
 
 # %% ../../nbs/02_data/06_dataset.ipynb #d9309d57
 def _mend(rows: list[dict]) -> list[tuple[dict, bool, int, bytes]]:
@@ -857,6 +859,11 @@ class DataConfig:
             self.eval_file = expanduser(self.eval_file)
 
 
+def _own_length(row: dict, kind: str) -> int:
+    "Characters of all texts of a row, without the spaces around each, as `clean_examples` counts."
+    return sum(len(text.strip()) for text in _texts_of(row, kind))
+
+
 def _read(
     config: DataConfig, path: str, split: str | None, preferred: Collection[str] = ()
 ) -> tuple[list[dict], dict, LoadReport]:
@@ -886,6 +893,10 @@ def _read(
     out = [*rows]
     if config.clean:
         out, cleaning = clean_examples(out, config.min_chars, config.preprocessing_num_workers)
+    elif config.min_chars > 1:
+        read = len(out)
+        out = [row for row in out if _own_length(row, report.kind) >= config.min_chars]
+        cleaning = dict(rows=read, too_short=read - len(out))
     if report.kind == "text":
         out = chunk_examples(out, config.chunk_chars)
     return out, cleaning, report

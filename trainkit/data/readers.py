@@ -30,7 +30,7 @@ from datetime import date, time
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from ..files import write_atomic
 
@@ -172,17 +172,19 @@ class CheckedFile:
     def __init__(
         self,
         path: Path,  # Its suffix tells how it is compressed
+        bounded: bool = True,  # Refuse one that becomes boundlessly large
     ):
         self.path = path
+        self.bounded = bounded
         self.packed = path.suffix.lower() in COMPRESSIONS
 
     def __enter__(self) -> BinaryIO:
         if not self.packed:
             self.file: BinaryIO = open(self.path, "rb")
         else:
-            self.file = io.BufferedReader(
-                _Bounded(self.path, COMPRESSIONS[self.path.suffix.lower()](self.path)), 2**17
-            )
+            unpacked = COMPRESSIONS[self.path.suffix.lower()](self.path)
+            raw = _Bounded(self.path, unpacked) if self.bounded else unpacked
+            self.file = io.BufferedReader(cast(io.RawIOBase, raw), 2**17)
         return self.file
 
     def __exit__(self, kind, error, trace) -> None:
@@ -643,6 +645,14 @@ def _to_parquet(rows: list[dict], path: Path) -> bytes:
         except arrow.ArrowException as error:
             raise ValueError(
                 f"{path}: column {column!r} has values of different types ({error})"
+            ) from None
+    for column, values in data.items():
+        try:
+            arrow.parquet.write_table(arrow.table({column: values[:0]}), io.BytesIO())
+        except arrow.ArrowException as error:
+            raise ValueError(
+                f"{path}: column {column!r} holds values that Parquet has no form for ({error}): "
+                "write .jsonl"
             ) from None
     arrow.parquet.write_table(arrow.table(data), buffer)
     return buffer.getvalue()

@@ -35,9 +35,10 @@ from unicodedata import normalize
 import numpy as np
 
 from ..config import nearest
-from .readers import COMPRESSIONS, READERS, TEXT_SUFFIXES, plain_suffix, read_rows
+from .readers import COMPRESSIONS, TEXT_SUFFIXES, CheckedFile, plain_suffix
+from .readers import read_rows
 from .schema import as_example
-from .sources import CORPORA, LoadReport
+from .sources import CORPORA, LoadReport, folder_files
 from ..display import plural
 from ..files import atomic_folder, read_json, reading, write_atomic
 from ..parallel import begin_worker, end_workers, pool_result
@@ -264,20 +265,15 @@ def open_shards(
 _BLOCK, _PIECE = 1 << 21, 1 << 18  # characters that are encoded, and read, at a time
 
 
-def _files(path: Path) -> list[Path]:
-    "The files of a folder in a fixed order, or the file."
+def _files(path: Path, split: str | None, notes: list[str]) -> list[Path]:
+    "The files of a folder that `load_examples` reads, too, in a fixed order; or the file."
     if path.is_dir():
-        files = sorted(
-            p
-            for p in path.rglob("*")
-            if p.is_file() and not p.name.startswith(".") and plain_suffix(p) in READERS
-        )
-        if not files:
-            raise ValueError(
-                f"{path}: no files with text in this folder (looked for {', '.join(READERS)})"
-            )
-        return files
+        return folder_files(path, split, notes)
     if path.is_file():
+        if split is not None:
+            raise ValueError(
+                f"{path}: a file has no splits; give a folder, or leave split={split!r} away"
+            )
         return [path]
     near = nearest(path.name, [*CORPORA, *(p.name for p in path.parent.glob("*"))])
     raise FileNotFoundError(
@@ -288,9 +284,8 @@ def _files(path: Path) -> list[Path]:
 def _read_chunks(file: Path, encoding: str, size: int) -> Iterator[str]:
     "A text file, some of it at a time."
     lines = 1
-    packed = COMPRESSIONS.get(file.suffix.lower())
     decoder = getincrementaldecoder(encoding)()
-    with packed(file) if packed else open(file, "rb", buffering=0) as stream:
+    with CheckedFile(file, bounded=False) as stream:  # Only a piece of it is in memory
         mark, data = "\ufeff", b" "
         while data:
             data = stream.read(size)
@@ -341,10 +336,12 @@ def read_pieces(
     encoding: str = "utf-8",  # Of files
     text_column: str | None = None,  # What files of rows call the text; found out when None
     report: LoadReport | None = None,  # Counts rows that are no texts; None: they are an error
+    split: str | None = None,  # Of a folder; None: `train` where there are several
 ) -> Iterator[tuple[str, bool]]:  # A piece, and whether its document ends there
     "Every document of a source in order, in pieces whose words are those of the whole."
     if isinstance(source, (str, Path)) and str(source) not in CORPORA:
-        for file in _files(Path(source)):
+        notes = [] if report is None else report.notes
+        for file in _files(Path(source), split, notes):
             if plain_suffix(file) not in TEXT_SUFFIXES:
                 texts = _read_texts(file, encoding, text_column, report)
                 yield from read_pieces(texts, pattern, size)
@@ -526,7 +523,7 @@ def _shard_jobs(
         yield number, texts, ends
 
 
-def _bar_units(source: object) -> tuple[int | None, int, str]:
+def _bar_units(source: object, split: str | None) -> tuple[int | None, int, str]:
     "The total of a progress bar (None if unknown), the bytes of its unit, and the unit's name."
     if not isinstance(source, (str, Path)) or str(source) in CORPORA:
         return None, 10**6, "MB"
@@ -535,7 +532,7 @@ def _bar_units(source: object) -> tuple[int | None, int, str]:
             "the path of the text is empty: give a file, a folder ('.' for this one) or the name "
             "of a corpus"
         )
-    files = _files(Path(source))
+    files = _files(Path(source), split, [])
     if any(file.suffix.lower() in (".parquet", *COMPRESSIONS) for file in files):
         return None, 10**6, "MB"
     size = sum(file.stat().st_size for file in files)
@@ -590,6 +587,7 @@ def tokenize_to_disk(
     overwrite: bool = False,  # Begin anew where other shards are
     progress: bool = True,  # Show a bar: megabytes of text, speed, time left
     report: LoadReport | None = None,  # As in `read_pieces`
+    split: str | None = None,  # As in `read_pieces`
     # Raises `FileExistsError` if the folder contains shards of another text or tokenizer
 ) -> TokenShards:
     "Encode a corpus into shards of ids. Called again after a kill, it resumes."
@@ -606,11 +604,11 @@ def tokenize_to_disk(
         shard_chars=shard_chars,
     )
     pattern = tokenizer.pattern if isinstance(tokenizer, BPETokenizer) else ""
-    total, unit, name = _bar_units(texts_or_path)
+    total, unit, name = _bar_units(texts_or_path, split)
     finished = _finished_shards(folder, index, overwrite)
     done, records = 0, {}
     size = min(_PIECE, shard_chars)
-    pieces = read_pieces(texts_or_path, pattern, size, encoding, text_column, report)
+    pieces = read_pieces(texts_or_path, pattern, size, encoding, text_column, report, split)
     with Progress(total, "Tokenizing", name, enabled=progress) as bar:
         parts = encode_blocks(_shard_jobs(pieces, shard_chars), tokenizer, num_proc, finished)
         for number, blocks in groupby(parts, itemgetter(0)):

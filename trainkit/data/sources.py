@@ -14,7 +14,7 @@ their answers."""
 
 # %% auto #0
 __all__ = ['FIELDS', 'CORPORA', 'MAX_BAD_MESSAGES', 'Raw', 'best_corpus', 'plain_text', 'arithmetic_tasks', 'LoadReport',
-           'raw_rows']
+           'folder_files', 'raw_rows']
 
 # %% ../../nbs/02_data/03_sources.ipynb #imports-sources
 import ast
@@ -473,13 +473,12 @@ def _split_of(file: Path, folder: Path) -> str | None:
     return None
 
 
-def _folder_rows(
-    path: Path,
-    split: str | None,
-    encoding: str,
-    field: str | None,
-    report: LoadReport,
-) -> Iterator[Raw]:
+def folder_files(
+    path: Path,  # A folder
+    split: str | None,  # None: `train` where there are several
+    notes: list[str],  # Gets what is not read, in words
+) -> list[Path]:  # Never empty
+    "The files of a folder that are read, in a fixed order."
     files = sorted(
         p
         for p in path.rglob("*")
@@ -490,7 +489,7 @@ def _folder_rows(
     )
     tables = [f for f in files if plain_suffix(f) not in TEXT_SUFFIXES]
     if tables and len(tables) < len(files):  # a README next to the data is no data
-        report.notes.append(
+        notes.append(
             "text files next to the data are not read: "
             + ", ".join(f.name for f in files if f not in tables)[:200]
         )
@@ -503,12 +502,28 @@ def _folder_rows(
     names = sorted(
         {name for name in splits.values() if name}, key=lambda n: (n not in _SPLITS["train"], n)
     )
-    if split is not None or (len(names) > 1 and any(n in _SPLITS["train"] for n in names)):
-        chosen = _choose_split(names, split, str(path), report.notes)
-        if unread := [f.name for f in files if splits[f] is None]:
-            report.notes.append(f"files of no split are not read: {', '.join(unread)}"[:200])
-        files = [f for f in files if splits[f] == chosen]
-    for file in files:
+    others = [f for f in files if splits[f] is None]
+    has_train = any(n in _SPLITS["train"] for n in names)
+    if others and names and not has_train:  # What is not held out is there to train on
+        splits |= dict.fromkeys(others, "train")
+        names, has_train = ["train", *names], True
+    if split is None and not (len(names) > 1 and has_train):
+        return files
+    chosen = _choose_split(names, split, str(path), notes)
+    if others and (splits[others[0]] is None or chosen == "train"):
+        how = "not read" if splits[others[0]] is None else "read as train"
+        notes.append(f"files of no split are {how}: {', '.join(f.name for f in others)}"[:200])
+    return [f for f in files if splits[f] == chosen]
+
+
+def _folder_rows(
+    path: Path,
+    split: str | None,
+    encoding: str,
+    field: str | None,
+    report: LoadReport,
+) -> Iterator[Raw]:
+    for file in folder_files(path, split, report.notes):
         name = file.relative_to(path).as_posix()
         if plain_suffix(file) not in TEXT_SUFFIXES:
             yield from _file_rows(file, name, encoding, field, report)

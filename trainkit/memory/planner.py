@@ -341,20 +341,23 @@ def plan_memory(
     levers: Collection[str] = tuple(LEVERS),
     progress: Callable[[str, int], None] | None = None,  # Is called with each (lever, bytes)
     others: int = 0,  # Bytes of other models on the device, such as a teacher
+    before: Callable[[str], object] | None = None,  # Is called before each prediction, with a lever
 ) -> Plan:  # `.fits` is False if nothing helps
     "Pull levers, the cheapest first, until a step fits; each bar is a prediction of its own."
     _check_levers(levers)
     machine, now = find_machine(budget), start or Setup()
     now = replace(now, batch_size=-(-now.batch_size // machine.cards))
     room = machine.usable
+    tell = before or (lambda name: None)
     rows = now.batch_size
     skipped = {}
     total = rows * now.accumulation  # Rows of a step
 
-    def predict(setup: Setup) -> int:
+    def predict(setup: Setup, name: str) -> int:
+        tell(name)
         return predict_setup(model, setup).peak + others
 
-    peak = predict(now)
+    peak = predict(now, "as asked")
     waterfall = [("as asked", peak)]
 
     def note(name: str, setup: Setup, size: int) -> None:
@@ -371,7 +374,7 @@ def plan_memory(
                 new = replace(new, accumulation=max(1, total // new.batch_size))
             if new == now:
                 break
-            size = predict(new)
+            size = predict(new, name)
             if size > 0.98 * peak:
                 skipped[name] = f"{show_bytes(size)} instead of {show_bytes(peak)}"
                 break
@@ -382,8 +385,9 @@ def plan_memory(
         larger = range(2 * now.batch_size, rows + 1)
         more = next(n for n in larger if rows % n == 0)
         new = replace(now, batch_size=more, accumulation=1 if now.in_backward else total // more)
-        size = predict(new)
+        name = f"{plural(more, 'row')} at a time"
+        size = predict(new, name)
         if size > room:
             break
-        note(f"{plural(more, 'row')} at a time", new, size)
+        note(name, new, size)
     return Plan(room, now, peak, waterfall, skipped, machine.cards)

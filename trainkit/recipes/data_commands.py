@@ -533,6 +533,7 @@ def mix(
 
     from trainkit.data.readers import write_examples
     from trainkit.data.mixture import mix as mixture
+    from trainkit.data.schema import as_conversation
 
     files = _pairs(parts, "", "FILE")
     shares = _pairs(weight or [], "--weight ", "NUMBER")
@@ -542,18 +543,17 @@ def mix(
         weights = {name: float(value) for name, value in shares.items()}
     except ValueError as error:
         raise ValueError(f"--weight: {error}") from None
+    tasks = {name: read_file(file, kind, None, encoding) for name, file in files.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The report has them
-        rows = mixture(
-            {name: read_file(file, kind, None, encoding) for name, file in files.items()},
-            weights or None,
-            temperature,
-            prefix,
-            total,
-            seed,
-        )
+        mixed = mixture(tasks, weights or None, temperature, prefix, total, seed)
+    rows: list[dict] = mixed
+    kinds = {name: loaded.report.kind for name, loaded in tasks.items()}
+    if len({*kinds.values()}) > 1:  # A file has one kind
+        rows = [as_conversation(row, kinds[row["task"]]) for row in mixed]
+        say(f"{' and '.join(dict.fromkeys(kinds.values()))} are written as messages")
     write_examples(rows, output)
-    say(f"{rows.report}\n{output}: {plural(len(rows), 'row')}")
+    say(f"{mixed.report}\n{output}: {plural(len(rows), 'row')}")
 
 
 @data.command()
@@ -567,7 +567,7 @@ def convert(
         typer.Option(
             metavar="KIND",
             show_default=False,
-            help="'messages' makes conversations of questions with answers.",
+            help="'messages' makes conversations of questions with answers; other columns stay.",
         ),
     ] = None,
     kind: Kind = None,
@@ -577,18 +577,16 @@ def convert(
     force: _Force = False,
 ) -> None:
     "Write the rows of a file in another format, with the usual column names."
-    from trainkit.data.schema import to_messages
+    from trainkit.data.schema import as_conversation
     from trainkit.data.readers import write_examples
 
     if to not in (None, "messages"):
         raise ValueError(f"--to {to}: only 'messages' can be made of other kinds")
     _may_write([output], file, force)
-    rows = _read_rows(file, kind, column, encoding, skip_bad)
+    loaded = _read_rows(file, kind, column, encoding, skip_bad)
+    rows: list[dict] = loaded
     if to == "messages":
-        rows = [
-            {"messages": to_messages(row), **{k: row[k] for k in ("source", "line") if k in row}}
-            for row in rows
-        ]
+        rows = [as_conversation(row, loaded.report.kind) for row in loaded]
     write_examples(rows, output)
     say(f"{output}: {plural(len(rows), 'row')}")
 
@@ -689,6 +687,12 @@ def tokenize(
     text_column: Annotated[
         Optional[str], typer.Option(help="The column with the text.", show_default=False)
     ] = None,
+    split: Annotated[
+        Optional[str],
+        typer.Option(
+            help="The split of a folder; train where there are several.", show_default=False
+        ),
+    ] = None,
     encoding: Encoding = "utf-8",
     skip_bad: _SkipBad = False,
     overwrite: Annotated[
@@ -703,8 +707,13 @@ def tokenize(
 
     After an interruption, the same command resumes."""
     from trainkit.data.shards import tokenize_to_disk, verify_shards
-    from trainkit.data.sources import LoadReport
+    from trainkit.data.sources import LoadReport, folder_files
 
+    notes: list[str] = []
+    if Path(file).is_dir():
+        folder_files(Path(file), split, notes)
+    for reason in notes:
+        say(reason)
     report = LoadReport(file, kind="text")
     shards = tokenize_to_disk(
         file,
@@ -715,6 +724,7 @@ def tokenize(
         text_column=text_column,
         overwrite=overwrite,
         report=report if skip_bad else None,
+        split=split,
     )
     for reason in report.bad[:5]:
         say(f"left out: {reason}")

@@ -25,13 +25,15 @@ import os
 import pickle
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -769,29 +771,114 @@ def find_failure(
     return number, exit_code, log, _attempt_number(attempts[-1])
 
 
+_GRACE = 120  # Seconds in which the processes may save before they are killed
+
+
+class _Ending:
+    "Passes Ctrl-C, SIGTERM and a lost terminal on to torchrun, and leaves no process behind."
+
+    def __init__(self):
+        self.came: list[int] = []  # Signals, in order
+        self.torchrun: subprocess.Popen[bytes] | None = None
+        self.kills: list[Callable[[], object]] = []  # One for each process below torchrun
+        self.timer = threading.Timer(_GRACE + 30, self.kill)
+        self.timer.daemon = True
+        # On Windows every process of a console gets Ctrl-C; and only the main thread hears signals
+        here = threading.current_thread() is threading.main_thread() and os.name == "posix"
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if here else ()
+        usual = (signal.SIG_DFL, signal.default_int_handler)  # What is ignored stays ignored
+        self.numbers = [number for number in numbers if signal.getsignal(number) in usual]
+
+    def hear(self, number: int, frame: object = None) -> None:
+        "Pass a signal on: the first lets the processes save, the second ends them at once."
+        self.came.append(number)
+        if self.torchrun is None or len(self.came) > 2:
+            return
+        if len(self.came) == 1:
+            self._find_family(self.torchrun.pid)
+            self.timer.start()
+        self.torchrun.send_signal(number)
+
+    def _find_family(self, pid: int) -> None:
+        "Remember the processes below torchrun: once it has ended, nobody knows them."
+        with suppress(Exception):  # psutil is missing, or torchrun has just ended
+            import psutil
+
+            self.kills = [child.kill for child in psutil.Process(pid).children(recursive=True)]
+
+    @contextmanager
+    def run(self, command: Sequence[str], env: Mapping[str, str]) -> "Iterator[subprocess.Popen]":
+        "The running command; after the block it and all its processes have ended."
+        before = {number: signal.signal(number, self.hear) for number in self.numbers}
+        try:
+            # In a session of its own, or a terminal would send it Ctrl-C a second time
+            torchrun = subprocess.Popen(
+                command, env=env, stderr=subprocess.PIPE, start_new_session=bool(before)
+            )
+            early, self.came, self.torchrun = self.came, [], torchrun
+            for number in early:
+                self.hear(number)
+            yield torchrun
+        except BaseException:  # Such as the exit of a handler of the program's own
+            if self.torchrun is not None:
+                self.hear(signal.SIGTERM)
+                self.torchrun.communicate()
+            raise
+        finally:
+            self.timer.cancel()
+            if self.came:
+                self.kill()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def kill(self) -> None:
+        "End whatever is left."
+        for kill in [*self.kills, *([self.torchrun.kill] if self.torchrun else [])]:
+            with suppress(Exception):  # It has ended
+                kill()
+
+    def leave(self) -> None:
+        "End this process, too, as the first signal asks."
+        if self.came and self.came[0] == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.came:
+            raise SystemExit(128 + self.came[0])
+
+
+def _without_own_lines(
+    part: bytes,  # Of what torchrun prints
+    ending: bool,  # Whether a signal came: then torchrun tells where it was when it came
+) -> bytes:
+    "What a process of the job has printed."
+    if ending:
+        lines = part.splitlines(keepends=True)
+        return b"".join(line for line in lines if line.startswith(b"[default"))
+    own_lines = (b"torch/distributed", b"ChildFailedError", b"Root Cause")
+    return b"" if any(line in part for line in own_lines) else part
+
+
 def run_command(
     command: Sequence[str],
     env: Mapping[str, str],
     folder: Path,  # Of `launch_command`
-) -> None:  # Raises `WorkerFailed`
-    "Run torchrun, show the output of the first process, and name the one that dies."
-    process = subprocess.Popen(command, env={**os.environ, **env}, stderr=subprocess.PIPE)
-    assert process.stderr is not None
+) -> None:  # Raises `WorkerFailed`; after a signal `KeyboardInterrupt` or `SystemExit`
+    """Run torchrun, show the output of the first process, and name the one that dies.
+
+    A signal that ends this process goes to torchrun first, and its processes may save."""
+    ending = _Ending()
     output = b""
-    own_lines = (b"torch/distributed", b"ChildFailedError", b"Root Cause")
-    try:
+    patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_GRACE)}
+    with ending.run(command, {**patience, **os.environ, **env}) as process:
+        assert process.stderr is not None
         while part := os.read(process.stderr.fileno(), 65536):
             output = (output + part)[-200_000:]
-            if not any(line in part for line in own_lines):
-                # With the colours and progress bars of the child
-                text = part.decode(errors="replace")
-                print(text, end="", file=SafeStream(sys.stderr), flush=True)
-    except KeyboardInterrupt:  # torchrun got it too, and lets the processes save
-        process.wait(timeout=120)
-        raise
-    if process.wait() == 0:
-        return
-    raise WorkerFailed(*find_failure(output.decode(errors="replace"), folder / "logs"))
+            # With the colours and progress bars of the child
+            text = _without_own_lines(part, bool(ending.came)).decode(errors="replace")
+            print(text, end="", file=SafeStream(sys.stderr), flush=True)
+        code = process.wait()
+    ending.leave()
+    if code != 0:
+        raise WorkerFailed(*find_failure(output.decode(errors="replace"), folder / "logs"))
 
 # %% ../../nbs/11_recipes/13_launch.ipynb #000fe2a4
 def as_script(

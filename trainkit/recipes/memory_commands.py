@@ -99,7 +99,7 @@ def find_model(
     from trainkit.interop.hf import read_config, read_model_settings
 
     try:
-        return read_config(name, few_bits=True)
+        return read_config(name, quantized=True)
     except ValueError as error:
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -271,6 +271,7 @@ def plan_needs(
     budget: "str | float | Machine",  # '15 GB', bytes, a machine or its name
     progress: Callable[[str, int], None] | None = None,  # Called with each (lever, bytes)
     host: bool = False,  # The budget is main memory itself, so nothing can be moved there
+    before: Callable[[str], object] | None = None,  # Called before each prediction, with a lever
 ) -> "Plan":
     "The cheapest knobs to change until a step fits."
     from trainkit.memory.planner import LEVERS, plan_memory
@@ -286,7 +287,7 @@ def plan_needs(
         and (name != "LoRA" or config.method in ("sft", "lora", "qlora", "dpo", "reward"))
     ]
     others = _teacher_bytes(config)
-    return plan_memory(needs.model, budget, needs.setup, levers, progress, others)
+    return plan_memory(needs.model, budget, needs.setup, levers, progress, others, before)
 
 
 def plan_knobs(
@@ -501,11 +502,18 @@ def plan(
         max_length=max_length,
     )
     from trainkit.memory.planner import MACHINES, find_machine
+    from trainkit.progress import Progress
 
     if machine and find_machine(machine) not in MACHINES.values():
         raise ValueError(f"--machine {machine}: an amount of memory is a --budget")
     room, on_gpu = free_device_memory()
-    result = plan_needs(whole, budget or machine or room, host=not (budget or machine or on_gpu))
+    host = not (budget or machine or on_gpu)
+    with Progress(None, "Planning", "prediction", after=5) as bar:  # Each may take ten seconds
+
+        def show(lever: str) -> None:
+            bar.update(bar.clock.done + bool(bar.facts), trying=lever)
+
+        result = plan_needs(whole, budget or machine or room, host=host, before=show)
     words = plan_knobs(result, whole)
     if as_json:
         data = dict(
