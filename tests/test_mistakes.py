@@ -150,8 +150,14 @@ def test_names_of_number_formats_open_a_model(model, tok, tmp_path):
     told = (tmp_path / "adapter" / "adapter_config.json").read_text()
     assert f'"base_model_name_or_path": "{tmp_path / "base"}"' in told
     few = quantize_model(loaded.float(), QuantConfig(bits=4))
-    with pytest.raises(ValueError, match="the model is quantized"):
-        save_pretrained(few, tok, tmp_path / "few")
+    save_pretrained(few, tok, tmp_path / "few")
+    again, ids = load_pretrained(tmp_path / "few")[0], torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, few(ids).logits)
+    whole = load_pretrained(tmp_path / "base", native=False)[0]
+    theirs = quantize_model(whole, QuantConfig(bits=4))
+    with pytest.raises(ValueError, match="are saved in our own Transformer only"):
+        save_pretrained(theirs, None, tmp_path / "theirs")
 
 
 def test_padding_is_not_continued(model, tok):

@@ -376,6 +376,6 @@ def skip_slow_cells(
 
         shell = get_ipython()
     transforms = getattr(shell, "input_transformers_cleanup", None)
-    if transforms is not None and _without_slow not in transforms:
+    if shell is not None and transforms is not None and _without_slow not in transforms:
         transforms.append(_without_slow)
         shell.events.register("post_run_cell", _hint_after_error)

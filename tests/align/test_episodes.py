@@ -1,6 +1,7 @@
 """Episodes: environments, tools, log-probabilities at sampling, and training on several turns."""
 
 import importlib.util
+import json
 import os
 import random
 import signal
@@ -849,3 +850,75 @@ def test_a_call_of_gemma_4_ends_an_answer():
     reply = dict(role="assistant", content="12")
     whole = render([*prompt, turn, result, reply], tok, tools=tools)[0]
     assert episode.prompt + episode.ids == whole[: len(episode.prompt + episode.ids)]
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (("more", 1.0, True), "Broken.step returned tuple: it must return a Reply"),
+        (None, "Broken.step returned NoneType"),
+        ("async", "Broken.step returned coroutine: .* cannot be async"),
+    ],
+)
+def test_an_environment_that_replies_with_something_else_is_named(reply, words):
+    async def later():
+        return Reply([], 1.0, True)
+
+    coroutine = later()
+
+    class Broken(Echo):
+        def step(self, answer):
+            return coroutine if reply == "async" else reply
+
+    with pytest.raises(TypeError, match=words):
+        for seed in range(8):  # Some answers end
+            play_episodes(tiny(), None, [Broken()], [{}], [seed], SamplingConfig(seed=seed))
+    coroutine.close()
+
+
+def test_an_environment_without_a_prompt_is_named():
+    class Silent(Echo):
+        def reset(self, row, seed):
+            return []
+
+    with pytest.raises(ValueError, match=r"Silent.reset returned no prompt: \[\]"):
+        play_episodes(tiny(), None, [Silent()], [{}], [0])
+
+
+def test_tools_may_be_async_and_describe_their_arguments_over_lines():
+    async def lookup(city: str, unit: str = "C") -> dict:
+        """The weather.
+
+        Args:
+            city: A city,
+                as people write it: Zürich
+            unit (str): C or F
+
+        Returns:
+            city: The same name
+        """
+        return dict(city=city)
+
+    assert call_tool([lookup], "lookup", dict(city="Zürich")) == '{"city": "Zürich"}'
+    fields = tool_schema(lookup)["function"]["parameters"]["properties"]
+    assert [field["description"] for field in fields.values()] == [
+        "A city, as people write it: Zürich",
+        "C or F",
+    ]
+
+
+def test_rows_may_bring_tools_to_the_prompt(tokenizer):
+    set_template(tokenizer, "qwen3")
+    tools = [tool_schema(lambda a=1: a)]
+    prompt = [dict(role="user", content="4 5 6")]
+    plain, listed, text = (
+        Rollouts(tiny(vocab=len(tokenizer), length=4096), tokenizer, [row], [], RLConfig())
+        for row in (
+            dict(prompt=prompt),
+            dict(prompt=prompt, tools=tools),
+            dict(prompt=prompt, tools=json.dumps(tools)),
+        )
+    )
+    assert listed.prompt_ids == text.prompt_ids
+    assert "<lambda>" in tokenizer.decode(listed.prompt_ids[0])
+    assert "<lambda>" not in tokenizer.decode(plain.prompt_ids[0])

@@ -21,12 +21,14 @@ from trainkit.model.transformer import Transformer
 from trainkit.train.objectives import lm_loss
 from trainkit.train.optim import OptimConfig
 from trainkit.align.policy import ActorCritic, token_scores
-from trainkit.align.rewards import passes_tests, right_answer, right_length, score
+from trainkit.align.rewards import answer_value, passes_tests, right_answer, right_length
+from trainkit.align.rewards import same_answer, score
 from trainkit.align.rl import METHODS, RLConfig, rl_objective
 from trainkit.align.rollouts import Rollouts, pack_answers
 from trainkit.eval.code_eval import run_code
 from trainkit.lora.inject import LoRAConfig
 from trainkit.train.config import TrainConfig
+from trainkit.train.step import NothingToLearn, count_window
 from trainkit.train.trainer import Trainer
 from trainkit.interop.trl import SETTINGS, as_trl_reward
 
@@ -924,3 +926,75 @@ def test_the_scores_of_logits_are_those_of_a_distribution(impossible):
     (log_probs * torch.arange(6)).sum().backward()
     (wanted * torch.arange(6)).sum().backward()
     torch.testing.assert_close(given.grad, theirs.grad, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "same"),
+    [
+        ("80779853377", "80779853376", False),
+        ("12345678901234567891", 12345678901234567890, False),
+        ("1,234,567", 1234567, True),
+        ("12,3", "1,23", False),
+        ("1,2,3", "123", False),
+        ("(1, 23)", "(12, 3)", False),
+        ("Paris, France.", "paris france", True),
+        ("0.3333333333", "0.33333333333", True),
+        ("4.0", 4, True),
+        ("1e3", "1000", True),
+        ("nan", "NaN", True),
+        ("inf", "Infinity", True),
+        ("seven", "7", False),
+    ],
+)
+def test_answers_are_the_same_number_or_the_same_words(answer, expected, same):
+    assert same_answer(answer, expected) is same
+
+
+def test_numbers_beyond_a_float_are_counted_apart():
+    assert answer_value("9007199254740993") != answer_value("9007199254740992.0")
+    assert answer_value("1,200") == 1200.0
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo", "dr_grpo"])
+def test_a_step_of_answers_that_were_all_cut_off_moves_nothing(loss_type):
+    config = RLConfig(loss_type=loss_type, mask_truncated_completions=True)
+    model = llama()
+    batch = dict(
+        input_ids=torch.tensor([[1, 2, 3], [1, 2, 4]]),
+        labels=torch.full((2, 3), -100),
+        attention_mask=torch.ones(2, 3, dtype=torch.long),
+        advantages=torch.tensor([1.0, -1.0]),
+    )
+    trainer = Trainer(
+        model,
+        rl_objective(config),
+        [batch],
+        config=TrainConfig(max_steps=1, progress=False, mixed_precision="no"),
+        optim=OptimConfig(weight_decay=0.0),
+    )
+    before = {name: w.clone() for name, w in model.state_dict().items()}
+    trainer.train()
+    assert all(torch.equal(w, before[name]) for name, w in model.state_dict().items())
+    if loss_type == "dapo":  # Where no answer may be left out, it is an error as it was
+        with pytest.raises(NothingToLearn):
+            count_window(rl_objective(RLConfig(loss_type=loss_type)), [batch])
+
+
+def test_the_terms_of_ppo_have_their_weights():
+    critic = ActorCritic(llama())
+    ids = torch.tensor([[1, 2, 3, 4]])
+    labels = torch.tensor([[-100, -100, 3, 4]])
+    batch = dict(
+        input_ids=ids,
+        labels=labels,
+        attention_mask=torch.ones_like(ids),
+        advantages=torch.tensor([[0.0, 0.0, 1.0, -0.5]]),
+        values=torch.zeros(1, 4),
+        returns=torch.ones(1, 4),
+        old_log_probs=torch.full((1, 4), -2.0),
+    )
+    terms = rl_objective(RLConfig(method="ppo", vf_coef=0.25))(critic, batch).terms
+    assert {name: weight for name, (_, _, weight) in terms.items()} == {
+        "policy_loss": 1.0,
+        "value_loss": 0.25,
+    }

@@ -24,6 +24,7 @@ from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.quant.quantize import QuantConfig
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+from trainkit.train.step import make_accelerator, prepared
 
 TEXT = (
     "One summer morning a little tailor sat on his table by the window; he was in good spirits, "
@@ -784,7 +785,7 @@ def test_matrices_of_several_types_become_one(tmp_path, wide):
     torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0.05, atol=0.01)
 
 
-def theirs_in_few_bits(folder, **how):
+def theirs_quantized(folder, **how):
     "A model that bitsandbytes quantized, saved by transformers."
     hf = to_hf(make(3, d_model=64, d_ff=128).eval())  # Rows of whole blocks of 64
     hf.save_pretrained(folder.with_name("full"))
@@ -809,7 +810,7 @@ def theirs_in_few_bits(folder, **how):
 def test_a_folder_of_bitsandbytes_is_ours_too(tmp_path, tokenizer, how):
     import bitsandbytes
 
-    theirs = theirs_in_few_bits(tmp_path / "few", **how)
+    theirs = theirs_quantized(tmp_path / "few", **how)
     ours, _ = load_pretrained(tmp_path / "few")
     for mine, layer in zip(ours.model.layers, theirs.model.layers, strict=True):
         weight = layer.mlp.up_proj.weight
@@ -830,9 +831,9 @@ def test_a_folder_of_bitsandbytes_is_ours_too(tmp_path, tokenizer, how):
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-def test_what_a_folder_with_few_bits_cannot_be(tmp_path):
+def test_what_a_quantized_folder_cannot_be(tmp_path):
     folder = tmp_path / "few"
-    theirs_in_few_bits(folder, load_in_4bit=True)
+    theirs_quantized(folder, load_in_4bit=True)
     with pytest.raises(ValueError, match="quant_type = 'fp4', and quant.quant_type = 'nf4'"):
         load_pretrained(folder, quant=QuantConfig(bits=4))
     with pytest.raises(ValueError, match="bits = 4, and quant.bits = 8"):
@@ -846,3 +847,14 @@ def test_what_a_folder_with_few_bits_cannot_be(tmp_path):
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=re.escape(str(folder))):
         load_pretrained(folder)
+
+
+def test_a_run_in_half_precision_saves_its_model(tmp_path, tokenizer):
+    model = make(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with prepared(make_accelerator("bf16"), model, optimizer):
+        assert model(IDS).loss is None
+        rounded = logits(model)
+        save_pretrained(model, tokenizer, tmp_path / "model")
+    opened = load_pretrained(tmp_path / "model")[0]
+    assert torch.equal(logits(opened), logits(model)) and not torch.equal(logits(model), rounded)

@@ -1259,3 +1259,15 @@ def test_a_combination_that_is_no_sum():
     for knobs, words in ((dict(method="tie"), "is none of sum, ties"), (dict(density=0), "share")):
         with pytest.raises(ValueError, match=words):
             combine_adapters(model, weights, "other", **knobs)
+
+
+def test_pissa_by_rounds_is_the_best_update_of_its_rank():
+    torch.manual_seed(0)
+    left = torch.linalg.qr(torch.randn(24, 6))[0]
+    right = torch.linalg.qr(torch.randn(16, 6))[0]
+    weight = left * torch.tensor([64.0, 32.0, 16.0, 8.0, 0.01, 0.01]) @ right.T
+    A, B, subtracted = init_factors("pissa_niter_8", weight, 4, 0.5)
+    U, S, V = torch.linalg.svd(weight, full_matrices=False)
+    assert subtracted and A.shape == (4, 16) and B.shape == (24, 4)
+    assert torch.allclose(0.5 * B @ A, U[:, :4] * S[:4] @ V[:4], atol=1e-3)
+    assert torch.allclose(A.norm(dim=1), B.norm(dim=0), rtol=1e-3)  # The root of S on each side

@@ -1344,3 +1344,14 @@ def test_a_row_of_documents_may_be_longer_than_the_longest_document():
         model(torch.cat(parts, 1), position_ids=torch.arange(39)[None])
     with pytest.raises(ValueError, match="max_seq_len"):
         model(torch.cat(parts, 1))
+
+
+def test_weights_that_write_to_the_stream_begin_smaller():
+    "GPT-2's rule: the root of twice the layers, since each adds two times."
+    torch.manual_seed(0)
+    model = Transformer(
+        ModelConfig(vocab_size=64, d_model=256, n_heads=4, n_layers=8, d_ff=512, init_std=0.04)
+    )
+    for name, smaller in (("self_attn.o_proj", 4), ("mlp.down_proj", 4), ("mlp.up_proj", 1)):
+        stds = [block.get_submodule(name).weight.std().item() for block in model.model.layers]
+        assert stds == pytest.approx([0.04 / smaller] * 8, rel=0.02)

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -751,6 +752,7 @@ def test_a_reward_from_a_file(home, tmp_path, monkeypatch):
     (tmp_path / "helper.py").write_text("def size(text): return -float(len(text))")
     (tmp_path / "mine.py").write_text(REWARD)
     (tmp_path / "broken.py").write_text("x = 1\n1 / 0\n")
+    (tmp_path / "kinds.py").write_text("class Short:\n    pass\n")
     monkeypatch.setattr("sys.path", [*sys.path])
     found = preparation.function_from_file(f"{tmp_path}/mine.py:short")
     assert found(completions=["ab"]) == [-2.0]
@@ -759,6 +761,7 @@ def test_a_reward_from_a_file(home, tmp_path, monkeypatch):
         "none.py:short": "there is no file none.py",
         f"{tmp_path}/mine.py:shrt": "has no function 'shrt'. Did you mean 'short'",
         f"{tmp_path}/broken.py:f": "broken.py, line 2: ZeroDivisionError",
+        f"{tmp_path}/kinds.py:Short": r"is a class: make an instance .* short = Short\(\)",
     }.items():
         with pytest.raises(ValueError, match=words):
             preparation.function_from_file(text)
@@ -769,3 +772,53 @@ def test_a_reward_from_a_file(home, tmp_path, monkeypatch):
     assert alone.returncode == 1 and "rewards given in Python" in alone.stderr
     again = call(*words, "--reward", f"{tmp_path}/mine.py:short", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
+
+
+def test_kto_needs_another_row_to_compare_with(home, tmp_path):
+    one_by_one = config(
+        home, "dpo", "kto-1", {"dpo": {"loss_type": ["kto"]}}, per_device_train_batch_size=1
+    )
+    with pytest.raises(ValueError, match="per_device_train_batch_size = 1: kto compares"):
+        prepare(one_by_one)
+    rows = [dict(prompt=f"Spell {n}.", completion=NAMES[n], label=n % 2 == 0) for n in range(9)]
+    (tmp_path / "nine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    nine = config(home, "kto", "kto-9")
+    nine.data.path, nine.data.eval_fraction = str(tmp_path / "nine.jsonl"), 0.0
+    batches = prepare(nine).train_batches
+    assert [len(batch["liked"]) for batch in batches] == [4, 5] and len(batches) == 2
+    with pytest.raises(ValueError, match="needs 2 rows at least"):
+        batches.join(batches.rows[:1])
+    (tmp_path / "one.jsonl").write_text(json.dumps(dict(rows[0], prompt="Spell it.")))
+    nine.data.eval_file = str(tmp_path / "one.jsonl")
+    with pytest.raises(ValueError, match="one row is set apart"):
+        prepare(nine)
+
+
+def test_labelled_rows_without_a_partner_are_counted(home, tmp_path):
+    rows = [dict(prompt="Spell 1.", completion=name, label=name == "one") for name in NAMES]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    paired = config(home, "dpo", "paired")
+    paired.data.path, paired.data.eval_fraction = str(tmp_path / "rows.jsonl"), 0.0
+    assert "1 to train on" in (plan := prepare(paired).plan[0])
+    assert plan.endswith("; 8 answers without one of the other sort to the same prompt")
+
+
+def test_margins_that_some_pairs_lack_are_not_used(home, tmp_path):
+    rows = [json.loads(line) for line in (home / "pairs.jsonl").read_text().splitlines()]
+    for count, kept in ((len(rows), True), (len(rows) - 1, False)):
+        some = [dict(row, margin=2.0) if i < count else row for i, row in enumerate(rows)]
+        (tmp_path / f"{count}.jsonl").write_text("\n".join(map(json.dumps, some)))
+        judged = config(home, "reward", f"margins-{count}")
+        judged.data.path, judged.data.eval_fraction = str(tmp_path / f"{count}.jsonl"), 0.0
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            batch = next(iter(prepare(judged).train_batches))
+        assert ("margin" in batch) == kept
+        assert any("1 of 30 pairs have no margin" in str(w.message) for w in heard) != kept
+
+
+def test_a_system_prompt_in_its_own_column_begins_the_chat():
+    row = dict(prompt="Ahoy?", system="You are a pirate.")
+    turns = preparation.as_prompt(row, "prompt", True)["prompt"]
+    assert [turn["role"] for turn in turns] == ["system", "user"]
+    assert preparation.as_prompt(row, "prompt", False)["prompt"] == "Ahoy?"

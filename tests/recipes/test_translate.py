@@ -1512,6 +1512,12 @@ def test_a_run_in_the_words_of_llamafactory_is_the_same_run(method, groups, loop
             "init_from": "base",
             "data": {"max_length": 333} if method != "pretrain" else {"max_length": 100},
             **groups,
+            # There a prompt has no limit of its own
+            **(
+                {"dpo": {"max_prompt_length": None, **groups.get("dpo", {})}}
+                if method in ("dpo", "reward")
+                else {}
+            ),
             "train": loop,
             "report_to": ["wandb"],
         }
@@ -1698,3 +1704,69 @@ def test_files_named_where_a_trainer_takes_rows(tmp_path):
     )
     data = convert_config(script)[0].data
     assert (data.path, data.eval_file) == ("a.jsonl", "b.jsonl")
+
+
+THINKS = "right_format('<think>(?!.*<think>).*?</think>.*')"
+LLAMA_FACTORY = dict(model_name_or_path="m", dataset_name="d.jsonl", finetuning_type="full")
+AXOLOTL = dict(base_model="m", rl="dpo")
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "refused"),
+    [
+        (  # The names of GRPO alone say the method
+            dict(model_name_or_path="m", dataset_name="d.jsonl", num_generations=8, beta=0.04),
+            {"method": "grpo", "rl.num_generations": 8, "rl.beta": 0.04},
+            [],
+        ),
+        (
+            dict(model_name_or_path="m", dataset_name="d", reward_funcs=["think_format_reward"]),
+            {"method": "grpo", "rl.rewards": [THINKS]},
+            [],
+        ),
+        (
+            LLAMA_FACTORY | dict(stage="kto", pref_ftx=0.3, pref_beta=0.2),
+            {"dpo.loss_type": ["kto"], "dpo.beta": 0.2},
+            ["pref_ftx"],
+        ),
+        (
+            LLAMA_FACTORY | dict(stage="dpo", pref_loss="orpo", pref_ftx=0.1, cutoff_len=4096),
+            {
+                "dpo.loss_weights": [1.0, 1.1],
+                "dpo.max_length": 4096,
+                "dpo.max_prompt_length": None,
+            },
+            [],
+        ),
+        (
+            LLAMA_FACTORY | dict(stage="sft", cutoff_len=4096),
+            {"dpo.max_prompt_length": 512, "data.max_length": 4096},
+            [],
+        ),
+        (
+            AXOLOTL | dict(datasets=[dict(path="x.jsonl", type="chat_template.argilla")]),
+            {"data.kind": None, "data.columns": {}, "data.path": "x.jsonl"},
+            [],
+        ),
+        (
+            AXOLOTL
+            | dict(
+                datasets=[
+                    dict(
+                        path="x.jsonl",
+                        type="chat_template.default",
+                        field_messages="talk",
+                        field_chosen="good",
+                        field_rejected="rejected",
+                    )
+                ]
+            ),
+            {"data.kind": None, "data.columns": {"prompt": "talk", "chosen": "good"}},
+            [],
+        ),
+    ],
+)
+def test_preferences_and_rewards_keep_their_meaning(file, values, refused):
+    config, account = convert_config(file, device="cpu")
+    assert {path: value_of(config, path) for path in values} == values
+    assert [row.setting for row in account.rows if row.verdict == "refused"] == refused

@@ -11,18 +11,20 @@ import weakref
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.processes import begin, end, rests, together
 from torch import nn
 
-from trainkit.data.dataloader import Batches, collate
+from trainkit.data.dataloader import Batches, collate, pack
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
+from trainkit.settings import CurriculumConfig
 from trainkit.train.optim import SCHEDULES, OptimConfig, make_schedule
 from trainkit.train.config import Control, TrainConfig, TrainingError
 from trainkit.train.objectives import PLAIN_HEADS, Loss, body_and_head, lm_loss, objective
-from trainkit.train.step import accumulate, make_accelerator
+from trainkit.train.step import accumulate, count_tokens, make_accelerator
 from trainkit.train.trainer import Trainer
 
 torch.set_num_threads(1)
@@ -1511,3 +1513,44 @@ def test_the_bar_ends_with_the_last_step_and_the_evaluation_has_its_own(monkeypa
     t = trainer(max_steps=4, eval_strategy="no", progress=True, callbacks=[Stops()])
     t.train()
     assert seen == [("open", "Training", 4), ("close", "Training", 2), "Stopped afte"]
+
+
+@pytest.mark.parametrize("epochs", [3, 1.5])
+def test_epochs_of_a_curriculum_have_their_own_lengths(tmp_path, epochs):
+    curriculum = CurriculumConfig("length_based", start_length=4, end_length=16, steps=4)
+    rows = [np.arange(i, i + 16) % 97 for i in range(12)]
+    batches = Batches(rows, 4, curriculum=curriculum)
+    lengths = [batches.batches_of(epoch) for epoch in range(3)]
+    assert lengths[0] > lengths[1] == lengths[2] == 3
+    held = [dict(input_ids=torch.ones(1, 4).long(), labels=torch.ones(1, 4).long())]
+    trainer = Trainer(
+        make("ours"),
+        lm_loss,
+        batches,
+        eval_batches=held,
+        config=TrainConfig(
+            output_dir=str(tmp_path),
+            num_train_epochs=epochs,
+            eval_strategy="epoch",
+            save_strategy="epoch",
+            save_total_limit=9,
+            progress=False,
+        ),
+    )
+    trainer.train()
+    ends = [lengths[0], sum(lengths[:2]), sum(lengths)] if epochs == 3 else [lengths[0]]
+    evaluated = [r["step"] for r in trainer.history if "eval_loss" in r]
+    assert evaluated[: len(ends)] == ends
+    assert trainer.state.step == (sum(lengths) if epochs == 3 else lengths[0] + 2)
+    assert {f"checkpoint-{step}" for step in ends} <= {
+        p.name for p in (tmp_path / "checkpoints").iterdir()
+    }
+
+
+def test_padding_of_packed_rows_is_no_token_that_was_read():
+    examples = [dict(input_ids=[5] * n, labels=[-100] + [5] * (n - 1)) for n in (9, 5, 4, 8, 3)]
+    rows = pack(examples, 16, "best_fit")
+    batch = collate(rows)
+    assert "attention_mask" not in batch and batch["input_ids"].numel() > 29
+    assert count_tokens(batch) == 29
+    assert count_tokens(collate(rows, padding_free=True)) == 29

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from .rewards import await_result
 from ..tokenizer.chat_template import parse_tool_calls
 
 # %% ../../nbs/08_align/14_environments.ipynb #env-def
@@ -133,13 +134,32 @@ class GuessNumber(Environment):
 CALL_ID = "trainkit0"  # Of a tool call; Mistral's template wants nine letters or digits
 
 
+def _described(
+    listed: str,  # What follows 'Args:' in a docstring
+) -> dict[str, str]:
+    "What a docstring says of each argument, of one line or of several."
+    described: dict[str, str] = {}
+    name, depth = "", 0
+    for line in listed.splitlines():
+        inner = len(line) - len(line.lstrip())
+        if line.strip() and not inner:
+            break  # Another section, such as 'Returns:'
+        entry = re.match(r"\s+(\w+)(?: \([^)]*\))?: (.+)$", line)
+        if entry and (not name or inner <= depth):
+            name, depth = entry[1], inner
+            described[name] = entry[2].strip()
+        elif name and line.strip():
+            described[name] += f" {line.strip()}"
+    return described
+
+
 def tool_schema(
     function: Callable,  # With types; its docstring may describe the arguments under 'Args:'
 ) -> dict[str, object]:
     "A typed function as a chat template lists it, in OpenAI's JSON form."
     words = inspect.getdoc(function) or ""
     about, _, listed = words.partition("Args:")
-    described = dict(re.findall(r"^\s+(\w+)(?: \([^)]*\))?: (.+)$", listed, re.MULTILINE))
+    described = _described(listed)
     name = getattr(function, "__name__", type(function).__name__)
     try:
         schema = TypeAdapter(cast(Any, function)).json_schema()
@@ -147,7 +167,7 @@ def tool_schema(
         raise ValueError(f"the tool {name} has arguments that JSON cannot hold: {error}") from None
     properties = {
         key: {k: v for k, v in value.items() if k != "title"}
-        | ({"description": described[key].strip()} if key in described else {})
+        | ({"description": described[key]} if key in described else {})
         for key, value in schema.get("properties", {}).items()
     }
     parameters = dict(type="object", properties=properties, required=schema.get("required", []))
@@ -169,7 +189,7 @@ def call_tool(
     if not isinstance(arguments, dict):
         return f"error: the arguments of {name} must be an object, such as {{}}"
     try:
-        result = TypeAdapter(cast(Any, by_name[name])).validate_python(arguments)
+        result = await_result(TypeAdapter(cast(Any, by_name[name])).validate_python(arguments))
     except ValidationError as error:
         problems = []
         for problem in error.errors():
@@ -179,7 +199,9 @@ def call_tool(
         return f"error: {name}: {wrong}"
     except Exception as error:  # A tool may raise anything
         return f"error: {name}: {type(error).__name__}: {error}"
-    return result if isinstance(result, str) else json.dumps(result, default=str)
+    if isinstance(result, str):
+        return result
+    return json.dumps(result, default=str, ensure_ascii=False)
 
 # %% ../../nbs/08_align/14_environments.ipynb #toolenv-def
 class ToolEnvironment(Environment):

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .environments import CALL_ID, Environment, Prompt, tool_schema
+from .environments import CALL_ID, Environment, Prompt, Reply, tool_schema
 from .invariant import batch_invariant as in_blocks
 from ..model.generation import SamplingConfig, context_length, decode_rows, eval_mode
 from ..model.generation import ThinkingBudget, text_to_ids
@@ -277,6 +277,17 @@ class Episode:
         return sum(self.rewards)
 
 
+def _checked(environment: Environment, reply: object) -> Reply:
+    if isinstance(reply, Reply):
+        return reply
+    name = type(environment).__name__
+    hint = ", and cannot be async" if hasattr(reply, "__await__") else ""
+    raise TypeError(
+        f"{name}.step returned {type(reply).__name__}: it must return a "
+        f"Reply(observation, reward, done){hint}"
+    )
+
+
 def play_episodes(
     policy: nn.Module,  # `Transformer` or any causal model of transformers
     tokenizer: "_Tokenizer | None",  # None: prompts, answers and observations are ids
@@ -292,6 +303,9 @@ def play_episodes(
     sampling = sampling or SamplingConfig(max_new_tokens=256)
     eos = answer_ends(environments[0] if tokenizer is None else tokenizer)
     prompts = [e.reset(row, s) for e, row, s in zip(environments, rows, seeds, strict=True)]
+    for environment, prompt in zip(environments, prompts, strict=True):
+        if not prompt:
+            raise ValueError(f"{type(environment).__name__}.reset returned no prompt: {prompt!r}")
     schemas = [[tool_schema(tool) for tool in e.tools] or None for e in environments]
     episodes = [
         Episode(prompt_to_ids(prompt, tokenizer, tools))
@@ -330,7 +344,7 @@ def play_episodes(
             words = [token for token in answer.ids if token not in eos]
             # Marks of tool calls are part of the text
             heard = words if tokenizer is None else after_thought(words, tokenizer, before, False)
-            step = environments[i].step(heard)
+            step = _checked(environments[i], environments[i].step(heard))
             episode.rewards[-1] += step.reward
             if step.done:
                 continue

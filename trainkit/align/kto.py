@@ -118,6 +118,11 @@ def collate_unpaired(
     pad_id: int = 0,  # The token in the padding; nothing depends on it
 ) -> dict[str, Tensor]:  # input_ids, labels, attention_mask (2B, T) and liked (B,)
     "The rows, and below them each prompt with the answer of the row before, as one batch."
+    if len(rows) < 2:
+        raise ValueError(
+            "kto compares each prompt with the answer of another row, so a batch needs 2 rows at "
+            "least"
+        )
     others = [*rows[-1:], *rows[:-1]]
     both = [(row["prompt"], row) for row in rows]
     both += [(row["prompt"], other) for row, other in zip(rows, others, strict=True)]
@@ -143,6 +148,8 @@ def collate_unpaired(
 
 class UnpairedBatches(Batches):
     "Shuffled batches of rows with an opinion that can be resumed."
+
+    min_rows = 2  # Each prompt is compared with the answer of another row
 
     def join(
         self,

@@ -11,7 +11,7 @@ messages."""
 
 # %% auto #0
 __all__ = ['Reward', 'same_answer', 'answer_value', 'answer_reader', 'right_answer', 'right_format', 'right_length',
-           'passes_tests', 'call_reward', 'score']
+           'passes_tests', 'await_result', 'call_reward', 'score']
 
 # %% ../../nbs/08_align/08_rewards.ipynb #imports-rewards
 import asyncio
@@ -21,6 +21,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal, InvalidOperation
 
 import torch
 from torch import Tensor
@@ -42,15 +43,30 @@ def same_answer(
     expected: object,  # Text or a number
 ) -> bool:
     "Whether two answers are the same number, or else the same words."
-    a = answer_value(answer)
-    b = answer_value(expected)
-    if isinstance(a, float) and isinstance(b, float):
-        return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
-    return _words(answer) == _words(expected)
+    ours, theirs = _words(answer), _words(expected)
+    a, b = _number(ours), _number(theirs)
+    if ours == theirs or a is None or b is None:
+        return ours == theirs
+    if a == a.to_integral_value() and b == b.to_integral_value():
+        return a == b  # Whole numbers exactly, however large they are
+    return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
+
+
+_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")  # As in 1,234,567
+_COMMA = re.compile(r"(?<!\d),|,(?!\d)")  # Of a sentence, not between two digits
 
 
 def _words(answer: object) -> str:
-    return " ".join(str(answer).strip().rstrip(".").replace(",", "").lower().split())
+    text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), str(answer))
+    return " ".join(_COMMA.sub("", text).strip().rstrip(".").lower().split())
+
+
+def _number(words: str) -> Decimal | None:
+    try:
+        number = Decimal(words)
+    except InvalidOperation:
+        return None
+    return None if number.is_nan() else number
 
 
 def answer_value(
@@ -58,10 +74,9 @@ def answer_value(
 ) -> float | str:
     "An answer for comparing and counting: a number, or else words in lower case."
     words = _words(answer)
-    try:
-        return float(words)
-    except ValueError:
-        return words
+    number = _number(words)
+    # Numbers too large for a float to tell from their neighbours stay words
+    return words if number is None or abs(number) > 2**53 else float(number)
 
 
 def answer_reader(
@@ -163,6 +178,16 @@ def passes_tests(
     return passes_tests
 
 # %% ../../nbs/08_align/08_rewards.ipynb #102fc3a4
+def await_result(
+    result: object,  # Of a call; the coroutine of an async function is run
+) -> object:
+    "What a function returned, after waiting for it where it is async."
+    if not inspect.iscoroutine(result):
+        return result
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, result).result()  # A notebook has a loop of its own
+
+
 def call_reward(
     function: Reward,
     columns: Mapping[str, Sequence],  # As for `score`
@@ -186,9 +211,7 @@ def call_reward(
             "messages for chats)"
         )
         raise
-    if inspect.iscoroutine(rewards):
-        with ThreadPoolExecutor(1) as pool:
-            rewards = pool.submit(asyncio.run, rewards).result()  # A notebook has a loop of its own
+    rewards = await_result(rewards)
     if not isinstance(rewards, Iterable) or isinstance(rewards, str | Mapping):
         raise ValueError(
             f"{name} gave {rewards!r}: a list is needed, with a reward for each completion"

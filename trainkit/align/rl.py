@@ -296,7 +296,8 @@ def grpo_objective(
     optionally `old_log_probs` and `ref_log_probs`."""
     add, count = _averaging(config)
 
-    @objective(counts=_counting(count))
+    # All answers of a step may be too long, and then nothing is learned from them
+    @objective(counts=_counting(count), may_be_empty=config.mask_truncated_completions)
     def grpo(model: nn.Module, batch: dict) -> Loss:
         batch = to_model_device(model, batch)
         scores = _scores(model, batch, config)

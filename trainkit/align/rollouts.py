@@ -72,7 +72,10 @@ def encode_prompts(
         prompt = row.get("prompt")
         if not prompt:
             raise ValueError(f"row {i} has no prompt, only {', '.join(row) or 'nothing'}")
-        ids.append(prompt_to_ids(prompt, tokenizer))
+        tools = row.get("tools")
+        ids.append(
+            prompt_to_ids(prompt, tokenizer, json.loads(tools) if isinstance(tools, str) else tools)
+        )
     for i, prompt in enumerate(ids):
         _check_room(i, prompt, room, setting)
     return ids, rows

@@ -175,9 +175,11 @@ def _is_packed(settings: Mapping[str, Any]) -> bool:
     return how.get("format") == "pack-quantized" and all(kind.items() <= g.items() for g in groups)
 
 
-def _has_codes(settings: Mapping[str, Any]) -> bool:
+def _has_codes(settings: Mapping[str, object]) -> bool:
     "Whether linear layers have 4 or 8 bits in bitsandbytes' form, under our names."
-    how = settings.get("quantization_config") or {}
+    how = settings.get("quantization_config")
+    if not isinstance(how, Mapping):
+        return False
     theirs = how.get("quant_method", "bitsandbytes") == "bitsandbytes"
     few = how.get("load_in_4bit") or how.get("load_in_8bit")
     return bool(theirs and few) and settings.get("model_type") != "gpt2"  # Joined and transposed
@@ -185,7 +187,7 @@ def _has_codes(settings: Mapping[str, Any]) -> bool:
 
 def read_config(
     folder: str | Path,  # With `config.json`, `trainkit.json`, or both
-    few_bits: bool = False,  # Whether bitsandbytes may have quantized the weights
+    quantized: bool = False,  # Whether bitsandbytes may have quantized the weights
 ) -> ModelConfig:  # Raises `ValueError` for a model we do not support, or `FileNotFoundError`
     "The sizes and the architecture of the model in a folder."
     theirs = Path(folder) / "config.json"
@@ -203,9 +205,9 @@ def read_config(
         )
     data = read_model_settings(folder)
     codes = _has_codes(data)
-    if "quantization_config" in data and not _is_packed(data) and not (codes and few_bits):
+    if "quantization_config" in data and not _is_packed(data) and not (codes and quantized):
         remedy = "start from the model that it was made of"
-        if not few_bits and not codes:
+        if not quantized and not codes:
             remedy = "open them with load_pretrained(…, native=False)"
         raise ValueError(f"{theirs} says that the weights are quantized: {remedy}")
     with reading(theirs), quiet_transformers():
@@ -480,7 +482,7 @@ def _is_code(name: str) -> bool:
 
 def _take_layers(
     weights: dict[str, Tensor],  # Changed in place: shapes without memory replace the codes
-    how: Mapping[str, Any],  # The `quantization_config` of the folder
+    how: Mapping[str, object],  # The `quantization_config` of the folder
     quant: QuantConfig | None,  # What was asked for
 ) -> dict[str, Linear4bit | Linear8bit]:  # Name -> layer; empty in a folder of full precision
     "The layers that bitsandbytes quantized, with their codes."
@@ -491,18 +493,32 @@ def _take_layers(
         name = key.partition(".weight")[0].removesuffix(".SCB")
         if name in stored:
             stored[name][key.removeprefix(f"{name}.")] = weights.pop(key)
-    compute = _as_dtype(quant.compute_dtype if quant else how.get("bnb_4bit_compute_dtype"))
+    stored_dtype = how.get("bnb_4bit_compute_dtype")
+    compute = _as_dtype(quant.compute_dtype if quant else cast("str | None", stored_dtype))
     dtype = next((w.dtype for w in weights.values() if w.dim() > 1), None) or torch.float32
     layers: dict[str, Linear4bit | Linear8bit] = {}
     for name, parts in stored.items():
         if "SCB" in parts:
             rows, columns = parts["weight"].shape
-            threshold = how.get("llm_int8_threshold", 6.0)
-            layer = Linear8bit(columns, rows, False, threshold, dtype, device="meta")
+            threshold = cast(float, how.get("llm_int8_threshold", 6.0))
+            layer = Linear8bit(
+                columns,
+                rows,
+                False,
+                threshold,
+                dtype,
+                device="meta",
+            )
         else:
             state = next(part for key, part in parts.items() if "quant_state." in key)
             rows, columns = json.loads(bytes(state.tolist()))["shape"]
-            layer = Linear4bit(columns, rows, False, compute, device="meta")
+            layer = Linear4bit(
+                columns,
+                rows,
+                False,
+                compute,
+                device="meta",
+            )
         layer.load_state_dict(parts, assign=True)
         weights[f"{name}.weight"] = torch.empty(rows, columns, dtype=layer.dtype, device="meta")
         layers[name] = layer
@@ -647,7 +663,7 @@ def load_pretrained(
         elif quant and not any(map(_is_code, tensor_files(path))):
             model = _open_quantized(path, dtype, quant)
         else:
-            config = read_config(path, few_bits=True)
+            config = read_config(path, quantized=True)
             settings = path / "config.json"
             how = read_json(settings).get("quantization_config") if settings.is_file() else None
             with reading(path):
@@ -704,7 +720,7 @@ def _bitsandbytes_config(model: Transformer) -> dict[str, object]:
         hf_architecture(model.config) == "GPT2LMHeadModel"
     ):
         raise ValueError(
-            "transformers opens no such model with few bits (GPT-2's layers, or layers of 4 and "
+            "transformers opens no such quantized model (GPT-2's layers, or layers of 4 and "
             "of 8 bits): save it before quantize_model"
         )
     four = isinstance(first, Linear4bit)
@@ -796,8 +812,10 @@ def _verify(model: nn.Module, tokenizer: _Tokenizer | None, folder: Path) -> Non
     config = cast(Any, model.config)
     length = min(16, getattr(config, "max_seq_len", 16))
     ids = (torch.arange(1, length + 1, device=first.device) * 7919 % config.vocab_size)[None]
-    with eval_mode(model):
-        ours = model(ids).logits.float()
+    # During a run, accelerate's autocast wraps `forward`, and rounds what the file does not
+    forward = vars(model).get("_original_forward", model)
+    with eval_mode(model), torch.autocast(first.device.type, enabled=False):
+        ours = forward(ids).logits.float()
     theirs = again.to(first.device)(ids).logits.float()
     gap = (ours - theirs).abs().max().item()
     exact = first.dtype in (torch.float32, torch.float64)

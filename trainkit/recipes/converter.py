@@ -1007,9 +1007,15 @@ def _schedule_knobs(value: object, siblings: Mapping) -> Meaning:
 
 def _preference(value: object, siblings: Mapping) -> Meaning:
     weight = siblings.get("pref_ftx") or 0
+    if siblings.get("stage") == "kto":  # It has one loss there, whatever pref_loss says
+        if weight:
+            return Refused("SFT together with kto needs pairs, and rows with a label are none")
+        return Implied("kto has a loss of its own")
     if not weight:
         return {"dpo.loss_type": value}
-    return {"dpo.loss_type": [value, "sft"], "dpo.loss_weights": [1.0, float(weight)]}
+    # Their orpo contains SFT once already
+    sft = float(weight) + (value == "orpo")
+    return {"dpo.loss_type": [value, "sft"], "dpo.loss_weights": [1.0, sft]}
 
 
 _TEMPLATE_SWITCHES = ("enable_thinking", "preserve_thinking", "reasoning_effort")
@@ -1027,7 +1033,10 @@ def _trained(value: object, siblings: Mapping) -> Meaning:
     return {"sft.train_on": "all" if value else "assistant"}
 
 
-_REWARDS = {"accuracy_reward": "right_answer", "think_format_reward": "right_format"}
+_REWARDS = {
+    "accuracy_reward": "right_answer",
+    "think_format_reward": "right_format('<think>(?!.*<think>).*?</think>.*')",
+}
 
 
 def _rewards(value: str | Sequence[str], _: Mapping) -> Meaning:
@@ -1158,14 +1167,27 @@ _AXOLOTL_TYPES = {
 }
 
 
-def _datasets(value: object, _: Mapping) -> Meaning:  # axolotl's
+# Columns of pairs whose answers are turns of a chat; their usual names are ours
+_AXOLOTL_FIELDS = dict(
+    field_messages="prompt",
+    field_chosen="chosen",
+    field_rejected="rejected",
+)
+
+
+def _datasets(value: object, siblings: Mapping) -> Meaning:  # axolotl's
     if not isinstance(value, list) or len(value) != 1:
         return Refused(
             "several data sets are mixed first (trainkit data mix), and their file is named here"
         )
     dataset = value[0] if isinstance(value[0], Mapping) else {"path": value[0]}
     knobs: dict[str, object] = {"data.path": dataset["path"]}
-    if kind := _AXOLOTL_TYPES.get(str(dataset.get("type", "")).split(".")[0]):
+    kind = _AXOLOTL_TYPES.get(str(dataset.get("type", "")).split(".")[0])
+    if siblings.get("rl"):  # The rows show whether they are pairs, or have a label
+        fields = {ours: dataset[name] for name, ours in _AXOLOTL_FIELDS.items() if name in dataset}
+        if named := {ours: name for ours, name in fields.items() if ours != name}:
+            knobs["data.columns"] = named
+    elif kind:
         knobs["data.kind"] = kind
     for theirs, ours in (("name", "dataset_config"), ("split", "split"), ("field", "text_column")):
         if dataset.get(theirs):
@@ -1506,7 +1528,7 @@ WORDS: dict[str, str | Reader | Refused | Implied] = {
     "pref_ftx": lambda v, siblings: (
         Implied("is a weight in dpo.loss_weights")
         if "pref_loss" in siblings or not v
-        else _preference("sigmoid", dict(pref_ftx=v))
+        else _preference("sigmoid", siblings)
     ),
     "dpo_label_smoothing": "dpo.label_smoothing",
     "kto_chosen_weight": "dpo.desirable_weight",
@@ -2380,6 +2402,8 @@ def _find_method(
         raise ConfigError([Problem("training", ", ".join(groups), remedy)], "convert")
     if groups:
         return METHOD_NAMES.get(groups[0], groups[0]), f"follows from training.{groups[0]}"
+    if scored := sorted(knobs & {"rl.rewards", "rl.num_generations", "rl.reward_weights"}):
+        return "grpo", f"follows from {scored[0]}; with --method rloo it is that"
     if any(k.startswith("dpo.") for k in knobs):
         return "dpo", "follows from its beta"
     adapted = any(s.path[-1] == "peft_config" and s.value is not None for s in settings)
@@ -2422,6 +2446,8 @@ _LLAMA_FACTORY_DEFAULTS: dict[str, object] = {
     "train.gradient_accumulation_steps": 1,
     "data.max_length": 2048,
 }
+# Neither there nor in TRL and axolotl has a prompt a limit of its own
+_PAIR_DEFAULTS: dict[str, object] = {"dpo.max_prompt_length": None}
 
 
 class _Conversion:
@@ -2556,10 +2582,17 @@ class _Conversion:
     def _add_defaults(self) -> None:
         "What the file leaves out has the other library's value, where that changes the result."
         words = {s.path[-1] for s, _ in self.meanings}
-        if not ("finetuning_type" in words or {"stage", "do_train"} <= words):
-            return  # Only LLaMA-Factory's files show whose they are
-        if self.method in RL_METHODS:
-            return
+        theirs = "finetuning_type" in words or {"stage", "do_train"} <= words
+        fixed: dict[str, object] = {}
+        if theirs and self.method not in RL_METHODS:  # Only these files show whose they are
+            fixed = self._llama_factory_defaults()
+        lengths = {"dpo.max_length", "data.max_length"}  # Two names of one knob
+        if self.method in ("dpo", "reward") and lengths & {*fixed, *self.final}:
+            fixed |= _PAIR_DEFAULTS
+        self.defaults = {k: v for k, v in fixed.items() if k not in self.final}
+        self.final |= self.defaults
+
+    def _llama_factory_defaults(self) -> dict[str, object]:
         fixed = dict(_LLAMA_FACTORY_DEFAULTS)
         if "lora.r" in self.final:
             fixed["lora.lora_alpha"] = 2 * cast(int, self.final["lora.r"])
@@ -2569,8 +2602,7 @@ class _Conversion:
             del fixed["optim.warmup_ratio"]
         if self.final.get("train.max_steps"):
             del fixed["train.num_train_epochs"]
-        self.defaults = {k: v for k, v in fixed.items() if k not in self.final}
-        self.final |= self.defaults
+        return fixed
 
     def build(self) -> RunConfig:
         "The checked config; errors carry the names and lines of the file."

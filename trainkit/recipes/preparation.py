@@ -145,7 +145,7 @@ def open_trained(
         )
     if not config.adapts and any(isinstance(m, (Linear4bit, Linear8bit)) for m in model.modules()):
         raise ValueError(
-            f"the weights of {config.init_from} have few bits, so only an adapter can learn: "
+            f"the weights of {config.init_from} are quantized, so only an adapter can learn: "
             "choose method lora or qlora, or start from the model in full precision"
         )
     if config.model.gradient_checkpointing:
@@ -804,6 +804,53 @@ class _Margins:
         self.on_log(trainer, record, "eval_")
 
 
+def _paired_up(
+    rows: Mapping[str, list[dict]],  # Those of each part, of kind unpaired
+) -> tuple[dict[str, list[dict]], str]:  # Of kind preference, and what the plan says of it
+    given = sum(map(len, rows.values()))
+    pairs = {part: pair_up(some) if some else some for part, some in rows.items()}
+    left = given - 2 * sum(map(len, pairs.values()))
+    without = f"; {plural(left, 'answer')} without one of the other sort to the same prompt"
+    return pairs, without if left else ""
+
+
+def _add_margins(
+    pairs: Pairs,  # Changed in place
+    rows: Sequence[Mapping],  # That they come from
+) -> None:
+    "How much better the chosen answer is, for the loss of a reward model."
+    lacking = sum(row.get("margin") is None for row in rows)
+    if lacking and lacking < len(rows):
+        warnings.warn(
+            f"{lacking:,} of {len(rows):,} pairs have no margin: those of the others are not used",
+            stacklevel=2,
+        )
+    if not lacking:
+        for pair, i in zip(pairs, pairs.numbers, strict=True):
+            pair["margin"] = float(rows[i]["margin"])
+
+
+class _ComparedPairs(PairBatches):
+    min_rows = 2  # KTO compares each prompt with the answers of another pair
+
+
+def _check_compared(
+    config: RunConfig,
+    held: int,  # Rows that are set apart
+) -> None:
+    "Raise `ValueError` where kto has nothing to compare a prompt with."
+    if (size := config.train.per_device_train_batch_size) < 2:
+        raise ValueError(
+            f"train.per_device_train_batch_size = {size}: kto compares each prompt with the answer "
+            "of another row, so a batch needs 2 rows at least"
+        )
+    if held == 1:
+        raise ValueError(
+            "one row is set apart to evaluate on, and kto compares rows: set data.eval_fraction=0 "
+            "or give more rows"
+        )
+
+
 def _prepare_labels(
     config: RunConfig,
     model: Any,
@@ -838,6 +885,7 @@ def _prepare_labels(
         )
         train = encode(rows["train"]) if rows["train"] else []
         test = encode(rows["eval"]) if rows["eval"] else []
+    _check_compared(config, len(test))
     liked = [dict(row, chosen=row["completion"]) for row in rows["eval"] if row["label"]]
     asked = _asked(liked, tokenizer, model, config.sft.questions)
     causal = adapt(model, config, new_tokens)
@@ -932,8 +980,9 @@ def prepare_pairs(
     ):
         seed_everything(config.train.seed)
         return _prepare_labels(config, model, tokenizer, rows, data, new, seconds)
+    alone = ""
     if data.kind == "unpaired":
-        rows = {part: pair_up(some) if some else some for part, some in rows.items()}
+        rows, alone = _paired_up(rows)
     seed_everything(config.train.seed)
     length = int(min(d.max_length, context_length(model)))
 
@@ -946,14 +995,15 @@ def prepare_pairs(
             d.truncation,
             num_workers=c.preprocessing_num_workers,
         )
-        for pair, i in zip(pairs, pairs.numbers, strict=True):
-            if all(row.get("margin") is not None for row in some):
-                pair["margin"] = float(some[i]["margin"])
+        _add_margins(pairs, some)
         return pairs
 
     with timed(seconds, "encoding"):
         train = encode(rows["train"])
         test = encode(rows["eval"]) if rows["eval"] else Pairs()
+    compared = config.method == "dpo" and "kto" in d.loss_type
+    if compared:
+        _check_compared(config, len(test))
     most = config.sft.questions if config.method == "dpo" else 0
     asked = _asked(rows["eval"], tokenizer, model, most)
     causal = model = adapt(model, config, new)
@@ -981,13 +1031,14 @@ def prepare_pairs(
             reference = make_reference(model, d.reference)
         objective = dpo_objective(reference, d)
         kind = reference.kind if reference else kind
-    batches, held = make_batches(config, train, test, tokenizer, c.group_by_length, PairBatches)
+    kind_of_batch = _ComparedPairs if compared else PairBatches
+    batches, held = make_batches(config, train, test, tokenizer, c.group_by_length, kind_of_batch)
     r = train.report
     plan = [
         f"Pairs      {data.path}: {len(train):,} to train on, {len(test):,} held out; "
         f"prompt and answer have {int((r.prompts_kept + r.answers_kept.max(1)).max()):,} "
         f"of {length:,} tokens at most; {r.prompts_cut:,} prompts and "
-        f"{r.answers_cut:,} answers cut, {plural(r.dropped, 'pair')} left out"
+        f"{r.answers_cut:,} answers cut, {plural(r.dropped, 'pair')} left out{alone}"
     ]
     if kind:
         plan.append(f"Loss       {', '.join(d.loss_type)} with β = {d.beta:g}; reference: {kind}")
@@ -1118,6 +1169,11 @@ def function_from_file(
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
         raise ValueError(f"{place} has no function {name!r}.{nearest(name, known)}")
+    if isinstance(function, type):
+        raise ValueError(
+            f"{text!r} is a class: make an instance in the file, as in {name.lower()} = {name}(), "
+            "and name that"
+        )
     vars(function)["typed"] = text  # As `trainkit train --resume` needs it again
     return function
 
@@ -1163,7 +1219,8 @@ def as_prompt(
         if usual in row:
             out.setdefault(own, row[usual])
     if chat and isinstance(out["prompt"], str):
-        out["prompt"] = [dict(role="user", content=out["prompt"])]
+        system = [dict(role="system", content=row["system"])] if row.get("system") else []
+        out["prompt"] = [*system, dict(role="user", content=out["prompt"])]
     return out
 
 

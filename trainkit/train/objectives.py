@@ -50,11 +50,14 @@ def objective(
     # batch -> {term: number of items}, known before any forward pass
     counts: Callable[[dict], dict] | None = None,
     additive: bool = True,  # False: the rows depend on each other, so batches cannot be added up
+    may_be_empty: bool = False,  # A step without any item moves nothing, and is no error
 ) -> Callable[[Callable], Callable]:  # Marks a function `(model, batch) -> Loss`
     "Mark how the batches of an objective may be accumulated."
 
     def mark(function: Callable) -> Callable:
-        function.__dict__.update(additive=additive, **({"counts": counts} if counts else {}))
+        function.__dict__.update(additive=additive, may_be_empty=may_be_empty)
+        if counts:
+            function.__dict__["counts"] = counts
         return function
 
     return mark

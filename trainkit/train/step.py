@@ -278,7 +278,7 @@ def count_window(
     for batch in batches:
         with _explained(batch):
             items.update(counts(batch))
-    if not any(items.values()):
+    if not any(items.values()) and not getattr(objective, "may_be_empty", False):
         raise NothingToLearn
     return items
 
@@ -567,15 +567,29 @@ def _move(
     return scaler.get_scale() < scale  # A fused optimizer is called anyway, and skips by itself
 
 # %% ../../nbs/04_train/07_training_step.ipynb #b3913d71
+def _padding_of_packed(
+    positions: Tensor,  # (B, T) starting again at 0 with each document
+    labels: Tensor,  # (B, T)
+) -> int:
+    "The padding of packed rows, which is a last document where nothing is learned."
+    width = positions.shape[1]
+    last = width - 1 - (positions == 0).flip(1).int().argmax(1)  # Where it starts
+    learned = (labels != -100).flip(1).int()
+    end = width - learned.argmax(1)  # After the last token that is learned
+    return int(((width - last) * (learned.any(1) & (last >= end))).sum())
+
+
 def count_tokens(
     batch: dict,  # Any batch: `input_ids`, or `chosen_input_ids` and the like
 ) -> int:
-    "Tokens that the model reads, without padding where a mask tells."
+    "Tokens that the model reads, without padding where a mask or packed documents tell."
     tokens = 0
     for name, ids in batch.items():
         if name.endswith("input_ids"):
             mask = batch.get(name.replace("input_ids", "attention_mask"))
             tokens += ids.numel() if mask is None else int(mask.sum())
+            if mask is None and "position_ids" in batch and "labels" in batch:
+                tokens -= _padding_of_packed(batch["position_ids"], batch["labels"])
     return tokens
 
 

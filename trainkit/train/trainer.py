@@ -186,7 +186,8 @@ class Trainer:
         self.window_size = self.config.gradient_accumulation_steps * self.accelerator.num_processes
         self.total_steps = count_steps(train_batches, self.window_size, self.config)
         sized = hasattr(train_batches, "__len__")
-        self.epoch_length = len(self.train_batches) if sized else None
+        # Epoch of the run -> its batches
+        self._lengths = {0: len(train_batches)} if sized else {}  # type: ignore
 
         self.shards: ShardedModel | None = None  # Of a model that is divided among processes
         self.writer: CheckpointWriter | None = None
@@ -333,6 +334,8 @@ class Trainer:
     def loop_until_stopped(self) -> str:  # Why it ended
         "`loop`, left in the middle of a step or an evaluation if `control` wants it at once."
         self.left_step = False
+        self.next_look = self.looked_at = self.state.step  # When all processes ask whether to stop
+        self.last_look = time.monotonic()
         try:
             return self.loop()
         except StopNow:
@@ -386,11 +389,26 @@ class Trainer:
         if c.early_stopping_patience and s.without_gain >= c.early_stopping_patience:
             return "early stopping"
         stopping = self.control.stopping
-        if self.accelerator.num_processes > 1:  # All processes must stop at the same step
-            stopping = (
-                s.step % c.logging_steps == 0 and add_over_processes(stopping, self.accelerator) > 0
-            )
+        if self.accelerator.num_processes > 1:
+            stopping = self._all_stop(stopping)
         return (self.control.reason or "stopped") if stopping else ""
+
+    def _all_stop(
+        self,
+        stopping: bool,  # Whether this process is to stop
+    ) -> bool:  # The same for all processes
+        "Ask the others about once a second: all must stop at the same step."
+        step = self.state.step
+        if step < self.next_look:
+            return False
+        now = time.monotonic()
+        stop = add_over_processes(stopping, self.accelerator) > 0
+        # From a sum, so that all have the same number and look again at the same step
+        seconds = add_over_processes(now - self.last_look, self.accelerator)
+        steps = (step - self.looked_at) * self.accelerator.num_processes / max(seconds, 1e-9)
+        self.next_look = step + max(1, min(int(steps), self.config.logging_steps))
+        self.last_look, self.looked_at = now, step
+        return stop
 
     def next_step(
         self,
@@ -492,7 +510,7 @@ class Trainer:
         s = self.state
         s.step = s.step + 1
         s.batch = s.batch + len(batches)
-        epoch_ends = s.batch == self.epoch_length
+        epoch_ends = s.batch == self.epoch_length  # Of this epoch: not all are equally long
         if epoch_ends:
             s.epoch = s.epoch + 1
             s.batch = 0
@@ -834,7 +852,7 @@ class Trainer:
             facts=dict(self.facts),
             model={name: value for name, value in model.items() if not name.startswith(skip)},
             batches_per_step=self.window_size,
-            batches_per_epoch=self.epoch_length,
+            batches_per_epoch=self.length_of(0),
             warmup_steps=warmup_steps(self.optim, self.total_steps),
             processes=self.accelerator.num_processes,
             device=self.accelerator.device.type,
@@ -1159,6 +1177,22 @@ class Trainer:
             return error
 
     # --- time, notes and callbacks
+
+    def length_of(
+        self,
+        epoch: int,  # Of the run
+    ) -> int | None:
+        "The batches of an epoch; None where they have no length."
+        if self._lengths and epoch not in self._lengths:
+            measure = getattr(self.train_batches, "batches_of", None)
+            start = self.train_start["epoch"] if measure else 0
+            self._lengths[epoch] = measure(start + epoch) if measure else self._lengths[0]
+        return self._lengths.get(epoch)
+
+    @property
+    def epoch_length(self) -> int | None:
+        "The batches of this epoch; None where they have no length."
+        return self.length_of(self.state.epoch)
 
     @property
     def epoch(self) -> float:
