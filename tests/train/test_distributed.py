@@ -575,7 +575,7 @@ def test_two_launchers_are_two_nodes(tmp_path, machines, restarts):
     """
     from trainkit.recipes.launcher import free_port
 
-    (tmp_path / "job.py").write_text(KILLED.format(tests=str(ROOT / "tests")))
+    (tmp_path / "job.py").write_text(KILLED.format(tests=str(ROOT / "tests" / "train")))
     if not restarts:
         (tmp_path / "mark").touch()  # nobody dies
     program = [str(tmp_path / "job.py"), str(tmp_path / "run"), str(tmp_path / "mark")]
@@ -599,7 +599,7 @@ def test_two_launchers_are_two_nodes(tmp_path, machines, restarts):
                 text=True,
                 env={
                     **os.environ,
-                    "PYTHONPATH": str(ROOT),
+                    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
                     "ACCELERATE_USE_CPU": "true",
                     "OMP_NUM_THREADS": "1",
                     **env,

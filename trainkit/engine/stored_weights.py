@@ -10,8 +10,8 @@ do. `block_tile` makes the product of a format, and `stored_kernels` a step of s
 
 # %% auto #0
 __all__ = ['LAYOUTS', 'first_product', 'second_product', 'third_product', 'fourth_product', 'fifth_product', 'sixth_product',
-           'BlockLayout', 'tile_codes', 'tile_scales', 'StoredMatrix', 'block_tile', 'multiply_stored', 'fingerprint',
-           'block_kernels', 'stored_kernels', 'StoredWeights']
+           'BlockLayout', 'tile_codes', 'tile_scales', 'StoredMatrix', 'byte_table', 'block_tile', 'multiply_stored',
+           'fingerprint', 'block_kernels', 'stored_kernels', 'StoredWeights']
 
 # %% ../../nbs/14_engine/05_stored_weights.ipynb #stored-imports
 from collections.abc import Callable, Mapping
@@ -195,6 +195,18 @@ class StoredMatrix(PackedMatrix):
         return self.numbers()
 
 # %% ../../nbs/14_engine/05_stored_weights.ipynb #stored-kernel
+@cache
+def byte_table(
+    kind: str,  # One of `CODEBOOKS`
+) -> tuple[list[int], float]:  # 16 numbers of a byte, and what they are divided by
+    "A codebook in whole numbers, at the scale where rounding changes it least."
+    book = CODEBOOKS[kind].double()
+    scales = torch.arange(6400, 12701).double()[:, None] / 100
+    errors = ((scales * book).round() / scales - book).square().sum(1)
+    scale = scales[errors.argmin()].item()
+    return [round(scale * x) for x in book.tolist()], scale
+
+
 def _shift(layout: BlockLayout, instruction: str) -> int:  # What codes are larger by in a product
     signed = layout.bits == 8 or layout.table
     if signed and instruction == "vpdpbusd":
@@ -243,9 +255,8 @@ def _code_vectors(
         return
     planes = [v.load(v.at(address, (4 + i, 64)), v.words) for i in range(layout.bits - 4)]
     if layout.table:
-        book = CODEBOOKS[layout.table]
         more = 128 if instruction == "vpdpbusd" else 0
-        table = [(round(127 * x) + more) % 256 for x in book.tolist()]
+        table = [(number + more) % 256 for number in byte_table(layout.table)[0]]
     for i in range(4):
         both = v.load(v.at(address, (i, 64)), v.bytes)
         for half in halves:
@@ -302,7 +313,7 @@ class _Scales:
         v, b = self.v, self.v.builder
         scale = self._half(part, 0)
         if self.layout.table:
-            return [b.fmul(scale, v.all(v.vector, 1 / 127))]
+            return [b.fmul(scale, v.all(v.vector, 1 / byte_table(self.layout.table)[1]))]
         if not self.layout.superblock:
             return [scale]
         which = (0, 1) if self.layout.halves else (0,)
