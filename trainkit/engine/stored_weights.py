@@ -201,10 +201,14 @@ def byte_table(
 ) -> tuple[list[int], float]:  # 16 numbers of a byte, and what they are divided by
     "A codebook in whole numbers, at the scale where rounding changes it least."
     book = CODEBOOKS[kind].double()
-    scales = torch.arange(6400, 12701).double()[:, None] / 100
-    errors = ((scales * book).round() / scales - book).square().sum(1)
-    scale = scales[errors.argmin()].item()
-    return [round(scale * x) for x in book.tolist()], scale
+    scales = torch.arange(6400, 12701).double() / 100
+    columns = scales[:, None]
+    rounded = (columns * book).round()
+    errors = rounded / columns - book
+    squares = errors.square().sum(1)
+    best = int(squares.argmin())
+    numbers = rounded[best].int()
+    return numbers.tolist(), scales[best].item()
 
 
 def _shift(layout: BlockLayout, instruction: str) -> int:  # What codes are larger by in a product

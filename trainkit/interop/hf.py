@@ -500,7 +500,8 @@ def _take_layers(
     for name, parts in stored.items():
         if "SCB" in parts:
             rows, columns = parts["weight"].shape
-            threshold = cast(float, how.get("llm_int8_threshold", 6.0))
+            limit = how.get("llm_int8_threshold", 6.0)
+            threshold = cast(float, limit)
             layer = Linear8bit(
                 columns,
                 rows,
@@ -520,7 +521,12 @@ def _take_layers(
                 device="meta",
             )
         layer.load_state_dict(parts, assign=True)
-        weights[f"{name}.weight"] = torch.empty(rows, columns, dtype=layer.dtype, device="meta")
+        weights[f"{name}.weight"] = torch.empty(
+            rows,
+            columns,
+            dtype=layer.dtype,
+            device="meta",
+        )
         layers[name] = layer
     return layers
 
@@ -714,11 +720,11 @@ def _quantized_layers(model: nn.Module) -> dict[str, Linear4bit | Linear8bit]:
 
 def _bitsandbytes_config(model: Transformer) -> dict[str, object]:
     "What transformers must know to open our quantized layers; raises `ValueError` if it cannot."
-    layers = list(_quantized_layers(model).values())
-    first = layers[0]
-    if len({type(layer) for layer in layers}) > 1 or (
-        hf_architecture(model.config) == "GPT2LMHeadModel"
-    ):
+    layers = _quantized_layers(model)
+    kinds = {type(layer) for layer in layers.values()}
+    architecture = hf_architecture(model.config)
+    first = next(iter(layers.values()))
+    if len(kinds) > 1 or architecture == "GPT2LMHeadModel":
         raise ValueError(
             "transformers opens no such quantized model (GPT-2's layers, or layers of 4 and "
             "of 8 bits): save it before quantize_model"

@@ -572,11 +572,12 @@ def _padding_of_packed(
     labels: Tensor,  # (B, T)
 ) -> int:
     "The padding of packed rows, which is a last document where nothing is learned."
-    width = positions.shape[1]
-    last = width - 1 - (positions == 0).flip(1).int().argmax(1)  # Where it starts
+    starts = (positions == 0).flip(1).int()
+    size = 1 + starts.argmax(1)  # Of the last document
     learned = (labels != -100).flip(1).int()
-    end = width - learned.argmax(1)  # After the last token that is learned
-    return int(((width - last) * (learned.any(1) & (last >= end))).sum())
+    after = learned.argmax(1)  # Tokens after the last one that is learned
+    is_padding = learned.any(1) & (size <= after)
+    return int(size[is_padding].sum())
 
 
 def count_tokens(
