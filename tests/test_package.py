@@ -21,7 +21,7 @@ PACKAGE = ROOT / "trainkit"
 NOTEBOOKS = sorted(
     p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts
 )
-CHECKED_BY_HAND = {"__init__", "__main__", "_modidx", "_lazy"}
+CHECKED_BY_HAND = {"__init__", "__main__", "_modidx", "_lazy", "_remarks"}
 
 # Who may import whom: a package imports from those in its line, and from what those may import.
 # Modules outside packages (config, files, ...) import from no package; the command line from all.
@@ -742,3 +742,23 @@ def test_everything_that_is_imported_is_there():
     assert not missing
     wrong = "from trainkit.quant.calibration import METHODS"
     assert [*_missing_imports(wrong, stored)] == ["trainkit.quant.calibration: METHODS"]
+
+
+def test_a_question_mark_shows_what_the_parameters_mean(monkeypatch):
+    "`?` and Shift-Tab read docstrings; the comments at the parameters stand below it."
+    import IPython.core.oinspect
+
+    import trainkit.lora
+    from trainkit._lazy import attach_stub
+
+    monkeypatch.setitem(sys.modules, "IPython", IPython)
+    find, _, _ = attach_stub("trainkit.lora", trainkit.lora.__file__)
+    add_lora, config = find("add_lora"), find("LoRAConfig")
+    page = IPython.core.oinspect.getdoc(add_lora)
+    assert page.startswith(add_lora.__doc__) and "\n    model: " in page and "\nReturns\n" in page
+    assert "\n    r: Rank of the update\n" in IPython.core.oinspect.getdoc(config)
+
+    class Own(config):
+        "Another one."
+
+    assert IPython.core.oinspect.getdoc(Own) == "Another one."

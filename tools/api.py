@@ -6,10 +6,8 @@ mean; the comment behind a parameter and the text of a knob become tables, as in
 """
 
 import ast
-import io
 import re
 import sys
-import tokenize
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +15,10 @@ import course
 import griffe
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from trainkit._remarks import field_remarks, parameter_remarks, parsed  # noqa: E402
+
 PACKAGE = "trainkit"
 PAGE = "# {title}\n\n{about}\n\n{body}\n"
 DIRECTIVE = "{fence}{{py:{kind}}} {signature}\n{options}\n{body}\n{fence}\n"
@@ -50,87 +52,18 @@ def code(value):
     return f"`{value}`" if str(value) else ""
 
 
-@cache
-def parsed(path):
-    "A file's definitions by line, its comments by line: (text, whether the line has code too)."
-    text = path.read_text(encoding="utf-8")
-    nodes = {
-        node.lineno: node
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef))
-    }
-    comments = {}
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            has_code = bool(token.line[: token.start[1]].strip())
-            comments[token.start[0]] = (token.string.lstrip("# ").strip(), has_code)
-    return text.splitlines(), nodes, comments
+def parameters_of(target):
+    return parameter_remarks(target.filepath, target.lineno, target.name)
 
 
-def remarks(path, nodes, start):
-    "The comments of parameters or fields, which stand behind each or above it."
-    _, _, comments = parsed(path)
-    out, line = {}, start
-    for name, first, last in nodes:
-        above = [
-            text
-            for i in range(line + 1, first)
-            for text, has_code in [comments.get(i, ("", True))]
-            if not has_code
-        ]
-        behind = [comments[i][0] for i in range(first, last + 1) if i in comments]
-        if words := " ".join([*above, *behind]):
-            out[name] = words.replace("type: ignore", "").strip()
-        line = last
-    return out, line
-
-
-def parameter_remarks(target):
-    "The docments of a function: parameter -> comment, and 'return'."
-    _, nodes, comments = parsed(target.filepath)
-    node = next(
-        n for line, n in sorted(nodes.items()) if line >= target.lineno and n.name == target.name
-    )
-    args = [*node.args.posonlyargs, *node.args.args, node.args.vararg, *node.args.kwonlyargs]
-    args = [arg for arg in [*args, node.args.kwarg] if arg]
-    defaults = {id(d): d.end_lineno for d in [*node.args.defaults, *node.args.kw_defaults] if d}
-    ends = sorted(defaults.values())
-    spans = []
-    for arg, following in zip(args, [*args[1:], None], strict=False):
-        limit = following.lineno if following else 10**9
-        last = max([arg.end_lineno, *(e for e in ends if arg.lineno <= e < limit)])
-        spans.append((arg.arg, arg.lineno, last))
-    out, line = remarks(target.filepath, spans, node.lineno)
-    body = node.body[0].lineno
-    single = not args or node.lineno == body - 1 == line
-    behind = [
-        comments[i][0] for i in range(node.lineno if single else line + 1, body) if i in comments
-    ]
-    if single and args:
-        out.pop(args[-1].arg, None)
-    if behind:
-        out["return"] = " ".join(behind).replace("type: ignore", "").strip()
-    return out
-
-
-def field_remarks(target):
-    "The comments of a class's fields."
-    _, nodes, _ = parsed(target.filepath)
-    node = next(
-        n for line, n in sorted(nodes.items()) if line >= target.lineno and n.name == target.name
-    )
-    spans, start = [], node.body[0].lineno
-    for item in node.body:
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            spans.append((item.target.id, item.lineno, item.end_lineno))
-    return remarks(target.filepath, spans, start)[0]
+def fields_of(target):
+    return field_remarks(target.filepath, target.lineno, target.name)
 
 
 def command_line():
     "The page of the commands: what each does, and its arguments and options."
     import typer
 
-    sys.path.insert(0, str(ROOT))
     from trainkit.cli import app
 
     text = ["# Command line\n\n" + COMMANDS]
@@ -300,7 +233,7 @@ class Reference:
         return f"Lesson: [{words}](<../nbs/{name}.ipynb{place}>)"
 
     def parameters(self, target, names):
-        words = parameter_remarks(target)
+        words = parameters_of(target)
         rows = [(code(n), self.linked(words[n])) for n in names if n in words]
         if words.get("return"):
             rows.append(("**returns**", self.linked(words["return"])))
@@ -344,7 +277,7 @@ class Reference:
             and "instance-attribute" not in m.labels - {"class-attribute", "instance-attribute"}
             and "property" not in m.labels
         ]
-        knobs, plain, words = [], [], field_remarks(target)
+        knobs, plain, words = [], [], fields_of(target)
         for m in own:
             value = m.value
             if isinstance(value, griffe.ExprCall) and str(value.function) == "knob":

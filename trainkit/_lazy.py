@@ -23,6 +23,8 @@ def attach_stub(
         found = import_module(f'{package}.{home[name] or name}')
         if home[name]:
             found = getattr(found, name)
+            if 'IPython' in sys.modules:  # Where `?` shows what its parameters mean
+                import_module('trainkit._remarks').attach(found)
         setattr(sys.modules[package], name, found)
         return found
 
