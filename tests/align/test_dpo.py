@@ -650,6 +650,29 @@ def test_written_reference_gives_the_same_run(tmp_path):
         precompute_reference(ours(d_ff=65), rows, tmp_path / "ref.npz")
 
 
+@pytest.mark.parametrize("mixed", ["bf16", "fp16"])
+def test_written_reference_is_rounded_as_training_is(mixed, tmp_path):
+    "The first step of a model that has not moved: no reward, and the loss is log 2."
+    from trainkit.train.step import make_accelerator
+
+    torch.manual_seed(0)
+    model, rows = ours(init_std=0.3), some_pairs(4)
+    accelerator = make_accelerator(mixed, model)
+    there = tmp_path / "ref.npz"
+    done = Trainer(
+        model,
+        dpo_objective(precompute_reference(model, rows, there, accelerator=accelerator)),
+        PairBatches(rows, 4),
+        config=TrainConfig(max_steps=1, logging_steps=1, progress=False),
+        optim=OptimConfig(learning_rate=0.0, weight_decay=0.0),
+        accelerator=accelerator,
+    ).train()
+    assert done.history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert done.history[0]["rewards/margins"] == pytest.approx(0, abs=1e-6)
+    with pytest.raises(ValueError, match="made of another model"):
+        precompute_reference(ours(init_std=0.3), rows, there)
+
+
 def test_accumulation_is_the_whole_batch_and_coupled_losses_refuse():
     pairs, grads = some_pairs(8), []
     for size, accumulate in ((8, 1), (2, 4)):

@@ -183,3 +183,17 @@ def test_a_saved_reward_model_says_how_it_is_read(tmp_path):
     assert opened.pad_token_id == names["model"].config.pad_token_id
     batch = opened(["a", "b c d"], padding=True, return_tensors="pt")
     assert names["model"](**batch).logits.shape == (2, 1)
+
+
+def test_a_family_without_a_class_for_rewards_is_refused_before_training():
+    from trainkit.recipes.saving import check_reward_class
+
+    shape = dict(vocab_size=64, d_model=32, n_heads=4, n_layers=1, d_ff=48)
+    check_reward_class(Transformer(ModelConfig(**shape)))
+    with pytest.raises(ValueError, match="no class of transformers computes this"):
+        check_reward_class(Transformer(ModelConfig(**shape, qk_norm=True, bias="qkv")))
+    theirs = transformers.GraniteConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1
+    )
+    with pytest.raises(ValueError, match="family 'granite'"):
+        check_reward_class(transformers.GraniteForCausalLM(theirs))

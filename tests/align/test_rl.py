@@ -19,7 +19,7 @@ from trainkit.lora.merge import merged_lora
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.train.objectives import lm_loss
-from trainkit.train.optim import OptimConfig
+from trainkit.train.optim import OptimConfig, hidden_matrices
 from trainkit.align.policy import ActorCritic, token_scores
 from trainkit.align.rewards import answer_value, passes_tests, right_answer, right_length
 from trainkit.align.rewards import same_answer, score
@@ -978,6 +978,79 @@ def test_a_step_of_answers_that_were_all_cut_off_moves_nothing(loss_type):
     if loss_type == "dapo":  # Where no answer may be left out, it is an error as it was
         with pytest.raises(NothingToLearn):
             count_window(rl_objective(RLConfig(loss_type=loss_type)), [batch])
+
+
+@pytest.mark.parametrize("whiten", [{}, {"whiten_advantages": True, "whiten_rewards": True}])
+def test_a_round_of_ppo_whose_answers_were_all_cut_off_moves_nothing(whiten):
+    "Nothing ends within four tokens, so no answer is learned; the run continues."
+
+    class Numbers(Signs):
+        def decode(self, ids, skip_special_tokens=True):
+            return " ".join(map(str, ids))
+
+    model = ActorCritic(llama())
+    config = RLConfig(
+        "ppo",
+        num_prompts=2,
+        num_generations=2,
+        max_completion_length=4,
+        mask_truncated_completions=True,
+        **whiten,
+    )
+
+    def reward(completion_ids, **_):
+        assert all(12 not in ids for ids in completion_ids)
+        return [1.0, 0.0] * 2
+
+    rollouts = Rollouts(model, Numbers(), ["1+", "3"], reward, config)
+    settings = TrainConfig(max_steps=2, logging_steps=1, progress=False, mixed_precision="no")
+    before = {name: w.clone() for name, w in model.state_dict().items()}
+    done = Trainer(
+        model,
+        rl_objective(config),
+        rollouts,
+        config=settings,
+        optim=OptimConfig(weight_decay=0.0),
+    ).train()
+    assert [record["loss"] for record in done.history] == [0.0, 0.0]
+    assert all(torch.equal(w, before[name]) for name, w in model.state_dict().items())
+
+
+@pytest.mark.parametrize("reference", ["copy", "adapter"])
+@pytest.mark.parametrize("mixed", ["bf16", "fp16"])
+def test_a_model_that_has_not_moved_is_its_own_reference_in_half_precision(mixed, reference):
+    "Old, new and reference log-probabilities are rounded alike, so ratios are exactly 1."
+    torch.manual_seed(0)
+    shape = dict(vocab_size=40, d_model=32, n_heads=4, n_layers=2, d_ff=64, max_seq_len=64)
+    model = Transformer(ModelConfig(**shape, init_std=0.3))
+    if reference == "adapter":
+        model = add_lora(model, LoRAConfig(r=2))
+    config = RLConfig(
+        num_prompts=1, num_generations=4, max_completion_length=8, beta=0.1, num_iterations=2
+    )
+    rollouts = Rollouts(
+        model,
+        None,
+        [[1, 2], [3]],
+        lambda completion_ids, **_: [1.0, 0.0] * 2,
+        config,
+        reference=reference,
+    )
+    done = Trainer(
+        model,
+        rl_objective(config),
+        rollouts,
+        config=TrainConfig(max_steps=3, logging_steps=1, progress=False, mixed_precision=mixed),
+        optim=OptimConfig(learning_rate=0.0, weight_decay=0.0, lr_scheduler_type="constant"),
+    ).train()
+    for record in done.history:
+        assert (record["ratio"], record["kl"], record["clip_fraction"]) == (1.0, 0.0, 0.0)
+
+
+def test_the_head_of_the_values_is_no_hidden_matrix():
+    "Muon, which gives each update one length, leaves it to AdamW."
+    names = hidden_matrices(ActorCritic(llama()))
+    assert names and "value_head.weight" not in names
 
 
 def test_the_terms_of_ppo_have_their_weights():

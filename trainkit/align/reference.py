@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
+from typing import TYPE_CHECKING
 from zipfile import BadZipFile
 
 import numpy as np
@@ -34,6 +35,10 @@ from ..lora.adapters import active_adapters, adapters_off
 from ..progress import Progress
 from ..train.checkpoint import of_adapter
 from ..train.objectives import to_model_device
+from ..train.step import precision
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 # %% ../../nbs/08_align/03_reference.ipynb #465734fd
 @contextmanager
@@ -238,6 +243,8 @@ def precompute_reference(
     path: str | Path | None = None,
     reference: Reference | None = None,  # None: the model itself, in evaluation mode
     tokens: int = 1024,  # To be read at a time
+    # The one that trains, so that the numbers are in its number format; None: that of the model
+    accelerator: "Accelerator | None" = None,
 ) -> PrecomputedReference:
     "Compute the log-probabilities of the reference for every pair, once."
     source = model if reference is None or reference.model is None else reference.model
@@ -249,12 +256,14 @@ def precompute_reference(
             and not adapter_is_identity(source)
         )
         fingerprints = dict(
-            model=model_fingerprint(source, adapter), pairs=pairs_fingerprint(pairs)
+            model=model_fingerprint(source, adapter) + _number_format(accelerator),
+            pairs=pairs_fingerprint(pairs),
         )
     if path and Path(path).exists():
         log_probs = _read_log_probs(Path(path), fingerprints)
     else:
-        log_probs = _reference_log_probs(reference or _ModelItself(), model, pairs, tokens)
+        with precision(accelerator) if accelerator else nullcontext():
+            log_probs = _reference_log_probs(reference or _ModelItself(), model, pairs, tokens)
         if path:
             file = io.BytesIO()
             model_hash, pairs_hash = (np.array(fingerprints[k]) for k in ("model", "pairs"))
@@ -268,6 +277,15 @@ def precompute_reference(
             }
         )
     return PrecomputedReference()
+
+
+def _number_format(accelerator: "Accelerator | None") -> str:  # Empty without autocast
+    if accelerator is None:
+        return ""
+    device = accelerator.device.type
+    with precision(accelerator):
+        mixed = torch.is_autocast_enabled(device)
+        return f" in {torch.get_autocast_dtype(device)}" if mixed else ""
 
 
 def _reference_log_probs(

@@ -121,8 +121,8 @@ def masked_mean(
     x: Tensor,
     mask: Tensor,  # Of the same shape
 ) -> Tensor:  # A scalar
-    "The mean where the mask is 1."
-    return (x * mask).sum() / mask.sum()
+    "The mean where the mask is 1; 0 where it is 0 everywhere."
+    return (x * mask).sum() / mask.sum().clamp(min=1)
 
 
 def whiten(
@@ -375,7 +375,7 @@ def ppo_objective(
 
     A batch has `labels`, `advantages`, `values`, `returns` and `old_log_probs`, all (B, T)."""
 
-    @objective(counts=_counting(_count_tokens))
+    @objective(counts=_counting(_count_tokens), may_be_empty=config.mask_truncated_completions)
     def ppo(model: nn.Module, batch: dict) -> Loss:
         batch = to_model_device(model, batch)
         scores = _scores(model, batch, config)

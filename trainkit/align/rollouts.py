@@ -189,7 +189,8 @@ class Rollouts:
         batch_size: int | None = None,  # Answers in a batch; None: all of a round
         # 'auto', 'copy' or 'adapter' as for `make_reference`, or a reference
         reference: str | Reference | _TokenScorer = "auto",
-        # The one that trains, so that old log-probabilities are in its number format
+        # The one that trains, so that old log-probabilities are in its number format; a `Trainer`
+        # sets its own
         accelerator: "Accelerator | None" = None,
         # Makes an environment, in which the model has up to `max_turns` answers
         environment: Callable[[], Environment] | None = None,

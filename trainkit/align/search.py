@@ -153,7 +153,14 @@ def sample_candidates(
         budgets = [sampling.max_new_tokens] * len(batch)
         parts += _continue(model, tokenizer, batch, budgets, config, stop, weights)
     candidates = [
-        Candidate(prompts[i // n], heads[i // n], part.ids, part.text, part.log_prob, len(part.ids))
+        Candidate(
+            prompts[i // n],
+            heads[i // n],
+            part.ids,
+            part.text,
+            part.log_prob,
+            len(part.ids),
+        )
         for i, part in enumerate(parts)
     ]
     return [candidates[i : i + n] for i in range(0, len(candidates), n)]

@@ -470,7 +470,7 @@ def adamw_step(
     )
 
 # %% ../../nbs/04_train/02_muon.ipynb #cd8de5d1
-HEADS = r"(^|\.)(lm_head|head|output|classifier|score)\.weight$"
+HEADS = r"(^|\.)(lm_head|head|output|classifier|score|value_head|v_head)\.weight$"
 
 
 def hidden_matrices(

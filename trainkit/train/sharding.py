@@ -3,7 +3,7 @@
 `shard(model, accelerator)` divides a model among processes as the launcher asked through
 `TRAINKIT_STRATEGY`, or leaves it alone. `ddp` keeps the whole model in each process, `fsdp`
 divides it with torch's `fully_shard` (`FSDP`), and `zero1`, `zero2` and `zero3` use DeepSpeed
-(`ZeRO`), with optimizer state or weights in CPU memory where the DeepSpeed config says so.
+(`ZeRO`), with optimizer state or weights in CPU memory where the DeepSpeed config asks for it.
 
 The returned object gathers weights and optimizer state again, so that a checkpoint looks as if
 one process had written it. A strategy that was asked for and cannot run is an error; it is never

@@ -181,6 +181,9 @@ class Trainer:
 
         self.train_batches: Any = train_batches
         self.eval_batches: Any = eval_batches
+        for batches in (train_batches, eval_batches):
+            if hasattr(batches, "accelerator"):  # What it computes is compared with training
+                batches.accelerator = self.accelerator  # type: ignore
         self.train_start = _position(train_batches)
         self.eval_start = _position(eval_batches)
         self.window_size = self.config.gradient_accumulation_steps * self.accelerator.num_processes
