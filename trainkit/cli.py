@@ -1061,6 +1061,13 @@ def train(
     if file:
         raise ValueError(f"{resume} has its own config.yaml: give either a config file or --resume")
     saved = _saved_config(resume)
+    there = Path(resume)
+    checkpoints = (there / "checkpoints").glob("checkpoint-*")
+    if (there / "model").is_dir() and not any(checkpoints) and not force_resume:
+        raise ValueError(
+            f"{resume} is finished and has no checkpoint left, so it would begin again and replace "
+            "its model: start another run from its config, or --force-resume"
+        )
     changes = [*changes, f"train.output_dir={resume}"]
     whole = read_run_config(None, saved, changes)
     _run(whole, True, force_resume, as_json, _own_rewards(reward))
@@ -1433,7 +1440,7 @@ def generate(
     prompt_lookup_num_tokens: tools.LookupTokens = None,
 ) -> None:
     "Let a saved model continue a text, as it writes it."
-    from trainkit.model.generation import stream
+    from trainkit.model.generation import stream, text_to_ids
     from trainkit.interop.hf import load_pretrained
 
     if not (text := prompt if prompt is not None else sys.stdin.read()):
@@ -1443,9 +1450,12 @@ def generate(
         )
     network, tokenizer = load_pretrained(model)
     drafting = draft_model, num_assistant_tokens, prompt_lookup_num_tokens
+    begun: str | list[int] = text
+    if tokenizer is not None:
+        begun = text_to_ids(text, tokenizer, special=True)
     pieces = stream(
         network,
-        text,
+        begun,
         max_new_tokens,
         temperature,
         tokenizer,

@@ -72,7 +72,8 @@ def test_a_row_is_alone_in_any_company(wanted, rows, prefill, guesses):
 
 
 KINDS = {
-    "window": dict(layer_windows=[5, 0]),
+    "window": dict(layer_windows=[5, 0], layer_rope_theta=[1e2, 1e4]),
+    "no positions": dict(layer_rope_theta=[1e4, 0.0]),
     "learned": dict(position="learned", norm="layernorm", activation="gelu", bias="all"),
     "gemma": dict(n_kv_heads=2, scale_embeddings=True, logit_softcap=5.0, attn_softcap=9.0),
     "dynamic": dict(

@@ -161,6 +161,14 @@ def test_threads_change_no_bit():
     assert torch.equal(*results)
 
 
+def test_the_option_names_what_has_no_codes(tmp_path):
+    from trainkit.recipes.commands import open_weights
+
+    model, _ = model_in_blocks()
+    with pytest.raises(ValueError, match="--weights stored: .* has no codes to use"):
+        open_weights(model, tmp_path, "stored")
+
+
 def test_what_cannot_be_read_is_named():
     model, tensors = model_in_blocks()
     with pytest.raises(ValueError, match="no weights in codes"):

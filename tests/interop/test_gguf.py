@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config, Phi3ForCausalLM
 
 from trainkit.align.distillation import shared_vocabulary
 from trainkit.eval.scoring import _encode_answer
 from trainkit.model.generation import generate, text_to_ids
+from trainkit.interop.deploy import export_compressed
 from trainkit.interop.gguf import export_gguf, gguf_names, read_tensors, write_modelfile
 from trainkit.interop.hf import load_pretrained, load_tokenizer, save_pretrained
 from trainkit.model.config import ModelConfig
@@ -70,6 +71,82 @@ def test_transformers_reads_the_same_model(family, tokenizer, tmp_path):
         torch.testing.assert_close(theirs(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
     if family == "mistral":
         assert theirs.config.max_position_embeddings == 8, "the file promises no more than it can"
+
+
+def test_smollm3_is_exported_where_every_fourth_layer_sees_no_positions(tokenizer, tmp_path):
+    "transformers reads no such file: the rows are compared with those that llama.cpp expects."
+    model, folder = saved(
+        tokenizer, tmp_path / "m", n_layers=4, layer_rope_theta=[1e4, 1e4, 1e4, 0.0]
+    )
+    export_gguf(folder, tmp_path / "m.gguf", "f32", progress=False)
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    assert reader.get_field("general.architecture").contents() == "smollm3"
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
+    for i, layer in enumerate(model.model.layers):
+        pairs = layer.self_attn.k_proj.weight.detach().numpy().reshape(2, 2, 8, 64)
+        stored = tensors[f"blk.{i}.attn_k.weight"].reshape(2, 8, 2, 64)
+        assert np.array_equal(stored, pairs.swapaxes(1, 2))
+    _, other = saved(tokenizer, tmp_path / "n", layer_rope_theta=[0.0, 1e4])
+    with pytest.raises(ValueError, match="every fourth"):
+        export_gguf(other, tmp_path / "n.gguf", "f32", progress=False)
+
+
+def test_a_family_that_we_do_not_compute_is_for_llama_cpp(tokenizer, tmp_path):
+    shape = dict(vocab_size=384, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+    Phi3ForCausalLM(Phi3Config(**shape, pad_token_id=None)).save_pretrained(tmp_path / "m")
+    tokenizer.save(tmp_path / "m")
+    with pytest.raises(ValueError, match="convert_hf_to_gguf"):
+        export_gguf(tmp_path / "m", tmp_path / "m.gguf")
+
+
+def test_a_head_of_its_own_is_exported_though_the_config_ties_it(tokenizer, tmp_path):
+    "Trainings that cut the tie leave such folders; transformers and ours keep the head."
+    model, folder = saved(tokenizer, tmp_path / "m", tie_embeddings=False)
+    for name, key in (("config.json", "tie_word_embeddings"), ("trainkit.json", "tie_embeddings")):
+        settings = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(settings | {key: True}))
+    ids = torch.arange(8)[None]
+    export_gguf(folder, tmp_path / "m.gguf", "f32", progress=False)
+    export_compressed(folder, tmp_path / "packed", "nearest", progress=False)
+    with torch.no_grad():
+        want = model(ids).logits
+        for opened in (tmp_path / "m.gguf", folder):
+            logits = load_pretrained(opened)[0](ids).logits
+            torch.testing.assert_close(logits, want, atol=1e-5, rtol=1e-5)
+    packed, _ = load_pretrained(tmp_path / "packed")
+    assert torch.equal(packed.lm_head.weight, model.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "outcome"),
+    [
+        ("normalizer", dict(type="Lowercase"), "other tokens"),
+        ("normalizer", dict(type="NFC"), None),
+        ("post_processor", "<|endoftext|>", True),
+    ],
+)
+def test_what_a_tokenizer_does_to_a_text_is_written_or_refused(
+    part, value, outcome, tokenizer, tmp_path
+):
+    _, folder = saved(tokenizer, tmp_path / "m")
+    file = folder / "tokenizer.json"
+    if part == "post_processor":
+        piece = [
+            dict(Sequence=dict(id="A", type_id=0)),
+            dict(SpecialToken=dict(id=value, type_id=0)),
+        ]
+        end = dict(id=value, ids=[tokenizer.special_tokens[value]], tokens=[value])
+        value = dict(type="TemplateProcessing", single=piece, pair=[], special_tokens={value: end})
+    file.write_text(json.dumps(json.loads(file.read_text()) | {part: value}))
+    there = tmp_path / "m.gguf"
+    if isinstance(outcome, str):
+        with pytest.raises(ValueError, match=outcome):
+            export_gguf(folder, there, "f32", progress=False)
+        return
+    with pytest.warns(UserWarning, match="NFC") if outcome is None else warnings.catch_warnings():
+        export_gguf(folder, there, "f32", progress=False)
+    field = gguf.GGUFReader(there).get_field("tokenizer.ggml.add_eos_token")
+    assert (field and bool(field.contents())) == outcome
 
 
 @pytest.mark.filterwarnings("ignore:AutoTokenizer opens")

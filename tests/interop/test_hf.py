@@ -52,6 +52,14 @@ GEMMA2 = dict(
     layer_windows=[8, 0, 8],
     n_kv_heads=2,
 )
+GEMMA3 = dict(
+    GEMMA2,
+    attn_softcap=None,
+    logit_softcap=None,
+    qk_norm=True,
+    rope_theta=1e6,
+    layer_rope_theta=[1e4, 1e6, 1e4],
+)
 VARIANTS = {
     "llama": {},
     "gqa": dict(n_kv_heads=2, tie_embeddings=False, rope_theta=5e5),
@@ -67,6 +75,11 @@ VARIANTS = {
         rope_scaling=dict(rope_type="dynamic", factor=4.0, original_max_position_embeddings=16)
     ),
     "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "gemma3, scaled": dict(GEMMA3, rope_scaling=dict(rope_type="linear", factor=8.0)),
+    "gemma3, no windows": dict(GEMMA3, layer_windows=None, layer_rope_theta=None),
+    "smollm3": dict(n_kv_heads=2, layer_rope_theta=[1e4, 0.0, 1e4]),
+    "smollm3, biases": dict(bias="all", rope_scaling=LLAMA3, layer_rope_theta=[0.0, 1e4, 0.0]),
     "mistral": dict(layer_windows=[8, 8, 8], n_kv_heads=2),
     "odd heads": dict(d_model=30, head_dim=8),
     "qwen2": dict(bias="qkv", rope_theta=1e6),
@@ -83,6 +96,8 @@ NOBODYS = {
     "mixed": dict(qk_norm=True, bias="qkv"),
     "two windows": dict(layer_windows=[4, 8, 8], qk_norm=True),
     "gelu": dict(activation="gelu"),
+    "two bases": dict(layer_rope_theta=[1e4, 1e5, 1e4]),
+    "gemma3, a base without a window": dict(GEMMA3, layer_rope_theta=[1e4, 1e4, 1e4]),
     "gpt2 rope": dict(GPT2, position="rope"),
 }
 
@@ -230,6 +245,35 @@ def test_other_models_are_refused_by_name(config, words):
     with pytest.raises(ValueError, match=words) as error:
         from_hf_config(config)
     assert "native=False" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "kind, knobs",
+    [("phi", {}), ("llama", dict(attention_bias=True)), ("olmo2", {}), ("bloom", {})],
+)
+def test_what_we_do_not_compute_opens_as_a_model_of_transformers(kind, knobs, tokenizer, tmp_path):
+    "With our tokenizer and equal logits; `native=True` is an error."
+    shape = TINY | KINDS.get(kind, dict(intermediate_size=32)) | knobs | dict(vocab_size=320)
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **shape)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    theirs.save_pretrained(tmp_path / "m")
+    tokenizer.save(tmp_path / "m")
+    model, words = load_pretrained(tmp_path / "m")
+    assert type(model) is type(theirs) and isinstance(words, BPETokenizer)
+    ids = IDS[:, :16]
+    assert torch.equal(logits(model, ids), logits(theirs, ids))
+    with pytest.raises(ValueError, match="native=False"):
+        load_pretrained(tmp_path / "m", native=True)
+
+
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "T5ForConditionalGeneration"])
+def test_what_writes_no_text_from_left_to_right_is_refused(kind, tmp_path):
+    config = getattr(transformers, kind).config_class(**TINY, d_model=16, d_kv=8, d_ff=16)
+    config.architectures = [kind]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"a {kind}, and a causal language model is needed"):
+        load_pretrained(tmp_path)
 
 
 def test_the_configs_of_real_models_are_understood():

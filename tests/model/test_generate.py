@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.config import ConfigError
-from trainkit.model.generation import TextStreamer, ThinkingBudget, generate, stream, text_to_ids
+from trainkit.model.generation import TextStreamer, ThinkingBudget, document_ids, generate, stream
+from trainkit.model.generation import text_to_ids
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.model.generation import (
@@ -553,6 +554,8 @@ FAMILIES = {
         logit_softcap=9.0,
         layer_windows=[6, 0],
     ),
+    "gemma3": dict(layer_windows=[6, 0], layer_rope_theta=[1e2, 1e4], qk_norm=True),
+    "smollm3": dict(layer_rope_theta=[0.0, 1e4]),
 }
 
 
@@ -737,7 +740,7 @@ def test_lengths_are_constrained_as_by_transformers(request, llama, kind):
 
 
 def test_a_text_cannot_forge_a_control_token():
-    """Our tokenizer and one of transformers refuse the same texts wherever raw text is read.
+    """Our tokenizer and one of transformers refuse the same texts wherever a prompt is read.
 
     Ids are used as they are.
     """
@@ -766,10 +769,6 @@ def test_a_text_cannot_forge_a_control_token():
         )
         readers = (
             lambda text, tokenizer=tokenizer: generate(model, text, 2, tokenizer=tokenizer),
-            lambda text, tokenizer=tokenizer: [*score_texts(model, tokenizer, [text])],
-            lambda text, tokenizer=tokenizer: [
-                *score_choices(model, tokenizer, [(text, ["a", "b"])])
-            ],
             lambda text, tokenizer=tokenizer: HarnessBackend(model, tokenizer)._ids(text),
             lambda text, tokenizer=tokenizer: Rollouts(
                 model,
@@ -784,7 +783,15 @@ def test_a_text_cannot_forge_a_control_token():
             read("one two")
             with pytest.raises(ValueError, match=r"contains the special token '<\|user\|>'"):
                 read(forged)
-        ids = text_to_ids(forged, tokenizer, plain=True)
+        # What is scored is read as in training: the mark is ordinary text
+        ids = document_ids(forged, tokenizer)
+        assert ids == text_to_ids(forged, tokenizer, plain=True)
+        [score] = score_texts(model, tokenizer, [forged])
+        assert score.tokens == len(ids) - 1
+        [choices] = score_choices(model, tokenizer, [(forged, ["a", "b"])])
+        assert len(choices) == 2
+        # And what was typed on purpose is the token
+        assert native.special_tokens["<|user|>"] in text_to_ids(forged, tokenizer, special=True)
         assert not {*ids} & {*native.special_tokens.values()} and tokenizer.decode(ids) == forged
         assert text_to_ids("one two", tokenizer) == native.encode("one two")
 

@@ -206,6 +206,8 @@ def test_without_a_kernel_the_rounded_numbers_are_multiplied(monkeypatch):
     [
         (dict(position="learned"), "position"),
         (dict(layer_windows=[4, 0]), "layer_windows"),
+        (dict(layer_rope_theta=[1e4, 0.0]), "layer_rope_theta"),
+        (dict(layer_rope_theta=[0.0, 0.0]), "layer_rope_theta"),
         (dict(d_ff=100), "multiples of 32"),
         (dict(attn_softcap=5.0), "attn_softcap"),
     ],

@@ -185,6 +185,37 @@ FAMILIES = {
         ),
         dict(GEMMA2, n_kv_heads=1, layer_windows=[9, 0, 9], tie_embeddings=False),
     ),
+    "gemma3": (
+        "Gemma3",
+        dict(
+            num_key_value_heads=2,
+            head_dim=12,
+            query_pre_attn_scalar=10,
+            sliding_window=6,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            tie_word_embeddings=True,
+            rope_parameters=dict(
+                full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+                sliding_attention=dict(rope_type="default", rope_theta=1e4),
+            ),
+        ),
+        dict(
+            GEMMA2,
+            n_kv_heads=2,
+            head_dim=12,
+            query_pre_attn_scalar=10,
+            layer_windows=[6, 0, 6],
+            qk_norm=True,
+            rope_theta=1e6,
+            layer_rope_theta=[1e4, 1e6, 1e4],
+            rope_scaling=dict(rope_type="linear", factor=8.0),
+        ),
+    ),
+    "smollm3": (
+        "SmolLM3",
+        dict(num_key_value_heads=2, tie_word_embeddings=True, no_rope_layers=[1, 0, 1]),
+        dict(n_kv_heads=2, rope_theta=2e6, layer_rope_theta=[2e6, 0.0, 2e6]),
+    ),
     "mistral, window": (
         "Mistral",
         dict(num_key_value_heads=2, sliding_window=6, tie_word_embeddings=False),
@@ -215,9 +246,9 @@ FAMILIES = {
 TOLERANCE = 1e-5
 
 
-def hf_model(family: str, **changes):
+def hf_model(family: str, config: str = "", **changes):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**HF, **changes})
+    config = getattr(transformers, f"{config or family}Config")(**{**HF, **changes})
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for (
@@ -234,7 +265,8 @@ def hf_model(family: str, **changes):
 def pair(name: str):
     "transformers' model and ours with its weights, which fit by name."
     family, theirs, ours = FAMILIES[name]
-    theirs = hf_model(family, **theirs)
+    names = {"Gemma3": "Gemma3Text"}
+    theirs = hf_model(family, names.get(family, family), **theirs)
     model = Transformer(ModelConfig(**OURS, **ours))
     model.load_state_dict(theirs.state_dict())
     return model, theirs
@@ -386,6 +418,11 @@ def random_config(family: str, seed: int) -> ModelConfig:
             logit_softcap=draw(None, 1.0, 9.0),
             head_dim=draw(None, 10),
         ),
+        "SmolLM3": dict(
+            bias=draw("none", "all"),
+            rope_scaling=None if (scaling or {}).get("rope_type") == "dynamic" else scaling,
+            layer_rope_theta=[0.0, *(draw(0.0, values["rope_theta"]) for _ in range(layers - 1))],
+        ),
         "GPT2": dict(
             norm="layernorm",
             position="learned",
@@ -398,7 +435,9 @@ def random_config(family: str, seed: int) -> ModelConfig:
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "GPT2"])
+@pytest.mark.parametrize(
+    "family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "SmolLM3", "GPT2"]
+)
 def test_random_families(family: str, seed: int) -> None:
     "Logits, loss and gradients on random shapes and options, with both kinds of attention."
     config = random_config(family, seed)
@@ -743,9 +782,8 @@ def test_autocast_and_half_weights() -> None:
             p.grad.dtype == torch.bfloat16 for p in half.parameters()
         )
         close(loss, want, 3e-2)
-    assert torch.equal(
-        half.model.frequencies, ours.model.frequencies
-    )  # Rounded, far positions would be off
+    for base, frequencies in ours.model.frequencies.items():  # Rounded, far positions would be off
+        assert torch.equal(half.model.frequencies[base], frequencies)
 
 
 def test_a_wrapped_head_is_called() -> None:
@@ -902,6 +940,40 @@ KNOWN = {  # From the config.json of each model
         final_logit_softcapping=30.0,
         hidden_activation="gelu_pytorch_tanh",
     ),
+    "gemma-3-270m": dict(
+        model_type="gemma3_text",
+        vocab_size=262144,
+        hidden_size=640,
+        intermediate_size=2048,
+        num_hidden_layers=18,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        max_position_embeddings=32768,
+        rope_theta=1000000.0,
+        rope_local_base_freq=10000.0,
+        rms_norm_eps=1e-6,
+        sliding_window=512,
+        query_pre_attn_scalar=256,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        hidden_activation="gelu_pytorch_tanh",
+        layer_types=[*["sliding_attention"] * 5, "full_attention"] * 3,
+    ),
+    "smollm3-3b": dict(
+        model_type="smollm3",
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=11008,
+        num_hidden_layers=36,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=65536,
+        rope_theta=5000000.0,
+        rms_norm_eps=1e-6,
+        no_rope_layers=[1, 1, 1, 0] * 9,
+        tie_word_embeddings=True,
+    ),
 }
 
 
@@ -919,8 +991,10 @@ def test_presets_are_the_real_models(name: str) -> None:
     for key, value in KNOWN[name].items():
         if key in ("sliding_window", "max_window_layers") and not any(config.layer_windows or [0]):
             continue
-        if key == "rope_theta":
-            assert rope[key] == value
+        if key == "rope_local_base_freq":
+            assert rope["sliding_attention"]["rope_theta"] == value
+        elif key == "rope_theta":
+            assert rope.get("full_attention", rope)[key] == value
         elif key == "rope_scaling":
             assert value.items() <= rope.items()
         else:

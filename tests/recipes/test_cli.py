@@ -321,6 +321,11 @@ WRONG = {
     "no such model": (["generate", "-m", "nowhere", "-p", "x"], "nowhere"),
     "force without a run": (["train", "--force-resume"], "--force-resume goes with --resume"),
     "not a run": (["train", "--resume", "."], "config.yaml"),
+    "serve: an adapter with the name of the model": (
+        ["serve", "done/model", "--adapter", "done=done/adapter"],
+        "give the adapter another name",
+    ),
+    "a finished run without a checkpoint": (["train", "--resume", "done"], "begin again"),
     "a checkpoint in one file": (
         ["train", "--resume", "checkpoint-10000.pt"],
         "is one file, and a checkpoint here is a folder",
@@ -444,6 +449,10 @@ def litter(tmp_path_factory):
     (folder / "binary.txt").write_bytes(b"\x00\x01\x02" * 100)
     (folder / "latin.txt").write_bytes("gut\nschön".encode("latin-1"))
     (folder / "checkpoint-10000.pt").write_bytes(b"")
+    (folder / "done" / "model").mkdir(parents=True)
+    (folder / "done" / "config.yaml").write_text("name: done\n")
+    (folder / "done" / "adapter").mkdir()
+    (folder / "done" / "adapter" / "adapter_config.json").write_text("{}")
     (folder / "pairs.jsonl").write_text(
         "\n".join(
             json.dumps(dict(prompt=f"What is {n}?", completion=f"It is {n}.")) for n in range(30)

@@ -628,7 +628,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stranger(home, tmp_path_factory):
-    "A model of a family that ours does not compute, with a tokenizer, opened with native=False."
+    "The folder of a model of a family that ours does not compute, with a tokenizer."
     import torch
     import transformers
 
@@ -648,7 +648,7 @@ def stranger(home, tmp_path_factory):
         )
     ).save_pretrained(folder)
     with pytest.raises(ValueError, match="native=False"):
-        load_pretrained(folder)
+        load_pretrained(folder, native=True)
     tokenizer.save(folder)
     return folder
 
@@ -658,11 +658,10 @@ def test_a_model_of_another_family_learns_by_every_method(method, home, stranger
     "Two steps: what should learn has moved, what should not has not, whatever the objective."
     import torch
 
-    from trainkit.interop.hf import load_pretrained
-    from trainkit.recipes.runner import make_trainer, prepare
+    from trainkit.recipes.runner import make_trainer, plan_lines, prepare
 
     config = with_preset("cpu", method, home)
-    base = load_pretrained(stranger, native=False)[0], load_pretrained(home / "base")[1]
+    config.init_from = str(stranger)
     config.optim.learning_rate, config.train.max_steps, config.train.logging_steps = 1e-2, 2, 1
     (
         config.train.per_device_train_batch_size,
@@ -677,9 +676,13 @@ def test_a_model_of_another_family_learns_by_every_method(method, home, stranger
     )
     if scored:
         config.rl.rewards = []
-    parts = prepare(config, base=base, **scored)
+    parts = prepare(config, **scored)
     before = {name: p.detach().clone() for name, p in parts.model.named_parameters()}
-    done = make_trainer(parts).train()
+    trainer = make_trainer(parts)
+    assert "2 layers, 64 wide, 2 heads; format GPTNeoXForCausalLM, computed by transformers" in (
+        "".join(plan_lines(parts, trainer))
+    )
+    done = trainer.train()
     assert done.steps == 2 and done.final_loss is not None and math.isfinite(done.final_loss)
     moved = {name for name, p in parts.model.named_parameters() if not torch.equal(p, before[name])}
     learns = {name for name, p in parts.model.named_parameters() if p.requires_grad}

@@ -308,8 +308,10 @@ class Scheduler:
     ):
         if not isinstance(model, Transformer):
             raise TypeError(
-                f"continuous batching writes into our own cache, and {type(model).__name__} has "
-                "another one: load_pretrained opens its folder as our Transformer"
+                "continuous batching writes into the cache of our own Transformer, and this is a "
+                f"{type(model).__name__}: load_pretrained(…, native=True) opens its folder as "
+                "ours, or names the reason why not; any model answers one at a time (generate, "
+                "trainkit chat)"
             )
         if rows < 1 or prefill_tokens < 1:
             raise ValueError(f"rows = {rows}, prefill_tokens = {prefill_tokens}: both must be ≥ 1")
@@ -730,14 +732,14 @@ def _run_layers(model: Transformer, ids: Tensor, rows: _Rows) -> Tensor:  # (B,)
     if decoder.embed_positions is not None:
         x = x + decoder.embed_positions(places)
     if (config.rope_scaling or {}).get("rope_type") == "dynamic":  # By the length of each text
-        pairs = [cast(tuple, decoder.angles(place[None], x.dtype)) for place in places]
+        pairs = [cast(tuple, decoder.angles(place[None], x.dtype)[0]) for place in places]
         cos = torch.cat([cos for cos, _ in pairs])
         sin = torch.cat([sin for _, sin in pairs])
-        angles = cos, sin
+        angles = [(cos, sin)] * config.n_layers
     else:
         angles = decoder.angles(places, x.dtype)
-    for layer, window in zip(decoder.layers, rows.windows, strict=True):
-        x = layer(x, angles, rows.bias[window], cast(KVCache, rows))
+    for layer, turn, window in zip(decoder.layers, angles, rows.windows, strict=True):
+        x = layer(x, turn, rows.bias[window], cast(KVCache, rows))
     return model._logits(decoder.norm(x))[:, -1]
 
 # %% ../../nbs/14_engine/01_continuous_batching.ipynb #eng1-engine-def

@@ -54,7 +54,7 @@ from ..config import nearest
 from .constraints import Constraint, ConstraintError, Grammars
 from .scheduler import BatchEngine, Piece, QueueFull, Request
 from ..files import say, show_bytes
-from ..model.generation import Processor, TextStreamer, read_prompts, text_to_ids
+from ..model.generation import Processor, TextStreamer, document_ids, read_prompts
 from ..numba_utils import pick_backend
 from ..tokenizer.bpe_tokenizer import byte_letters
 from ..tokenizer.chat import render
@@ -983,11 +983,7 @@ class ChatServer:
             except ValueError:
                 if not isinstance(text, str) or not text:
                     raise
-            own = text_to_ids("a", tokenizer, plain=True)
-            around = text_to_ids("a", tokenizer)  # With what begins and ends every text
-            begin = around.index(own[0])
-            inside = text_to_ids(text, tokenizer, plain=True)
-            return [*around[:begin], *inside, *around[begin + len(own) :]]
+            return document_ids(text, tokenizer)
 
     def _add(
         self,

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from ..config import check_items
 from .stats import Interval, proportion
-from ..model.generation import context_length, text_to_ids
+from ..model.generation import context_length, document_ids
 from ..model.transformer import fast_products
 from ..model.transformer import Decoder
 from ..progress import Progress
@@ -313,7 +313,7 @@ def score_texts(
     done = 0
     with Progress(None, "Scoring", "text", enabled=progress) as bar:
         while chunk := list(islice(texts, 256)):
-            encoded = [text_to_ids(text, tokenizer) for text in chunk]
+            encoded = [document_ids(text, tokenizer) for text in chunk]
             pieces = [
                 (i, ids[a:b], first - a)
                 for i, ids in enumerate(encoded)
@@ -374,8 +374,8 @@ def score_choices(
 def _encode_answer(
     tokenizer: "BPETokenizer | PreTrainedTokenizerBase", context: str, answer: str
 ) -> tuple[list[int], int]:  # Ids of both together, and the position at which the answer begins
-    whole = text_to_ids(context + answer, tokenizer)
-    head = text_to_ids(context, tokenizer) if context else []
+    whole = document_ids(context + answer, tokenizer)
+    head = document_ids(context, tokenizer) if context else []
     if not context and (begin := begin_token(tokenizer)) != whole[0]:
         whole = [begin, *whole]
     # A token that spans the border between context and answer belongs to the answer

@@ -17,6 +17,7 @@ __all__ = ['COMPRESSIONS', 'calibration_ids', 'collect_importance', 'write_imatr
 
 # %% ../../nbs/10_interop/09_deploy.ipynb #imports-deploy
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -334,9 +335,14 @@ def _group_for(layers: dict[str, nn.Linear], group: int | None) -> int:
         if size % 8 == 0 and all(layer.in_features % size == 0 for layer in layers.values()):
             return size
     name, layer = min(layers.items(), key=lambda item: item[1].in_features % (group or 32) == 0)
+    common = math.gcd(*(layer.in_features for layer in layers.values()))
+    fitting = [str(size) for size in range(8, min(common, 256) + 1, 8) if common % size == 0]
+    remedy = "export to GGUF, which takes rows of any length"
+    if fitting:
+        remedy = f"give a group of {' or '.join(fitting)}"
     raise ValueError(
-        f"group = {group}: {name} has rows of {layer.in_features} numbers, which groups of "
-        f"{group or '128, 64 or 32'} do not divide"
+        f"{name} has rows of {layer.in_features} numbers, which groups of "
+        f"{group or '128, 64 or 32'} do not divide: {remedy}"
     )
 
 
@@ -425,11 +431,12 @@ def export_compressed(
     name = settings.get("dtype") or settings.get("torch_dtype") or "float32"
     dtype: torch.dtype = getattr(torch, name)
     rounded = _round_all(model, method, input_ids, group, dtype, progress)
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    settings["tie_word_embeddings"] = tied  # Some files hold a head of their own and do not say so
     tensors = {
         name: tensor.to(dtype).contiguous()
         for name, tensor in model.state_dict().items()
-        if name.removesuffix(".weight") not in rounded
-        and not (name == "lm_head.weight" and model.config.tie_word_embeddings)
+        if name.removesuffix(".weight") not in rounded and not (name == "lm_head.weight" and tied)
     }
     for layer, (weight, scales) in rounded.items():
         tensors[f"{layer}.weight_packed"] = pack_int4(weight, scales, group)

@@ -92,6 +92,11 @@ class ModelConfig:
         None,
         "Longer waves: {'rope_type': 'linear', 'dynamic', 'yarn' or 'llama3', 'factor': 8.0, …}",
     )
+    layer_rope_theta: list[float] | None = knob(
+        None,
+        "Base of the rotary wavelengths of each layer, 0 for a layer that sees no positions; "
+        "rope_theta in all when unset",
+    )
     layer_windows: list[int] | None = knob(
         None, "Sliding window of each layer in tokens, 0 for no window"
     )
@@ -165,6 +170,8 @@ class ModelConfig:
             problem("layer_windows", f"must hold n_layers = {self.n_layers} numbers ≥ 0")
         if self.rope_scaling is not None and (wrong := _rope_problem(self.rope_scaling)):
             problem("rope_scaling", wrong)
+        if self.layer_rope_theta is not None and (wrong := self._layer_rope_problem()):
+            problem("layer_rope_theta", wrong)
         if self.n_layers > MAX_LAYERS:
             problem(
                 "n_layers",
@@ -176,6 +183,15 @@ class ModelConfig:
         problems += self._mup_problems()
         if problems:
             raise ConfigError(problems, "ModelConfig")
+
+    def _layer_rope_problem(self) -> str:
+        bases = self.layer_rope_theta or ()
+        if len(bases) != self.n_layers or not all(base == 0 or base >= 1 for base in bases):
+            return f"must hold n_layers = {self.n_layers} numbers, each 0 or ≥ 1"
+        if self.position != "rope":
+            return "needs position: rope"
+        dynamic = (self.rope_scaling or {}).get("rope_type") == "dynamic"
+        return "cannot be combined with dynamic rope_scaling" if dynamic else ""
 
     def _mup_problems(self) -> list[Problem]:
         base = self.mup_base_width
@@ -198,6 +214,13 @@ class ModelConfig:
     @property
     def head_width(self) -> int:
         return self.head_dim or self.d_model // self.n_heads
+
+    @property
+    def rope_bases(self) -> list[float]:
+        "The base of the rotary wavelengths of each layer; 0 where positions are not rotated."
+        if self.position != "rope":
+            return [0.0] * self.n_layers
+        return self.layer_rope_theta or [self.rope_theta] * self.n_layers
 
     @classmethod
     def preset(
@@ -314,6 +337,38 @@ PRESETS = {
         attn_softcap=50.0,
         logit_softcap=30.0,
         layer_windows=[4096, 0] * 13,
+    ),
+    "gemma-3-270m": dict(
+        vocab_size=262144,
+        d_model=640,
+        n_heads=4,
+        n_kv_heads=1,
+        head_dim=256,
+        n_layers=18,
+        d_ff=2048,
+        max_seq_len=32768,
+        norm_eps=1e-6,
+        activation="geglu",
+        norm="rmsnorm1p",
+        sandwich_norm=True,
+        qk_norm=True,
+        scale_embeddings=True,
+        query_pre_attn_scalar=256,
+        rope_theta=1e6,
+        layer_rope_theta=[1e4, 1e4, 1e4, 1e4, 1e4, 1e6] * 3,
+        layer_windows=[512, 512, 512, 512, 512, 0] * 3,
+    ),
+    "smollm3-3b": dict(
+        vocab_size=128256,
+        d_model=2048,
+        n_heads=16,
+        n_kv_heads=4,
+        n_layers=36,
+        d_ff=11008,
+        max_seq_len=65536,
+        norm_eps=1e-6,
+        rope_theta=5e6,
+        layer_rope_theta=[5e6, 5e6, 5e6, 0.0] * 9,
     ),
 }
 

@@ -1029,7 +1029,18 @@ def read_heads(step, layer, thread, threads):
         size = (step.heads if m == 0 else step.kv_heads) * step.width
         first, last = part_of(size, 16, thread, threads)
         y = step.qkv.ctypes.data + 4 * begin
-        multiply(step, layer, m, x, wide, 4 * wide, y, step.qkv.strides[0], first, last)
+        multiply(
+            step,
+            layer,
+            m,
+            x,
+            wide,
+            4 * wide,
+            y,
+            step.qkv.strides[0],
+            first,
+            last,
+        )
         for b in range(len(own)):
             for i in range(begin + first, begin + last):
                 step.qkv[b, i] += step.biases[layer, i]
@@ -1211,11 +1222,13 @@ def packing_reason(
     if reason := unsupported_reason(model, more_layers):
         return reason
     config = cast("Transformer", model).config
+    bases = config.layer_rope_theta or []
     wrong = dict(
         norm=config.norm not in ("rmsnorm", "rmsnorm1p"),
         pre_norm=not config.pre_norm,
         sandwich_norm=config.sandwich_norm,
         layer_windows=any(config.layer_windows or ()),
+        layer_rope_theta=bool(bases) and (0 in bases or len({*bases}) > 1),
         bias=config.bias == "all",
         position=config.position == "learned",
         activation=config.activation not in ("swiglu", "geglu"),
@@ -1400,7 +1413,8 @@ class PackedModel:
         x = F.embedding(ids, decoder.embed_tokens.weight)
         if config.scale_embeddings:
             x *= x.new_tensor(config.d_model**0.5)
-        cos, sin = cast(tuple, decoder.angles(positions[:, None], x.dtype))
+        # All layers rotate alike
+        cos, sin = cast(tuple, decoder.angles(positions[:, None], x.dtype)[0])
         scratch = self._scratch(len(ids), threads, keys[0].shape[2])
         qkv, att, act, hidden, scores, blocks = scratch
         logits = np.empty((len(ids), config.vocab_size), np.float32)

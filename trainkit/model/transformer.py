@@ -486,7 +486,9 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         plain = mask is None and cache is None and not dropout
         plain = plain and self.softcap is None and self.implementation == "sdpa"
-        if plain and torch.is_grad_enabled() and is_short(q):  # Faster in the backward pass
+        # Faster in the backward pass. It rounds otherwise than `attend`, so passes without
+        # gradients take it too: their log-probabilities are compared with those of training
+        if plain and is_short(q):
             out = short_attention(q, k, v, self.scale)
         else:
             out = attend(q, k, v, mask, dropout, self.softcap, self.scale, self.implementation)
@@ -601,33 +603,39 @@ class Decoder(nn.Module):
             need_flash()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
         self.embed_positions = nn.Embedding(config.max_seq_len, config.d_model) if learned else None
-        self.frequencies = None  # No buffer: `.bfloat16()` would round it
-        if not learned:
-            self.frequencies = rope_frequencies(width, config.rope_theta, config.rope_scaling)
+        # Base -> (D / 2,); no buffers, which `.bfloat16()` would round
+        self.frequencies = {
+            base: rope_frequencies(width, base, self._scaling(base))
+            for base in dict.fromkeys(config.rope_bases)
+            if base
+        }
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
         self.norm = make_norm(config) if config.pre_norm else nn.Identity()
+
+    def _scaling(self, base: float) -> dict | None:
+        "Layers with a base of their own, which see a window of the text, are not scaled."
+        return self.config.rope_scaling if base == self.config.rope_theta else None
 
     def angles(
         self,
         position_ids: Tensor,  # (B, T)
         dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor] | None:  # cos and sin, (B, T, 1, D/2); None: learned positions
-        "The angles by which queries and keys are rotated."
-        if self.frequencies is None:
-            return None
-        if self.frequencies.device != position_ids.device:
-            self.frequencies = self.frequencies.to(position_ids.device)
+    ) -> list[tuple[Tensor, Tensor] | None]:  # cos and sin, (B, T, 1, D/2); None: no rotation
+        "For each layer, the angles by which its queries and keys are rotated."
         config = self.config
-        frequencies = self.frequencies
-        scaling = self.config.rope_scaling
-        if (
-            scaling is not None and scaling["rope_type"] == "dynamic"
-        ):  # Depends on the text's length
-            length = int(position_ids.max()) + 1
-            frequencies = rope_frequencies(config.head_width, config.rope_theta, scaling, length)
-            frequencies = frequencies.to(position_ids.device)
-        return rope_angles(position_ids, frequencies, scaling, dtype)
+        turns: dict[float, tuple[Tensor, Tensor] | None] = {0: None}
+        for base, frequencies in self.frequencies.items():
+            if frequencies.device != position_ids.device:
+                frequencies = frequencies.to(position_ids.device)
+                self.frequencies[base] = frequencies
+            scaling = self._scaling(base)
+            if scaling is not None and scaling["rope_type"] == "dynamic":
+                length = int(position_ids.max()) + 1  # Depends on the length of the text
+                frequencies = rope_frequencies(config.head_width, base, scaling, length)
+                frequencies = frequencies.to(position_ids.device)
+            turns[base] = rope_angles(position_ids, frequencies, scaling, dtype)
+        return [turns[base] for base in config.rope_bases]
 
     def _check_input(self, input_ids: Tensor, past: int, position_ids: Tensor | None) -> None:
         config = self.config
@@ -701,11 +709,11 @@ class Decoder(nn.Module):
         recompute = config.gradient_checkpointing and self.training and cache is None
         recompute = recompute and torch.is_grad_enabled()
         x = self.dropout(x)
-        for layer, window in zip(self.layers, windows, strict=True):
+        for layer, turn, window in zip(self.layers, angles, windows, strict=True):
             if recompute:
-                x = checkpoint(layer, x, angles, masks[window], use_reentrant=False)
+                x = checkpoint(layer, x, turn, masks[window], use_reentrant=False)
             else:
-                x = layer(x, angles, masks[window], cache)
+                x = layer(x, turn, masks[window], cache)
         if cache is not None:
             cache.length = total
         return self.norm(x)

@@ -721,8 +721,14 @@ def open_weights(
     from trainkit.engine.stored_weights import StoredWeights
     from trainkit.interop.gguf import stored_tensors
     from trainkit.interop.hub import find_model_files
+    from trainkit.quant.linear import Linear4bit
 
     path = find_model_files(source)
+    if not path.is_file() and not any(isinstance(m, Linear4bit) for m in model.modules()):
+        raise ValueError(
+            f"--weights stored: {source} is no .gguf file and no folder that bitsandbytes packed "
+            "into 4 bits, so it has no codes to use: take q8_0 or q4_0, or leave the option out"
+        )
     return StoredWeights(model, stored_tensors(path, model.config) if path.is_file() else None)
 
 
@@ -978,7 +984,14 @@ def serve(
     config = ServerConfig(
         host, port, os.environ.get("TRAINKIT_API_KEY", ""), tuple(allow_origin or ())
     )
+    path = model.resolve()
+    name = name or (path.parent.name if path.name == "model" else path.stem)
     folders = _read_adapters(adapter or [])
+    if name in folders:
+        raise ValueError(
+            f"the model itself is served as '{name}': give the adapter another name, "
+            f"--adapter NAME={folders[name]}, or the model one with --name"
+        )
     bound = open_socket(config)  # A port that is taken is known before anything is loaded
     network, tok = load_pretrained(model)
     if tok is None:
@@ -990,8 +1003,6 @@ def serve(
     if log:
         logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
         logging.getLogger("trainkit.serve").setLevel(logging.INFO)
-    path = model.resolve()
-    name = name or (path.parent.name if path.name == "model" else path.stem)
     if weights is not None:
         network = network.float()  # In which its steps add up
     drafting = draft_model, num_assistant_tokens, prompt_lookup_num_tokens, weights

@@ -52,7 +52,7 @@ from ..align.reward_model import RewardModel, reward_objective
 from ..align.rewards import Reward, passes_tests, right_answer, right_format, right_length
 from ..align.rl import rl_objective
 from ..align.rollouts import Rollouts
-from ..config import nearest, seed_everything, to_dict
+from ..config import nearest, pick_device, seed_everything, to_dict
 from ..data.dataloader import Batches, encode_rows, pack, packing_efficiency, token_blocks
 from ..data.dataset import DataConfig, DataFacts, load_splits
 from ..data.schema import to_messages
@@ -70,10 +70,12 @@ from ..quant.quantize import quantize_model
 from ..progress import Progress
 from .config import RunConfig, TokenizerConfig
 from .methods import KINDS_READ
-from .saving import load_reward_model, score_answers
+from .saving import check_reward_class, load_reward_model, score_answers
 from ..settings import QuantConfig
+from ..system import launched
 from ..tokenizer.bpe_tokenizer import BPETokenizer
 from ..tokenizer.chat import render_batch, set_template
+from ..train.step import make_accelerator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -149,7 +151,10 @@ def open_trained(
             "choose method lora or qlora, or start from the model in full precision"
         )
     if config.model.gradient_checkpointing:
-        model.config.gradient_checkpointing = True
+        if isinstance(model, Transformer):
+            model.config.gradient_checkpointing = True
+        else:
+            model.gradient_checkpointing_enable()
     return model.train(), tokenizer
 
 
@@ -1012,6 +1017,7 @@ def prepare_pairs(
     reference = None
     kind = "none is needed"
     if config.method == "reward":
+        check_reward_class(causal)
         model = RewardModel(causal)
         objective = reward_objective()
         kind = ""
@@ -1024,8 +1030,13 @@ def prepare_pairs(
             is_known = saved is not None and (saved / _NUMBERS).is_file()
             folder = saved if saved and is_known else Path(tempfile.mkdtemp())
             there = folder / _NUMBERS
+            accelerator = make_accelerator(config.train.mixed_precision, model)
+            if accelerator.num_processes == 1:
+                model.to(accelerator.device)
             with timed(seconds, "reference"):
-                reference = precompute_reference(model, [*train, *test], there)
+                reference = precompute_reference(
+                    model, [*train, *test], there, accelerator=accelerator
+                )
             files = {_NUMBERS: there}
         elif d.needs_reference:
             reference = make_reference(model, d.reference)
@@ -1393,6 +1404,8 @@ def open_teacher(
             d.teacher,
             dtype=torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32,
             cache_dir=config.cache_dir or None,
+            # It writes and reads before the trainer gives each process its device
+            device_map=None if launched() else pick_device(),
             quant=QuantConfig(bits=d.teacher_bits) if d.teacher_bits else None,
         )
     if tokenizer is None:

@@ -49,6 +49,7 @@ from ..lora.inject import trainable_report
 from ..memory.estimate import MemoryWatch, check_size, extrapolate, predict_run, room
 from ..memory.estimate import rows_at_once
 from ..memory.offload import OffloadedOptimizer
+from ..model.config import ModelConfig
 from ..model.transformer import Transformer, count_logical_parameters
 from ..progress import Progress, Stages, StopNow, detect_display, listen, note
 from .config import RunConfig
@@ -208,27 +209,41 @@ def _engine(config: RunConfig) -> str:
     return "trainkit" if config.engine == "trainkit" else engine_line(config)
 
 
+def _model_line(inputs: RunInputs) -> str:
+    "The size and the shape of the model, and who can open it."
+    config = inputs.model.config
+    if isinstance(config, ModelConfig):
+        layers, width, heads = config.n_layers, config.d_model, config.n_heads
+        format = (
+            hf_architecture(config)
+            or f"trainkit's own: no transformers class has {', '.join(unsupported_knobs(config))}"
+        )
+    else:
+        layers, width, heads = (
+            getattr(config, name, 0)
+            for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+        )
+        format = f"{config.architectures[0]}, computed by transformers"
+    begun = f" from {inputs.config.init_from}" * bool(inputs.config.init_from)
+    return (
+        f"Model      {count_logical_parameters(inputs.model):,} parameters{begun}: "
+        f"{plural(layers, 'layer')}, {width} wide, {plural(heads, 'head')}; format {format}"
+    )
+
+
 def plan_lines(
     inputs: RunInputs,
     trainer: Trainer,
 ) -> list[str]:
     "The plan of the run, in a few lines."
     c = inputs.config.train
-    model = inputs.model.config
     rows = c.per_device_train_batch_size * trainer.window_size
     there = len(getattr(inputs.train_batches, "rows", ()))
     only = f"; there are {there:,}" if there < c.per_device_train_batch_size and there else ""
-    kind = (
-        hf_architecture(model)
-        or f"trainkit's own: no transformers class has {', '.join(unsupported_knobs(model))}"
-    )
-    begun = f" from {inputs.config.init_from}" * bool(inputs.config.init_from)
     at_most = "" if isinstance(inputs, TextInputs) else " at most"
     return [
         *inputs.plan,
-        f"Model      {count_logical_parameters(inputs.model):,} parameters{begun}: "
-        f"{plural(model.n_layers, 'layer')}, {model.d_model} wide, "
-        f"{plural(model.n_heads, 'head')}; format {kind}",
+        _model_line(inputs),
         *(
             [f"Learns     {trainable_report(inputs.model)}"]
             if inputs.config.recipe.trains == "blocks" or inputs.config.adapts

@@ -644,9 +644,8 @@ def resize_embeddings(
     rows = embedding.weight.shape[0]
     if n <= rows:
         return 0
-    if type(embedding) is not nn.Embedding or (
-        head is not None and not isinstance(head, nn.Linear)
-    ):
+    plain = isinstance(embedding, nn.Embedding) and len([*embedding.parameters()]) == 1
+    if not plain or (head is not None and not isinstance(head, nn.Linear)):
         raise TypeError(
             f"the embedding is a {type(embedding).__name__}, the head a {type(head).__name__}: "
             "resize it before LoRA or quantization"

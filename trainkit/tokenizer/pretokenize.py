@@ -51,12 +51,12 @@ def find_pattern(
     """The regular expression of a named pattern; any other valid expression is returned as it is.
 
     A mistyped name or a broken expression is a `ValueError`."""
-    if pattern in PATTERNS:
-        return PATTERNS[pattern]
     if not isinstance(pattern, str):
         raise TypeError(
             f"pattern={pattern!r}: give a name from {[*PATTERNS]} or a regular expression"
         )
+    if pattern in PATTERNS:
+        return PATTERNS[pattern]
     if re.fullmatch(r"[\w\-]*", pattern):
         raise ValueError(
             f"pattern={pattern!r} is no known name: choose one of {[*PATTERNS]}, "
