@@ -621,7 +621,14 @@ class Stages:
     @staticmethod
     def _stage(bar: Progress) -> Stage:
         left = None if bar.total is None or bar.closed else bar.clock.eta(bar.total)
-        return Stage(bar.title, bar.clock.done, bar.total, bar.unit, bar.clock.elapsed(), left)
+        return Stage(
+            bar.title,
+            bar.clock.done,
+            bar.total,
+            bar.unit,
+            bar.clock.elapsed(),
+            left,
+        )
 
     def current(self) -> Stage | None:  # None between two stages
         "The present stage, with the innermost count."

@@ -63,7 +63,7 @@ ANSWER_MARKS: dict[str, re.Pattern] = {
 
 def find_chat_format(
     text: str,
-    # A key of `FORMS` and the place of the first head; None for text that was not rendered
+    # A key of `CHAT_FORMATS` and the place of the first head; None for text that was not rendered
 ) -> tuple[str, tuple[int, int]] | None:
     "The chat format in which a text was rendered."
     hits = []

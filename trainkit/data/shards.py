@@ -382,7 +382,7 @@ def fastest_tokenizer(
 
 def encode_texts(
     texts: Sequence[str],  # Documents, or pieces of them
-    tokenizer: "BPETokenizer | PreTrainedTokenizerFast",  # From `native`
+    tokenizer: "BPETokenizer | PreTrainedTokenizerFast",  # From `fastest_tokenizer`
     ends: Sequence[bool] | None = None,  # Where a document ends; everywhere when None
 ) -> np.ndarray:  # (tokens,) uint16 where the vocabulary allows, else uint32
     """The ids of texts in one array, with end-of-text after each document.
@@ -437,7 +437,7 @@ def _work(texts: list[str], ends: list[bool]) -> np.ndarray:
 
 def encode_blocks(
     jobs: Iterable[tuple[int, list[str], list[bool]]],  # (shard, texts, where documents end)
-    tokenizer: "BPETokenizer | PreTrainedTokenizerFast",  # From `native`
+    tokenizer: "BPETokenizer | PreTrainedTokenizerFast",  # From `fastest_tokenizer`
     # Processes; None is one for the first 16 million characters, then all cores
     num_proc: int | None = None,
     skip: Collection[int] = (),  # Shards that are not to be encoded

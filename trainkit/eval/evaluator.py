@@ -115,7 +115,13 @@ def normal_interval(
     from statistics import NormalDist
 
     z = NormalDist().inv_cdf((1 + level) / 2)
-    return Interval(value, value - z * error, value + z * error, n, level)
+    return Interval(
+        value,
+        value - z * error,
+        value + z * error,
+        n,
+        level,
+    )
 
 
 def compare_streams(

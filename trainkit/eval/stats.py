@@ -102,7 +102,13 @@ def bootstrap(
     low, high = np.quantile(scores, [(1 - level) / 2, (1 + level) / 2])
     if len(x) == 1:
         low = high = math.nan
-    return Interval(float(score(x[None])[0]), float(low), float(high), len(x), level)
+    return Interval(
+        float(score(x[None])[0]),
+        float(low),
+        float(high),
+        len(x),
+        level,
+    )
 
 # %% ../../nbs/09_eval/03_confidence.ipynb #f18af41a
 @dataclass(frozen=True)

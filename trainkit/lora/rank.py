@@ -190,8 +190,22 @@ def shrink_rank(
         for part in (layer.lora_start_A, layer.lora_start_B):
             if adapter in part:
                 del part[adapter]  # It is part of the product now
-        _replace(layer, layer.A_name, adapter, root[:, None] * Vt[:r], optimizer, None)
-        _replace(layer, layer.B_name, adapter, U[:, :r] * root, optimizer, None)
+        _replace(
+            layer,
+            layer.A_name,
+            adapter,
+            root[:, None] * Vt[:r],
+            optimizer,
+            None,
+        )
+        _replace(
+            layer,
+            layer.B_name,
+            adapter,
+            U[:, :r] * root,
+            optimizer,
+            None,
+        )
         dropped = S[r:].square().sum()
         share = (dropped / S.square().sum().clamp(min=1e-30)).item()
         largest = s * S[r].item()

@@ -135,7 +135,14 @@ def offload_activations(
         known = away.get(storage._cdata)
         if known is None or known[0]() is not storage or known[1] != x._version:
             known = away[storage._cdata] = weakref.ref(storage), x._version, send(storage, x.device)
-        return _Offloaded(known[2], x.dtype, x.size(), x.stride(), x.storage_offset(), x.device)
+        return _Offloaded(
+            known[2],
+            x.dtype,
+            x.size(),
+            x.stride(),
+            x.storage_offset(),
+            x.device,
+        )
 
     def unpack(packed: Tensor | _Offloaded) -> Tensor:
         if isinstance(packed, Tensor):

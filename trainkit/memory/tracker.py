@@ -187,7 +187,8 @@ class Ledger(TorchDispatchMode):
 
     def _follow_module(self, module: nn.Module) -> None:
         self.know("other", module.buffers())
-        self.know("other", (x for m in module.modules() for x in vars(m).values()))
+        for m in module.modules():  # Tensors that are neither, such as rotary frequencies
+            self.know("other", tree_leaves(list(vars(m).values())))
         self.know("parameters", module.parameters())
         self.know("gradients", (p.grad for p in module.parameters()))
 

@@ -76,7 +76,13 @@ def quantize_int8(
     codes = codes.to(torch.int8).view(-1)[: x.numel()].view(x.shape)
     shape = dict(tensor=(), row=(*x.shape[:-1], 1), block=(-1,))[per]
     zero = None if zero is None else zero.view(shape)
-    return Int8Tensor(codes, step.view(shape), zero, x.dtype, blocksize if per == "block" else 0)
+    return Int8Tensor(
+        codes,
+        step.view(shape),
+        zero,
+        x.dtype,
+        blocksize if per == "block" else 0,
+    )
 
 
 def dequantize_int8(

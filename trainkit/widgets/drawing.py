@@ -235,7 +235,15 @@ def live_curves(
     x_names = tick_labels(x_marks)
     left = 10 + 7 * max(map(len, y_names))
     right = width - max(4, 4 * len(x_names[-1]))
-    axes = _Axes(left, right, top, height - 36, (x0, x1), (low, high), log_y)
+    axes = _Axes(
+        left,
+        right,
+        top,
+        height - 36,
+        (x0, x1),
+        (low, high),
+        log_y,
+    )
     body = ""
     for i, points in enumerate(lines.values()):
         colour = PALETTE[i % len(PALETTE)]
