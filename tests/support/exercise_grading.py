@@ -3,14 +3,17 @@
 import os
 import signal
 import warnings
+from dataclasses import replace
 
+from support.answers import ANSWERS
 from support.processes import ROOT
 
 
 def run_lesson(path, flags):
     """Run a notebook as the tests do: did it run, and each exercise's two verdicts or its error.
 
-    Call it in a process of its own.
+    After the two verdicts: each answer in `support.answers` that is judged wrongly. Call it in a
+    process of its own.
     """
     os.chdir(ROOT)
     os.environ.update(TRAINKIT_PROFILE="quick", COLUMNS="100")
@@ -20,12 +23,22 @@ def run_lesson(path, flags):
     from trainkit.course import Verdict, grade, read_exercises
 
     exercises, asked, verdicts = {e.stub: e for e in read_exercises(path)}, [], []
+    others = ANSWERS.get(f"{path.parent.name}/{path.stem}", [])
 
     def judge(exercise, names, answer):
         try:
-            return [str(verdict) for verdict in grade(exercise, names, answer)]
+            both = [str(verdict) for verdict in grade(exercise, names, answer)]
         except Exception as error:
             return f"{type(error).__name__}: {error}"
+        mine = [other[1:] for other in others if other[0] == exercise.number]
+        return both + [text for other in mine if (text := misjudged(exercise, names, *other))]
+
+    def misjudged(exercise, names, is_right, other):
+        try:
+            verdict = grade(replace(exercise, solution=other), names, Verdict())[1]
+        except Exception as error:  # In the check: no learner would take it for `right`
+            verdict = Verdict(f"{type(error).__name__}: {error}")
+        return "" if bool(verdict) == is_right else f"{other!r} is {verdict}"
 
     class Shell(test.CaptureShell):
         def cell(self, cell, **kwargs):
@@ -60,3 +73,5 @@ def wrong(verdicts):
             yield f"exercise {number}: the untouched cell passes"
         elif verdict[1] != "right":
             yield f"exercise {number}: its solution is {verdict[1]}"
+        else:
+            yield from (f"exercise {number}: {text}" for text in verdict[2:])
