@@ -780,6 +780,13 @@ def check_notebook(facts: "_Facts") -> Iterator[Check]:
             f"{kernel} loses the output of background threads (LookupError: shell_parent)",
             'pip install "ipykernel>=6.17,!=7.0.*"',
         )
+    elif kernel and kernel.split(".")[:2] == ["7", "1"]:
+        yield Check(
+            "ipykernel",
+            "warn",
+            f"{kernel}: no button works while a cell waits for a run",
+            'pip install "ipykernel>=7.2"',
+        )
 
 
 def check_network(facts: "_Facts") -> Iterator[Check]:

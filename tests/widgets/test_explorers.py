@@ -240,6 +240,31 @@ def test_timers_draw_by_themselves(every):
     view.close()
 
 
+def test_the_last_token_of_a_text_is_the_last_that_can_be_chosen(every):
+    view = ExplorerView(every["attention"]())
+    view.every = 0
+    explorer, token = view.explorer, view.controls["token"]
+
+    def ends_at():
+        "The last token shown, if the limits of explorer and slider say so."
+        last = len(explorer.compute().ids) - 1
+        (limited,) = [k for k in explorer.knobs() if k.name == "token"]
+        assert limited.high == token.slider.max == last and not token.wrong.value
+        return last
+
+    assert explorer.token == ends_at()
+    view.controls["text"].widget.value = "of one"
+    assert explorer.token == ends_at() < 5
+    view.controls["text"].widget.value = TEXT[:40]
+    assert explorer.token == ends_at() > 5  # The last one stays the last one
+    token.slider.value = 2
+    view.controls["text"].widget.value = TEXT[:30]
+    assert explorer.token == 2 < ends_at()
+    token.widget.value = f"{ends_at() + 1}"
+    assert "must be" in token.wrong.value and explorer.token == 2
+    view.close()
+
+
 def test_attention_is_that_of_transformers(model, tok):
     from transformers import LlamaConfig, LlamaForCausalLM
 

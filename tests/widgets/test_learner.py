@@ -318,6 +318,40 @@ def test_a_run_that_is_quicker_than_its_prediction(panel, monkeypatch):
     assert "the memory of a step is not predicted" in panel.memory.value
 
 
+def test_a_wrong_field_leaves_no_prediction_pending(panel):
+    panel.inside = True
+    panel.form.field("optim.learning_rate").widget.value = "fast"
+    assert "is being worked out" in panel.memory.value
+    panel.predict()
+    assert "missing or wrong above" in panel.memory.value
+
+
+def test_what_cannot_be_pressed_during_a_run_is_not_offered(panel, monkeypatch):
+    "Neither the trial of three steps nor a sweep; after the end both are, and memory is pending."
+    monkeypatch.setattr(panel, "predict_soon", lambda: None)
+    monkeypatch.setattr(
+        "trainkit.widgets.panel.expect_memory",
+        lambda config: SimpleNamespace(text="predicted", fits=True),
+    )
+    panel.predict()
+    assert "Try 3 steps" in panel.time.value and not panel.sweep.start_button.disabled
+    panel.form.field("train.max_steps").widget.value = "1000"
+    panel.start()
+    panel.refresh(force=True)
+    panel.predict()
+    assert not panel.time.value and panel.sweep.start_button.disabled
+    assert "is not predicted" in panel.memory.value
+    panel.stop()
+    panel.session.wait(10)
+    panel.finish()
+    assert "is being worked out" in panel.memory.value
+    assert "Try 3 steps" in panel.time.value and not panel.sweep.start_button.disabled
+    for shown in ("About a minute", ""):  # What was measured stays in sight
+        panel.time.value = shown
+        panel._offer_trial()
+        assert panel.time.value != shown if not shown else panel.time.value == shown
+
+
 def test_a_forecast_of_earlier_settings_is_not_shown(panel, monkeypatch):
     steps = panel.form.field("train.max_steps").widget
 

@@ -343,10 +343,17 @@ def test_a_cell_that_is_run_again_keeps_its_run():
 
     config = load_config(RunConfig, dict(train=dict(max_steps=3, seed=0)))
     first = TrainerPanel(config, job=count, presets={}, key="again")
+    first.form.field("optim.learning_rate").widget.value = "2e-3"
+    first.prompt.value = "The sea"
     first.start_button.click()
     until(lambda: first.session.snapshot().step > 3)
     second = TrainerPanel(config, job=count, presets={}, key="again")
     assert first.closed and second.session.snapshot().state == "running"
+    # The curves and the settings above them are of one run
+    assert second.form.read() == second.session.config and second.prompt.value == "The sea"
+    assert second.form.field("optim.learning_rate").widget.value == "0.002"
+    second.show_code()
+    assert "0.002" in second.code.value
     other = replace(config, name="other")
     third = TrainerPanel(other, job=count, presets={}, key="again")
     until(lambda: second.session.snapshot().state == "stopping")

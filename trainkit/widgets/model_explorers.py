@@ -31,6 +31,8 @@ from .drawing import live_bars, live_heatmap
 from .explorer import Explorer
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from transformers import PreTrainedTokenizerBase
 
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
@@ -231,7 +233,7 @@ class AttentionExplorer(Explorer):
     head: int = knob(0, "Which head of it")
     token: int = knob(
         MOST_TOKENS - 1,
-        "Which token looks back, counted from 0; beyond the end it is the last one",
+        "Which token looks back, counted from 0; at first the last one",
         low=0,
         high=MOST_TOKENS - 1,
     )
@@ -243,15 +245,42 @@ class AttentionExplorer(Explorer):
 
     def __post_init__(self):
         self.cached: tuple[str, AttentionMaps] | None = None  # The last text and its weights
+        self.encoded: tuple[str, Tensor] | None = None  # The last text and its tokens
         self.shape = self._looks(self.text).weights.shape[:2]
+        self.token = min(self.token, self._last(self.text))
         super().__post_init__()
 
     def limits(self):
-        return dict(layer=(0, self.shape[0] - 1), head=(0, self.shape[1] - 1))
+        return dict(
+            layer=(0, self.shape[0] - 1),
+            head=(0, self.shape[1] - 1),
+            token=(0, self._last(self.text)),
+        )
+
+    def set(self, **values: object) -> "Self":
+        "Change knobs; in another text the last token stays the last one."
+        text = values.get("text", self.text)
+        if isinstance(text, str) and values.get("token", self.token) == self.token:
+            ends = self.token == self._last(self.text)
+            last = self._last(text)
+            values["token"] = last if ends else min(self.token, last)
+        return super().set(**values)
+
+    def _ids(self, text: str) -> Tensor:  # (1, T)
+        if self.encoded is None or self.encoded[0] != text:
+            self.encoded = text, encode_for(self.tokenizer, text)
+        return self.encoded[1]
+
+    def _last(self, text: str) -> int:  # Its place; of an empty text, which `compute` refuses, 0
+        "The last token that is shown."
+        try:
+            return min(self._ids(text).shape[1], MOST_TOKENS) - 1
+        except ValueError:
+            return 0
 
     def _looks(self, text: str) -> AttentionMaps:
         if self.cached is None or self.cached[0] != text:
-            ids = encode_for(self.tokenizer, text)
+            ids = self._ids(text)
             device = next(self.model.parameters()).device
             looks = AttentionMaps(
                 ids[0, :MOST_TOKENS].tolist(),
@@ -280,7 +309,7 @@ class AttentionExplorer(Explorer):
 
     def _token(self, values: AttentionMaps, pieces: list[str]) -> str:
         "The token that looks back: its weights as shades, the largest as bars."
-        token = min(self.token, len(pieces) - 1)
+        token = self.token
         looks = values.weights[self.layer, self.head][token].tolist()
         best = sorted(range(token + 1), key=lambda j: -looks[j])[:6]
         percent = {f"{j} {pieces[j]}".ljust(8): round(100 * looks[j], 1) for j in best}

@@ -103,7 +103,9 @@ _RATES = (
 )
 _MEMORY_TOO_LATE = "While a run is active, the memory of a step is not predicted."
 _TIME_LATER = "How long the run will take: Try 3 steps measures it."
-_MEMORY_LATER = "How much memory a step will take is predicted when nothing is missing above."
+_MEMORY_LATER = (
+    "How much memory a step will take is predicted when nothing is missing or wrong above."
+)
 _READING = "Reading the data …"
 _TRIAL_STOPPED = "Stopped: nothing of it is kept."
 _MEMORY_PENDING = "How much memory a step will take is being worked out."
@@ -185,6 +187,7 @@ class TrainerPanel:
         self.found: FoundRun | None = None  # That of an earlier kernel, until something is started
         self._build(config)
         if session is not None:
+            self._show_settings(session.snapshot().folder)
             self._watch()
         elif job is None:
             self._find_run(config)
@@ -257,11 +260,17 @@ class TrainerPanel:
             return False
         self.session = self._session_of(self.found)
         self.drawn, self.finished = None, True
-        config = self.session.config
-        # The curves and the settings above them are of one run
-        self.form.set(as_new_run(config, self.found.folder))
-        self._put(self.prompt, (config.prompts or [""])[0])
+        self._show_settings(self.found.folder)
         return True
+
+    def _show_settings(
+        self,
+        folder: str | Path,  # Of the run; empty while it has none
+    ) -> None:
+        "Fill in the form: the curves and the settings above them are of one run."
+        config = self.session.config
+        self.form.set(as_new_run(config, folder))
+        self._put(self.prompt, (config.prompts or [""])[0])
 
     def continue_found(self) -> bool:
         "Continue the run of an earlier kernel from its last checkpoint, with its own settings."
@@ -795,9 +804,9 @@ class TrainerPanel:
 
     def predict(self):
         "Show next to Start whether the run will fit in memory."
-        if self.form.problems or self.closed:
+        if self.closed:
             return
-        if self.form.obstacle:
+        if self.form.obstacle:  # Also a field whose value is wrong
             with self.lock:
                 self._put(self.memory, notice(_MEMORY_LATER, _GREY, "status"))
             return
@@ -814,12 +823,19 @@ class TrainerPanel:
                     return  # The forecast for what it is now comes next
         with self.lock:
             self._put(self.memory, notice(text, colour, "status"))
-            if not self.time.value:
-                self._put(self.time, self._no_time())
+            self._offer_trial()
         self.preview_soon()
 
     def _no_time(self) -> str:
-        return "" if self.form.obstacle else notice(_TIME_LATER, _GREY, "status")
+        "That Try 3 steps measures the time, where it can be pressed."
+        if self.form.obstacle or self.session.state in ACTIVE:
+            return ""
+        return notice(_TIME_LATER, _GREY, "status")
+
+    def _offer_trial(self):
+        "Say how the time can be measured, unless it has been."
+        if not self.time.value or _TIME_LATER in self.time.value:
+            self._put(self.time, self._no_time())
 
     def _memory_text(self, config: "RunConfig") -> tuple[str, str]:
         "The predicted memory in a sentence, and its colour."
@@ -853,6 +869,7 @@ class TrainerPanel:
             self._refresh_buttons(now)
             if getattr(self.form, "locked", False) != (now.state in ACTIVE):
                 self.form.lock(now.state in ACTIVE)
+                self._offer_trial()
             self._show_head(now)
             self._put(self.state_line, _STATE_LINE.format("pausing" if now.pausing else now.state))
             self._put(self.stages, stages_html(now))
@@ -923,7 +940,12 @@ class TrainerPanel:
         reason = self.form.obstacle if ended else ""
         if ended and self.rehearsing:
             reason = self.rehearsing
-        for widget in (self.start_button, self.rehearse_button, self.rate_button):
+        for widget in (
+            self.start_button,
+            self.rehearse_button,
+            self.rate_button,
+            self.sweep.start_button,
+        ):
             self._put(widget, bool(reason) or not ended, "disabled")
         self._put(
             self.rate_button.layout, None if _has_rate(self.form.config) else "none", "display"
@@ -951,6 +973,7 @@ class TrainerPanel:
             self.refresh(force=True)
             self.form.check()  # The name is taken now
             if _MEMORY_TOO_LATE in self.memory.value:
+                self._put(self.memory, notice(_MEMORY_PENDING, _GREY, "status"))
                 self.predict_soon()
             try:
                 self.offer_next()

@@ -352,13 +352,13 @@ class Update(NamedTuple):
 
 
 def _of_layer(layer: LoRALayer) -> Update:
-    base = layer.matrix().detach()
+    base = layer.matrix().detach().clone()  # A merge changes the weight of the layer
     if len(layer.active) != 1 or layer.lora_magnitude_vector:
         # Several adapters, or DoRA: no product of two matrices
-        return Update((layer.merged_weight() - layer.matrix()).detach().float(), base)
+        return Update((layer.merged_weight() - base).detach().float(), base)
     ((name, weight),) = layer.active.items()
     A, B = layer.factors(name)
-    A = A.detach().float()
+    A = A.detach().float().clone()
     B = B.detach().float()
     delta = weight * layer.update(name).detach()
     return Update(delta, base, (A, B * layer.scaling[name] * weight))
@@ -375,7 +375,7 @@ def _of_folder(
         A = tensors[key].float()
         B = tensors[key.replace(".lora_A.", ".lora_B.")].float() * scale
         base = before.get(f"{name}.weight")
-        return Update(B @ A, base() if base else None, (A, B))
+        return Update(B @ A, base().detach().clone() if base else None, (A, B))
 
     suffix = ".lora_A.weight"
     names = {
@@ -387,7 +387,7 @@ def _of_folder(
 
 
 def _difference(before: Callable[[], Tensor], after: Callable[[], Tensor], name: str) -> Update:
-    old = before().detach()
+    old = before().detach().clone()
     new = after().detach()
     if old.shape != new.shape:
         raise ValueError(
