@@ -133,9 +133,11 @@ class SamplingConfig:
 
 # %% ../nbs/04_train/01_optimizers.ipynb #6a46329d
 OPTIMIZER_NAMES = (
+    "adafactor",
     "adamw_8bit",
     "adamw_torch",
     "adamw_torch_fused",
+    "lion",
     "muon",
     "paged_adamw_8bit",
     "sgd",
@@ -154,6 +156,7 @@ _OPTIM_ALIASES = {
     "adamw": "adamw_torch",
     "adamw_hf": "adamw_torch",
     "adamw_bnb_8bit": "adamw_8bit",
+    "lion_32bit": "lion",
     "wsd": "warmup_stable_decay",
 }
 

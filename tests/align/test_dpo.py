@@ -873,3 +873,64 @@ def test_losses_of_policy_and_reference_are_logged_apart():
             model, collate_pairs(pairs)
         ).metrics
     )
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "simpo", "hinge", "ipo"])
+def test_cpo_of_trl_is_the_same_number_here(loss):
+    "What the converter makes of CPOConfig is what TRL's CPOTrainer computes."
+    import os
+    import types
+
+    pytest.importorskip("trl")
+    from trainkit.recipes.converter import look_up
+
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    from trl.experimental.cpo import CPOTrainer
+
+    model = tiny_llama()
+    pairs = some_pairs(4)
+    rows = [
+        [*map(int, p["prompt"]), *map(int, p[s])] for s in ("chosen", "rejected") for p in pairs
+    ]
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    labels = torch.full_like(ids, -100)
+    for i, (row, pair) in enumerate(zip(rows, [*pairs, *pairs], strict=True)):
+        ids[i, : len(row)] = torch.tensor(row)
+        mask[i, : len(row)] = 1
+        labels[i, len(pair["prompt"]) : len(row)] = ids[i, len(pair["prompt"]) : len(row)]
+    batch = dict(
+        concatenated_input_ids=ids,
+        concatenated_attention_mask=mask,
+        concatenated_labels=labels,
+        chosen_labels=labels[: len(pairs)],
+    )
+    trainer = types.SimpleNamespace(
+        is_encoder_decoder=False,
+        pad_token_id=0,
+        padding_value=0,
+        label_pad_token_id=-100,
+        aux_loss_enabled=False,
+        accelerator=types.SimpleNamespace(device="cpu"),
+        label_smoothing=0.0,
+        alpha=0.0,
+        beta=0.1,
+        loss_type=loss,
+        cpo_alpha=0.5,
+        simpo_gamma=0.5,
+        concatenated_inputs=lambda *_, **__: batch,
+        get_batch_logps=CPOTrainer.get_batch_logps,
+    )
+    chosen, rejected, _, _, nll = CPOTrainer.concatenated_forward(trainer, model, batch)[:5]
+    theirs = CPOTrainer.cpo_loss(trainer, chosen, rejected)[0].mean() + 0.5 * nll
+    words = {"loss_type": loss, "cpo_alpha": 0.5}
+    knobs = {}
+    for word, value in words.items():
+        meaning = look_up(word, value, ("CPOConfig",), words)
+        knobs |= meaning if isinstance(meaning, dict) else {}
+    settings = {name.removeprefix("dpo."): value for name, value in knobs.items()}
+    settings["loss_type"] = [settings["loss_type"]] * isinstance(settings["loss_type"], str) or (
+        settings["loss_type"]
+    )
+    ours = dpo_objective(None, DPOConfig(beta=0.1, **settings))(model, collate_pairs(pairs))
+    assert float(ours.total) == pytest.approx(float(theirs), rel=1e-5)

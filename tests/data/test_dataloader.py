@@ -295,3 +295,24 @@ def test_a_batch_of_pieces_has_the_places_it_may_have_or_one_row(places, rows):
     batches = cut_rows(order, lengths, config, 4, max_tokens=places)
     assert {len(batch) for batch in batches[:-1]} == {rows}
     assert [row for batch in batches for row, *_ in batch] == [*order]
+
+
+@pytest.mark.parametrize(
+    "sizes, joined",
+    [
+        ([1] * 7, [2, 2, 3]),
+        ([1] * 6, [2, 2, 2]),
+        ([4, 4, 1], [4, 5]),
+        ([4, 1, 4], [4, 5]),
+        ([1, 4], [5]),
+        ([1], [1]),
+        ([4, 2], [4, 2]),
+    ],
+)
+def test_a_batch_too_small_takes_no_more_than_its_neighbour(sizes, joined):
+    from trainkit.data.dataloader import _join_small
+
+    batches = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    made = _join_small(batches, 2)
+    assert [len(batch) for batch in made] == joined
+    assert np.concatenate(made).tolist() == [*range(sum(sizes))]

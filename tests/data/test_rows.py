@@ -7,7 +7,7 @@ from support.snapshots import answer_all
 
 from trainkit.data.dataset import count_characters, load_examples
 from trainkit.data.schema import as_conversation, as_example, example_kind, map_texts
-from trainkit.data.schema import split_prompt, to_messages
+from trainkit.data.schema import as_messages, split_prompt, to_messages
 
 
 def outcome(function, *args):
@@ -87,3 +87,54 @@ def test_a_conversation_keeps_the_other_columns_of_its_row(row, kind, kept):
     turns = to_messages(row, kind=kind)
     made = as_conversation(row, kind)
     assert made == dict(messages=turns, **kept) and example_kind(made) == "messages"
+
+
+CALL = dict(name="weather", arguments=dict(city="Rome"))
+
+
+@pytest.mark.parametrize(
+    "text, before",
+    [
+        (json.dumps(CALL), ""),
+        (json.dumps([CALL]), ""),
+        (json.dumps(dict(CALL, arguments=json.dumps(CALL["arguments"]))), ""),
+        (json.dumps(dict(type="function", function=CALL)), ""),
+        ("<think>Where?</think>" + json.dumps(CALL), "<think>Where?</think>"),
+    ],
+)
+def test_a_turn_that_calls_a_tool(text, before):
+    "LLaMA-Factory's turn becomes OpenAI's, as the chat templates take it."
+    turns = [
+        {"from": "human", "value": "Warm?"},
+        {"from": "function_call", "value": text},
+        {"from": "observation", "value": "20"},
+        {"from": "gpt", "value": "Yes."},
+    ]
+    row = as_example(dict(conversations=turns))
+    expected = dict(role="assistant", content=before)
+    assert row["messages"][1] == expected | dict(tool_calls=[dict(type="function", function=CALL)])
+    assert row["messages"][2] == dict(role="tool", content="20")
+    assert as_messages(row["messages"]) == row["messages"]
+
+
+@pytest.mark.parametrize(
+    "text", ["weather in Rome", "[]", "3", '{"name": "w"}', '{"name": "w", "arguments": "Rome"}']
+)
+def test_a_call_that_is_none_is_named_with_its_line(tmp_path, text):
+    turns = [{"from": "human", "value": "Warm?"}, {"from": "function_call", "value": text}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(dict(conversations=turns)))
+    with pytest.raises(ValueError, match=r"line 1: messages\[1\]: a function_call .*arguments"):
+        load_examples(tmp_path / "rows.jsonl")
+
+
+def test_the_label_of_llamafactory():
+    turns = [{"from": "human", "value": "Warm?"}, {"from": "gpt", "value": "Yes."}]
+    pairs = ("preference", "unpaired")
+    flat = dict(instruction="Warm?", input="", output="Yes.", kto_tag=False)
+    (row,) = load_examples([flat], preferred=pairs)
+    assert (row["prompt"], row["completion"], row["label"]) == ("Warm?", "Yes.", False)
+    (row,) = load_examples([dict(conversations=turns, kto_tag=True)], preferred=pairs)
+    assert row["prompt"] == [dict(role="user", content="Warm?")] and row["label"] is True
+    assert row["completion"] == [dict(role="assistant", content="Yes.")]
+    (row,) = load_examples([dict(conversations=turns, kto_tag=True)], preferred=("messages",))
+    assert len(row["messages"]) == 2

@@ -32,7 +32,8 @@ from trainkit.interop.families import to_hf
 from trainkit.model.generation import generate
 from trainkit.lora.inject import LoRAConfig
 from trainkit.lora.inject import LoRALayer
-from trainkit.lora.inject import adapted, add_lora, replace_layer, trainable_report
+from trainkit.config import load_config
+from trainkit.lora.inject import adapted, add_lora, replace_layer, target_layers, trainable_report
 from trainkit.lora.merge import merge_folder, merge_lora, merge_quantized, unmerge_lora
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
@@ -1271,3 +1272,10 @@ def test_pissa_by_rounds_is_the_best_update_of_its_rank():
     assert subtracted and A.shape == (4, 16) and B.shape == (24, 4)
     assert torch.allclose(0.5 * B @ A, U[:, :4] * S[:4] @ V[:4], atol=1e-3)
     assert torch.allclose(A.norm(dim=1), B.norm(dim=0), rtol=1e-3)  # The root of S on each side
+
+
+def test_all_is_all_linear():
+    "LLaMA-Factory's word, under its name or ours."
+    model = small()
+    wanted = target_layers(model, LoRAConfig(target_modules="all-linear"))
+    assert target_layers(model, load_config(LoRAConfig, {"lora_target": "all"})) == wanted

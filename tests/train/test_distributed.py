@@ -502,6 +502,11 @@ def test_launch_from_a_shell(tmp_path, strategy):
 
     a, b = (load_file(runs / name / "model" / "model.safetensors") for name in ("one", "two"))
     assert a.keys() == b.keys() and max((a[k] - b[k]).abs().max() for k in a) < 1e-5
+    alone = shell("train", "--resume", "runs/two", cwd=tmp_path)
+    assert alone.returncode == 1 and "trainkit launch --resume runs/two" in alone.stderr
+    again = shell("launch", "--resume", "runs/two", cwd=tmp_path)
+    assert again.returncode == 0 and "--nproc-per-node=2" in again.stdout + again.stderr
+    assert sorted(p.name for p in runs.iterdir() if p.is_dir()) == ["one", "two"]
 
 
 @pytest.fixture

@@ -60,11 +60,11 @@ def make(kind, dropout=0.0):
     torch.manual_seed(0)
     if kind == "own":
         return Own(dropout)
-    if kind == "ours":
+    if kind in ("ours", "wide"):
         return Transformer(
             ModelConfig(
                 vocab_size=97,
-                d_model=32,
+                d_model=32 if kind == "ours" else 64,  # 4,096 numbers and more are kept in 8 bits
                 n_heads=4,
                 n_layers=1,
                 d_ff=48,
@@ -593,7 +593,16 @@ SWITCHES = {
         dict(optim="muon"),
         dict(optimizer_in_backward=True, max_grad_norm=0.0, gradient_accumulation_steps=1),
     ),
+    "lion": (dict(optim="lion", adam_beta2=0.99), {}),
+    "adafactor": (dict(optim="adafactor"), {}),
+    "8 bits": (dict(optim="adamw_8bit"), {}),
+    "transposed": ({}, {}),  # In memory, as the adapters of PiSSA
+    "adafactor in backward": (
+        dict(optim="adafactor"),
+        dict(optimizer_in_backward=True, max_grad_norm=0.0, gradient_accumulation_steps=1),
+    ),
     "z-loss": ({}, dict(z_loss=1e-3)),
+    "noise": ({}, dict(neftune_noise_alpha=5.0)),
     "compiled": ({}, dict(torch_compile=True, torch_compile_backend="aot_eager")),
     "inductor": ({}, dict(torch_compile=True)),
 }
@@ -611,8 +620,12 @@ def test_resume_is_exact_with(tmp_path, switch):
     )
 
     def run(name, resume=None, **more):
+        model = make("wide" if switch == "8 bits" else "ours", 0.2)
+        if switch == "transposed":
+            for p in model.model.layers.parameters():
+                p.data = p.data.T.contiguous().T if p.ndim == 2 else p.data
         t = trainer(
-            make("ours", 0.2),
+            model,
             rows=rows[: len(rows) // 2 * 2],
             folder=tmp_path / name,
             max_steps=8,
@@ -1554,3 +1567,16 @@ def test_padding_of_packed_rows_is_no_token_that_was_read():
     assert "attention_mask" not in batch and batch["input_ids"].numel() > 29
     assert count_tokens(batch) == 29
     assert count_tokens(collate(rows, padding_free=True)) == 29
+
+
+def test_noise_on_the_embeddings_ends_with_the_run():
+    plain, noisy = trainer(), trainer(neftune_noise_alpha=5.0)
+    assert plain.train().final_loss != noisy.train().final_loss
+    assert not noisy.model.get_input_embeddings()._forward_hooks
+
+    def other(model, batch):
+        return lm_loss(model, batch)
+
+    other = objective(counts=lm_loss.counts)(other)
+    with pytest.raises(ValueError, match="neftune_noise_alpha=5 is for learning from texts"):
+        trainer(loss=other, neftune_noise_alpha=5.0)

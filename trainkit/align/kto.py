@@ -116,9 +116,10 @@ def tokenize_unpaired(
 def collate_unpaired(
     rows: Sequence[Mapping],  # From `tokenize_unpaired`
     pad_id: int = 0,  # The token in the padding; nothing depends on it
+    compared: bool = True,  # False: by a loss that looks at each row alone, so that one is enough
 ) -> dict[str, Tensor]:  # input_ids, labels, attention_mask (2B, T) and liked (B,)
     "The rows, and below them each prompt with the answer of the row before, as one batch."
-    if len(rows) < 2:
+    if compared and len(rows) < 2:
         raise ValueError(
             "kto compares each prompt with the answer of another row, so a batch needs 2 rows at "
             "least"

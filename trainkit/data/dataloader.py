@@ -431,10 +431,11 @@ def _join_small(
     batches: Sequence[np.ndarray],  # The rows of each batch
     least: int,  # Rows that a batch must have
 ) -> list[np.ndarray]:
-    "Batches, of which those with too few rows belong to the one before, or else the one after."
+    "Batches, of which those with too few rows get those after them; the last joins the one before."
     joined: list[np.ndarray] = []
-    for batch in batches:
-        if joined and min(len(joined[-1]), len(batch)) < least:
+    for i, batch in enumerate(batches, 1):
+        too_small = i == len(batches) and len(batch) < least
+        if joined and (too_small or len(joined[-1]) < least):
             joined[-1] = np.concatenate((joined[-1], batch))
         else:
             joined.append(batch)

@@ -207,6 +207,18 @@ def _usual_spelling(
 _REMEDY = "; on_bad='skip' leaves such rows out (data.on_bad=skip, or trainkit data --skip-bad)"
 
 
+def _labelled_chats(raw: Iterator[Raw]) -> Iterator[Raw]:
+    "Chats with a `kto_tag`, as in files for LLaMA-Factory: their last turn is what it judges."
+    for where, source, line, row in raw:
+        if isinstance(row, Mapping) and "kto_tag" in row and "completion" not in row:
+            column = next((n for n in ("messages", "conversations") if n in row), "")
+            turns = row.get(column)
+            if isinstance(turns, list) and len(turns) > 1:
+                rest = {name: value for name, value in row.items() if name != column}
+                row = dict(prompt=turns[:-1], completion=turns[-1:], **rest)
+        yield where, source, line, row
+
+
 def _source_name(source: object) -> str:
     "The name of a path, a corpus, or rows in memory, for reports and errors."
     if isinstance(source, (str, PathLike)):
@@ -292,6 +304,8 @@ def stream_examples(
         columns = {**(columns or {}), "text": text_column}
     others = Counter()
     raw = _usual_spelling(raw, columns, report)
+    if not columns and (kind == "unpaired" or (kind is None and "unpaired" in preferred)):
+        raw = _labelled_chats(raw)
     if kind:
         report.kind = kind
         first = list(islice(raw, 1))

@@ -14,7 +14,9 @@ __all__ = ['KINDS', 'ALIASES', 'ROLES', 'fitting_kinds', 'example_kind', 'as_mes
            'to_messages', 'as_conversation', 'map_texts']
 
 # %% ../../nbs/02_data/01_columns.ipynb #imports-columns
+import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import lru_cache
 
@@ -44,7 +46,11 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # kind -> column -> other na
         "chosen": ("preferred", "accepted"),
         "rejected": ("dispreferred",),
     },
-    "unpaired": {"prompt": (*_QUESTION_NAMES, "input"), "completion": _ANSWER_NAMES},
+    "unpaired": {
+        "prompt": (*_QUESTION_NAMES, "input"),
+        "completion": _ANSWER_NAMES,
+        "label": ("kto_tag",),
+    },
     "reasoning": {
         "question": ("problem", "query", "prompt", "instruction", "input"),
         "reasoning": (
@@ -117,9 +123,10 @@ def fitting_kinds(
 
 
 def _names(row: Mapping) -> frozenset[str]:
-    "The columns that are not None; `label` counts only if it is true or false."
-    unsure = "label" in row and _yes_or_no(row["label"]) is None
-    return frozenset(n for n, v in row.items() if v is not None and not (unsure and n == "label"))
+    "The columns that are not None; a label counts only if it is true or false."
+    names = ("label", *ALIASES["unpaired"]["label"])
+    unsure = {n for n in names if n in row and _yes_or_no(row[n]) is None}
+    return frozenset(n for n, v in row.items() if v is not None and n not in unsure)
 
 
 def _yes_or_no(value: object) -> bool | None:
@@ -234,6 +241,32 @@ def _joined_parts(parts: Sequence, where: str) -> str:
     return "".join(part if isinstance(part, str) else str(part["text"]) for part in parts)
 
 
+def _read_calls(text: str, where: str) -> tuple[str, list[dict]]:
+    "What stands before the calls of a `function_call` turn, and the calls in OpenAI's form."
+    head, end, calls_text = text.rpartition("</think>")
+    right = '{"name": "…", "arguments": {…}}, or a list of such objects'
+    try:
+        calls = json.loads(calls_text)
+    except ValueError:
+        raise ValueError(
+            f"{where}: a function_call is JSON, {right}; this is not: {text.strip()[:60]!r}"
+        ) from None
+    out = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        given = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(given, str):
+            with suppress(ValueError):
+                given = json.loads(given)
+        name = function.get("name") if isinstance(function, dict) else None
+        if not (isinstance(name, str) and name and isinstance(given, dict)):
+            raise ValueError(f"{where}: a function_call is {right}; here is {str(call)[:60]!r}")
+        out.append(dict(type="function", function=dict(name=name, arguments=given)))
+    if not out:
+        raise ValueError(f"{where}: a function_call without a call; it is {right}")
+    return head + end, out
+
+
 def as_messages(
     turns: object,  # A list of `{role, content}` or `{from, value}`, or one such dict
     where: str = "messages",  # The column, for errors
@@ -276,6 +309,8 @@ def as_messages(
         more = {k: v for k, v in turn.items() if k not in names and v is not None}
         if isinstance(content, (list, tuple)):
             content = _joined_parts(content, at)
+        if name.strip().lower() == "function_call" and not more.get("tool_calls"):
+            content, more["tool_calls"] = _read_calls(_text(content, at), at)
         # A turn with a tool call or reasoning may have no text
         calls = bool(more.get("tool_calls") or more.get("reasoning_content"))
         if content is None and calls:

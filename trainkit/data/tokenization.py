@@ -259,6 +259,14 @@ def _place(row: Mapping, number: int) -> str:
     return f"row {number}" + f" ({where})" * bool(where)
 
 
+def _read_tools(text: str, where: str) -> list[dict] | None:
+    "The tools of a column that has them as JSON; None for an empty one."
+    try:
+        return json.loads(text) if text.strip() else None
+    except ValueError as error:
+        raise ValueError(f"{where}: the column tools is no JSON: {error}") from None
+
+
 def _render_rows(
     rows: Sequence[tuple[int, Mapping]],
     tokenizer: "AnyTokenizer",
@@ -276,12 +284,12 @@ def _render_rows(
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{_place(row, number)}: {error}") from None
         tools = row.get("tools")
+        if isinstance(tools, str):
+            tools = _read_tools(tools, _place(row, number))
         switches = row.get("chat_template_kwargs") or {}
         switches = json.loads(switches) if isinstance(switches, str) else switches
         switches = json.dumps({**(chat_template_kwargs or {}), **switches}, sort_keys=True)
-        groups.setdefault((own, switches), []).append(
-            (place, messages, json.loads(tools) if isinstance(tools, str) else tools)
-        )
+        groups.setdefault((own, switches), []).append((place, messages, tools))
     out: list = [None] * len(rows)
     for (own, switches), group in groups.items():
         places, chats, tools = zip(*group, strict=True)

@@ -401,7 +401,8 @@ def peft_config(
         bias=config.bias,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
-        init_lora_weights=True,
+        # Other starts than EVA's leave nothing to know: what PiSSA took from the base is put back
+        init_lora_weights="eva" if config.init_lora_weights == "eva" else True,
         modules_to_save=whole or None,
         fan_in_fan_out=any(layer.kind == "conv1d" for layer in low.values()),
     )

@@ -980,6 +980,7 @@ def _selected(
 ) -> list[str]:
     "The layers that `target_modules` selects, before anything is excluded."
     preset = wanted.lower() if isinstance(wanted, str) else ""
+    preset = "all-linear" if preset == "all" else preset  # LLaMA-Factory's word
     if preset == "all-linear" or preset in TARGETS:
         outside = output_heads(model)
         matrices = (name for name in layers if kind_of(layers[name]) != "embedding")

@@ -462,13 +462,23 @@ def check_optimizer(
     now = names(groups)
     if before != now:
         raise ValueError(_other_groups(before, now))
+    shape_of = getattr(optimizer, "state_shape", None)
+    own_layout = type(optimizer).__name__ == "Adafactor"  # torch's
+    if shape_of is None and type(optimizer).__module__.startswith("torch.optim") and not own_layout:
+        shape_of = _same_shape
+    if shape_of is None:
+        return  # An optimizer of other people may keep anything
     for index, p in enumerate(p for group in groups for p in group["params"]):
         for key, value in saved["state"].get(index, {}).items():
-            if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:
+            if isinstance(value, Tensor) and value.ndim and value.shape != shape_of(key, p):
                 raise ValueError(
-                    f"The optimizer state {key} of parameter {index} is {tuple(value.shape)}, "
-                    f"and the parameter {tuple(p.shape)}"
+                    f"The optimizer state {key} of parameter {index} is {tuple(value.shape)}, and "
+                    f"{tuple(shape_of(key, p))} belongs to a parameter of {tuple(p.shape)}"
                 )
+
+
+def _same_shape(name: str, p: Tensor) -> torch.Size:
+    return p.shape
 
 
 def load_checkpoint(
@@ -513,9 +523,24 @@ def load_checkpoint(
     for name, part in parts.items():
         if part is not None:
             part.load_state_dict(tree[name])
+    if optimizer is not None and not hasattr(optimizer, "state_shape"):
+        _lay_out_as_parameters(optimizer)
     if rng:
         set_rng_state(tree["rng"])
     return tree["state"]
+
+
+def _lay_out_as_parameters(optimizer: Any) -> None:
+    """Give each state the strides of its parameter, as `zeros_like` does.
+
+    torch's fused AdamW on a CPU reads both in the order of the memory: for a parameter that is
+    transposed there, such as PiSSA's, it would update other numbers."""
+    for p, state in getattr(optimizer, "state", {}).items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == p.shape:
+                if value.stride() != p.stride():
+                    state[name] = torch.empty_like(p, dtype=value.dtype, device=value.device)
+                    state[name].copy_(value)
 
 # %% ../../nbs/04_train/11_tensor_files.ipynb #163a7055
 HASH_CHUNK = 2**24  # Bytes that are hashed in one go

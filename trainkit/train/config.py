@@ -111,6 +111,11 @@ class TrainConfig:
     z_loss: float = knob(
         0.0, "Weight of (log Z)² in lm_loss, such as 1e-4: prevents drifting logits", low=0
     )
+    neftune_noise_alpha: float | None = knob(
+        None,
+        "Noise on the embedded tokens in training (NEFTune), such as 5; unset: none",
+        low=0,
+    )
     optimizer_in_backward: bool = knob(
         False,
         "Update each weight as soon as its gradient is known, and free it",

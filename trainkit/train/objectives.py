@@ -2,7 +2,8 @@
 
 An objective is a function `(model, batch) -> Loss` that returns sums and counts instead of a
 mean. `lm_loss`, next-token prediction, is the first one, and `lm_objective` adds a z-loss to it;
-tuning, preferences and rewards are others, and the same loop runs them all.
+tuning, preferences and rewards are others, and the same loop runs them all. Inside
+`noisy_embeddings(model, alpha)` training adds noise to the embedded tokens.
 `@objective(counts=…)` gives the number of items in a batch before it is computed, which lets the
 loop cut a batch into pieces and still get the gradient of the whole."""
 
@@ -10,11 +11,13 @@ loop cut a batch into pieces and still get the gradient of the whole."""
 
 # %% auto #0
 __all__ = ['Scalar', 'PLAIN_HEADS', 'Loss', 'objective', 'count_items', 'names_argument', 'forward_arguments', 'forward_inputs',
-           'to_model_device', 'body_and_head', 'sum_losses', 'lm_loss', 'check_objective', 'lm_objective']
+           'to_model_device', 'body_and_head', 'sum_losses', 'lm_loss', 'check_objective', 'lm_objective',
+           'noisy_embeddings']
 
 # %% ../../nbs/04_train/04_objectives.ipynb #imports-objectives
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -244,3 +247,39 @@ def lm_objective(
         )
 
     return lm_loss_with_z
+
+# %% ../../nbs/04_train/04_objectives.ipynb #noisy-embeddings
+@contextmanager
+def noisy_embeddings(
+    model: nn.Module,  # With `get_input_embeddings`, as ours and those of transformers
+    alpha: float | None,  # 5 to 15 in the paper; None or 0: no noise
+) -> Iterator[None]:
+    "Inside, training adds uniform noise to the embedded tokens (NEFTune, Jain et al. 2023)."
+    if not alpha:
+        yield
+        return
+    if not hasattr(model, "get_input_embeddings"):
+        raise ValueError(
+            f"neftune_noise_alpha = {alpha:g}: {type(model).__name__} has no "
+            "get_input_embeddings(), which would say where the noise is added"
+        )
+    embedding: nn.Module = model.get_input_embeddings()  # type: ignore
+    # Gemma multiplies what the embedding returns
+    scaled = getattr(getattr(model, "config", None), "scale_embeddings", False)
+
+    def add_noise(
+        module: nn.Module,
+        inputs: object,
+        embedded: Tensor,  # (B, T, D)
+    ) -> Tensor | None:
+        if not (module.training and torch.is_grad_enabled()):
+            return None  # As it is
+        positions, width = embedded.shape[-2:]
+        most = alpha / (positions * width) ** 0.5 / (width**0.5 if scaled else 1)
+        return embedded + torch.empty_like(embedded).uniform_(-most, most)
+
+    hook = embedding.register_forward_hook(add_noise)
+    try:
+        yield
+    finally:
+        hook.remove()

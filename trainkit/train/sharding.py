@@ -185,7 +185,7 @@ class ShardedModel:
         kind = type(optimizer)
         if not kind.__module__.startswith("torch.optim") or kind.__name__ == "Muon":
             raise ValueError(
-                f"{kind.__name__} needs whole matrices or packs its own numbers, but "
+                f"{kind.__name__} may need whole matrices or pack its own numbers, but "
                 f"{self.strategy} gives it shares: use optim='adamw_torch_fused', or strategy ddp"
             )
         self.optimizer: Any = optimizer

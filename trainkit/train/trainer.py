@@ -54,6 +54,7 @@ from .checkpoint import set_aside, set_rng_state, take_snapshot
 from .config import EXIT_CODES, Control, Result, TrainConfig, TrainingError
 from .config import TrainState, check_callbacks, count_steps, due, update_best
 from .objectives import Loss, check_objective, lm_loss, lm_objective
+from .objectives import noisy_embeddings
 from .optim import OptimConfig, make_optimizer, make_schedule, show_groups
 from .optim import warmup_steps
 from .recovery import find_nonfinite, nonfinite_error, process_ends, worker_died
@@ -169,7 +170,8 @@ class Trainer:
         self.optim = optim
         self.build_optimizer = build_optimizer or make_optimizer
         self.build_schedule = build_schedule or make_schedule
-        self.adds_z_loss = bool(self.config.z_loss) and objective is lm_loss
+        self.learns_texts = objective is lm_loss
+        self.adds_z_loss = bool(self.config.z_loss) and self.learns_texts
         if self.adds_z_loss:
             self.objective = lm_objective(self.config.z_loss)
         self.sample = sample
@@ -324,6 +326,8 @@ class Trainer:
                 f"build_schedule returned a {type(self.schedule).__name__}: a LambdaLR is needed, "
                 "whose factor of the learning rate is known at every step, also after a resume"
             )
+        if c.neftune_noise_alpha:
+            stack.enter_context(noisy_embeddings(trained, c.neftune_noise_alpha))
         forward = None
         if c.torch_compile:
             forward = Compiled(self.model, c.torch_compile_backend, c.torch_compile_mode, self.note)
@@ -1050,6 +1054,12 @@ class Trainer:
             raise ValueError(
                 f"z_loss={self.config.z_loss} belongs to lm_loss, and the objective is another: "
                 "add the term there (lm_objective shows how)"
+            )
+        if self.config.neftune_noise_alpha and not self.learns_texts:
+            raise ValueError(
+                f"neftune_noise_alpha={self.config.neftune_noise_alpha:g} is for learning from "
+                "texts or answers (lm_loss): elsewhere a noisy model would be compared with one "
+                "without noise. Leave it out, or put noisy_embeddings into the objective"
             )
 
     def _check_data(self) -> None:
