@@ -16,6 +16,12 @@ _ELSEWHERE = {
     'SmoLoRA': 'trainkit.run with method=lora trains and saves an adapter, trainkit.lora.merge_folder merges it',
     'FineTuner': 'trainkit.run tunes a model, by the method and engine of a trainkit.RunConfig',
     'SFTTrainer': 'trainkit.run with method=sft; trainkit.tokenize_examples prepares the rows',
+    'SFTConfig': 'trainkit.RunConfig holds the knobs of a run, with method=sft',
+    'TrainingArguments': 'trainkit.TrainConfig holds the knobs of the loop and trainkit.OptimConfig those of the '
+                         'optimizer; trainkit.RunConfig has both',
+    'LoraConfig': 'trainkit.LoRAConfig has the same knobs',
+    'get_peft_model': 'trainkit.add_lora(model, trainkit.LoRAConfig(...)) adds an adapter',
+    'BitsAndBytesConfig': 'trainkit.QuantConfig(bits=4) goes to load_pretrained(..., quant=...) or a RunConfig',
     'DPOTrainer': 'trainkit.run with method=dpo, whose result has a reward_margin; trainkit.align.tokenize_pairs '
                   'prepares the pairs, and trainkit.dpo_objective is the loss for trainkit.Trainer',
     'RewardTrainer': 'trainkit.run with method=reward; trainkit.align.reward_objective is the loss',

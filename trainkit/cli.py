@@ -29,8 +29,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from io import TextIOWrapper
-from itertools import chain
+from itertools import chain, dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional, TextIO, cast
 
@@ -203,11 +204,30 @@ class Commands(TyperGroup):
         self, ctx: typer.Context, args: list[str]
     ) -> tuple[str | None, Any, list[str]]:
         name = args[0].lstrip("-").replace("_", "-").lower() if args else ""
-        if args and self.get_command(ctx, args[0]) is None and (line := _instead(name)):
-            if line.startswith("trainkit train --method"):
-                line += " " + (shlex.join(args[1:]) or "--model FOLDER --dataset FILE")
-            ctx.fail(f"No such command '{args[0]}'. Type: {line}")
+        if args and self.get_command(ctx, args[0]) is None:
+            self._instead(ctx, args, _instead(name) or self._two_words(ctx, name))
         return super().resolve_command(ctx, args)
+
+    def _two_words(self, ctx: typer.Context, name: str) -> str:  # '' if there is none
+        "For `datasplit` and `data-split`: `trainkit data split`."
+        for word in self.list_commands(ctx):
+            group = self.get_command(ctx, word)
+            rest = name.removeprefix(word).lstrip("-")
+            if isinstance(group, TyperGroup) and name.startswith(word) and rest in group.commands:
+                return f"trainkit {word} {rest}"
+        return ""
+
+    def _instead(self, ctx: typer.Context, args: list[str], line: str) -> None:
+        "Fail with what to type for a command that does not exist."
+        if line:
+            if line.startswith("trainkit train --method"):
+                rest = list(dropwhile(_is_verb, args[1:]))
+                line += " " + (shlex.join(rest) or "--model FOLDER --dataset FILE")
+            ctx.fail(f"No such command '{args[0]}'. Type: {line}")
+
+
+def _is_verb(word: str) -> bool:  # As in `finetune start --model …`
+    return word in ("start", "run", "train", "launch", "fit")
 
 
 _COMMANDS = {  # The names in other programs -> what to type here
@@ -432,96 +452,6 @@ _KNOB_OF = {  # Knob -> its flags in litgpt, nanochat, nanoGPT, mlx-lm and older
 }
 _SPELLINGS = {word: knob for knob, words in _KNOB_OF.items() for word in words.split()}
 _PARTS = {"lora": ("method", "lora"), "qlora": ("method", "qlora")}  # Switches of other programs
-_GENERATION = "belongs to a command that writes text: trainkit generate --help"
-_ALONE = "has a command of its own"
-_ANSWERS = {  # Flags that no knob replaces -> what to do instead
-    **dict.fromkeys(
-        ("global_batch_size", "total_batch_size", "train.global_batch_size"),
-        "say how many rows fit at once (--per_device_train_batch_size) and how many such batches "
-        "make a step (--gradient_accumulation_steps)",
-    ),
-    **dict.fromkeys(
-        ("min_lr", "train.min_lr"),
-        "is a share of the peak here: --min_lr_ratio 0.1",
-    ),
-    **dict.fromkeys(
-        ("decay_lr", "lr_decay_iters"),
-        "the schedule ends with the run: --lr_scheduler_type cosine, linear or constant",
-    ),
-    **dict.fromkeys(("amp", "pure_bf16"), "say --mixed_precision auto, bf16, fp16 or no"),
-    **dict.fromkeys(
-        ("gpu", "gpus", "devices"),
-        "one process uses one device, CUDA_VISIBLE_DEVICES=1 before the command chooses it; "
-        "for several: trainkit launch FILE --processes N",
-    ),
-    "cpu": "goes before the command: ACCELERATE_USE_CPU=true trainkit train …",
-    "device_type": "goes before the command: ACCELERATE_USE_CPU=true trainkit train …",
-    "aspect_ratio": "is 64 under --depth; else --d_model is the width, next to --n_layers",
-    **dict.fromkeys(
-        ("target_flops", "target_param_data_ratio", "train.max_tokens"),
-        "say --max_steps or --epochs; under --depth a parameter reads 20 tokens",
-    ),
-    **dict.fromkeys(
-        ("eval_iters", "eval_tokens", "eval.max_iters", "val_batches"),
-        "all held-out rows are read, and --eval_fraction says how many there are",
-    ),
-    "quantize": "say --method qlora, with --bits 4 or 8",
-    "model_config": "say the shape: --d_model, --n_layers, --n_heads and --d_ff",
-    "prompt_column": "a row has the columns prompt and completion: trainkit data convert, "
-    "or data.columns='{prompt: NAME}'",
-    **dict.fromkeys(
-        "use_fast_tokenizer split_special_tokens use_unsloth_gc use_reentrant_gc "
-        "upcast_lmhead_output infer_backend infer_dtype offload_folder use_kv_cache "
-        "print_param_status quantization_device_map export_legacy_format export_hub_model_id "
-        "vllm_maxlen vllm_gpu_util media_dir buffer_size mix_strategy interleave_probs "
-        "preprocessing_batch_size eval_num_beams ignore_pad_token_for_loss eval_on_each_dataset "
-        "tool_format data_shared_file_system freeze_trainable_modules "
-        "freeze_extra_modules pissa_iter pissa_convert ppo_buffer_size ppo_score_norm ppo_target "
-        "ref_model_adapters ref_model_quantization_bit reward_model_adapters reward_model_type "
-        "galore_target galore_rank include_effective_tokens_per_second use_swanlab "
-        "swanlab_project eval.initial_validation eval.final_validation core_metric_every "
-        "core_metric_max_per_task model_step window_pattern init_lr_frac eval_metrics_every "
-        "examples_per_step backend".split(),
-        "has no equivalent here: leave it out",
-    ),
-    **dict.fromkeys(
-        ("embedding_lr", "unembedding_lr", "scalar_lr", "loraplus_lr_embedding"),
-        "is a rule for names here: optim.lr_factors='{embed: 2.0}'",
-    ),
-    **dict.fromkeys(
-        ("mask_prompt", "data.mask_prompt"),
-        "prompts are not learned unless sft.train_on=all says so: leave it out",
-    ),
-    **dict.fromkeys(
-        ("lora_query", "lora_key", "lora_value", "lora_projection", "lora_mlp", "lora_head"),
-        "name the layers instead: --lora_target q_proj,v_proj or all-linear",
-    ),
-    **dict.fromkeys(
-        ("adapter_name_or_path", "adapter_folder", "create_new_adapter"),
-        "a run starts from a whole model: trainkit merge BASE ADAPTER OUTPUT, then --model OUTPUT",
-    ),
-    **dict.fromkeys(
-        ("export_dir", "export_size", "export_device", "export_quantization_bit"),
-        f"{_ALONE}: trainkit export hf FOLDER OUTPUT, or trainkit export gguf",
-    ),
-    **dict.fromkeys(
-        ("do_sample", "num_beams", "length_penalty", "skip_special_tokens", "num_samples"),
-        _GENERATION,
-    ),
-    "eval_only": f"{_ALONE}: trainkit eval MODEL DATA",
-    "resume_from_step": f"{_ALONE}: trainkit train --resume FOLDER takes the last checkpoint",
-    "always_save_checkpoint": "say --save_strategy steps, and --save_steps how often",
-    "train_from_scratch": "a run without --model makes a new one: leave it out",
-    "disable_shuffling": "rows are shuffled in every epoch; Batches in Python takes any order",
-    **dict.fromkeys(
-        ("add_tokens", "add_special_tokens"),
-        "a chat format adds the tokens that it needs: --template chatml",
-    ),
-    "system_prompt": "stands in the rows, as a message with the role system",
-    "default_system": "stands in the rows, as a message with the role system",
-}
-
-
 _PROCESSES = ("deepspeed", "fsdp", "deepspeed_config", "accelerate_config")
 
 
@@ -601,8 +531,10 @@ class FlagCommand(TyperCommand):
         "Fail for a flag that cannot be a change to a config."
         if not any(option.name == "overrides" for option in self.get_params(ctx)):
             ctx.fail(f"No such option: {name}. {self._instead(plain, [*flags])}")
-        if plain in _ANSWERS:
-            ctx.fail(f"{name}: {_ANSWERS[plain]}")
+        from trainkit.recipes.converter import ANSWERS
+
+        if plain in ANSWERS:
+            ctx.fail(f"{name}: {ANSWERS[plain]}")
         if plain in _LAUNCHER or plain in _PROCESSES:
             line = ", with a line `deepspeed: FILE` in the config"
             ctx.fail(
@@ -740,10 +672,18 @@ def read_run_config(
     from trainkit.config import ConfigError
     from trainkit.recipes.config import method_config
 
+    read = partial(method_config, file, overrides, None if file else profile, **defaults)
     try:
-        return method_config(file, overrides, None if file else profile, **defaults)
+        return read()
     except ConfigError as error:
-        if file and any("unknown key" in p.remedy for p in error.problems):
+        if not any("unknown key" in p.remedy for p in error.problems):
+            raise
+    from trainkit.recipes import converter  # noqa: F401 - with it the error explains foreign words
+
+    try:
+        return read()
+    except ConfigError as error:
+        if file and "trainkit config convert" not in str(error):
             error.add_note(f"(A config of another library? trainkit config convert {file})")
         raise
 
@@ -1060,13 +1000,12 @@ def train(
         return
     if file:
         raise ValueError(f"{resume} has its own config.yaml: give either a config file or --resume")
-    saved = _saved_config(resume)
-    there = Path(resume)
-    checkpoints = (there / "checkpoints").glob("checkpoint-*")
-    if (there / "model").is_dir() and not any(checkpoints) and not force_resume:
-        raise ValueError(
-            f"{resume} is finished and has no checkpoint left, so it would begin again and replace "
-            "its model: start another run from its config, or --force-resume"
+    saved = _unfinished(resume, force_resume)
+    if (Path(resume) / "launch").is_dir():
+        say(
+            "Note: this run was started in several processes, and here is one. In as many as "
+            f"before it resumes with: trainkit launch --resume {resume}",
+            err=True,
         )
     changes = [*changes, f"train.output_dir={resume}"]
     whole = read_run_config(None, saved, changes)
@@ -1079,6 +1018,19 @@ def _own_rewards(typed: list[str] | None) -> "list[Reward]":
     from trainkit.recipes.preparation import function_from_file
 
     return [function_from_file(text) for text in typed]
+
+
+def _unfinished(folder: str, force: bool = False) -> Path:
+    "The config of a run to resume; raises where nothing is left to do."
+    saved = _saved_config(folder)
+    there = Path(folder)
+    checkpoints = (there / "checkpoints").glob("checkpoint-*")
+    if (there / "model").is_dir() and not any(checkpoints) and not force:
+        raise ValueError(
+            f"{folder} is finished and has no checkpoint left, so it would begin again and replace "
+            "its model: start another run from its config, or --force-resume"
+        )
+    return saved
 
 
 def _saved_config(folder: str) -> Path:
@@ -1344,6 +1296,14 @@ def launch(
     profile: Annotated[
         Optional[Profile], typer.Option(help="Sizes to start from.", show_default=False)
     ] = None,
+    resume: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="RUN",
+            show_default=False,
+            help="Resume in this run folder, from its last checkpoint, in as many processes.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -1353,9 +1313,28 @@ def launch(
 ) -> None:
     "Run a config in several processes, on one machine or several: the model whole, or sharded."
     from trainkit.config import parse_config
-    from trainkit.recipes.launcher import NO_FP16, translate_launch
+    from trainkit.recipes.launcher import NO_FP16, launch_of, translate_launch
     from trainkit.recipes.launcher import launch as start
 
+    asked: dict[str, int | str | None] = dict(
+        num_processes=processes,
+        strategy=strategy,
+        num_nodes=nodes,
+        node_rank=node_rank,
+        main_address=main_address,
+        port=port,
+        max_restarts=max_restarts,
+    )
+    if resume:
+        if config and "=" not in config:
+            raise ValueError(f"{resume} has its own config: give either a config file or --resume")
+        saved = _unfinished(resume)
+        more = [*([config] if config else []), *(overrides or [])]
+        whole = read_run_config(None, saved, [*more, f"train.output_dir={resume}"])
+        plan = vars(launch_of(resume, node_rank))
+        plan |= {name: value for name, value in asked.items() if value is not None}
+        start(whole, dry_run=dry_run, resume=True, **plan)
+        return
     changes = [*([config] if config and "=" in config else []), *(overrides or [])]
     file = Path(config) if config and "=" not in config else None
     if file and not file.is_file():
@@ -1366,16 +1345,7 @@ def launch(
         config_file = parse_config(file.read_text(encoding="utf-8"), str(file))[0] if file else {}
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not UTF-8 text") from None
-    plan, rest = translate_launch(
-        config_file,
-        num_processes=processes,
-        strategy=strategy,
-        num_nodes=nodes,
-        node_rank=node_rank,
-        main_address=main_address,
-        port=port,
-        max_restarts=max_restarts,
-    )
+    plan, rest = translate_launch(config_file, None, **asked)
     size = profile.value if profile else None
     check_start(rest, changes, find_model=not dry_run)
     whole = read_run_config(size, rest or None, changes)  # type: ignore

@@ -677,7 +677,7 @@ class _Reader:
         value = self.layers[n][key]
         places = find_knobs(self.cls, key, ChainMap(self.values[n], *reversed(self.values)))
         if len(places) != 1:
-            self._add(n, key, ..., self._where(key, places))
+            self._add(n, key, ..., self._where(key, places, value))
             return
         (place,) = places
         if place.knob.reads:
@@ -716,7 +716,13 @@ class _Reader:
         "What a word means: knobs with their values, or why it means none."
         meaning: Any = place.knob.aliases.get(place.name)
         if _is_group(place.knob):
-            raise ConfigError([Problem(place.name, value, "must be a group of keys")])
+            names = [k.name for k in declared(place.knob.type)]
+            if isinstance(value, str) and place.name in names:
+                return {f"{place.name}.{place.name}": value}  # optim=lion is optim.optim=lion
+            if isinstance(value, str) and meaning:
+                return meaning(value)
+            remedy = f"must be a group of keys, such as {place.name}.{names[0]}"
+            raise ConfigError([Problem(place.name, value, remedy)])
         if place.knob.reads:
             return place.knob.reads(words, self._old(".".join(place.path)))
         if meaning is None:
@@ -760,7 +766,7 @@ class _Reader:
         else:
             inner[name] = value
 
-    def _where(self, key: str, places: Sequence[Place]) -> str:
+    def _where(self, key: str, places: Sequence[Place], value: object = True) -> str:
         "What would be right instead of a key that means no knob, or several."
         if places:
             return f"may be {_either(places)}: name the group too"
@@ -772,11 +778,17 @@ class _Reader:
             return self._where(group, ())
         if group and (places := find_knobs(self.cls, name)):
             return f"is {_either(places)}{', at the top' * (len(places[0].path) == 1)}"
+        if foreign := getattr(self.cls, "explain_word", _no_word)(key, value):
+            return f"unknown key: {foreign}"
         kind = find_knobs(self.cls, group)[0].knob.type if group else self.cls
         inside = {}
         for k in filter(_is_group, declared(kind)):
             inside |= {name: f"{k.name}.{v[0].name}" for name, v in _knobs_by_name(k.type).items()}
         return f"unknown key.{_near(name, [*_knobs_by_name(kind)], inside)}"
+
+
+def _no_word(key: str, value: object) -> str:  # Of a class that knows no other library
+    return ""
 
 
 def _either(places: Sequence[Place]) -> str:

@@ -313,3 +313,25 @@ def test_what_trl_has_no_counterpart_for_is_refused(kind, knobs):
     [name] = knobs
     with pytest.raises(ValueError, match=rf"rl\.{name} = .*take engine: trainkit"):
         SETTINGS[kind](RLConfig(kind, **knobs))
+
+
+def test_the_kl_of_kto_compares_answers_of_one_batch():
+    "The same neighbours as in our loss, whichever pairs the batch holds."
+    from trainkit.align.dpo import _other_answers
+    from trainkit.align.preference_data import collate_pairs
+    from trainkit.interop.trl import trl_rows
+
+    pairs = [dict(prompt=[n, n], chosen=[20 + n, 1], rejected=[40 + n]) for n in range(5, 12)]
+    rows = trl_rows("kto", pairs)
+    which = [5, 0, 3]
+    batch = TRLTrainer.collate_singles(None, [rows[2 * i + side] for i in which for side in (0, 1)])
+    ours = _other_answers(collate_pairs([pairs[i] for i in which]))
+    for side, name in enumerate(("chosen", "rejected")):
+        answers = [
+            ids[mask.bool()].tolist()
+            for ids, mask in zip(
+                batch["KL_input_ids"][side::2], batch["KL_completion_mask"][side::2], strict=True
+            )
+        ]
+        expected = zip(ours[f"{name}_input_ids"], ours[f"{name}_attention_mask"], strict=True)
+        assert answers == [ids[mask.bool()].tolist() for ids, mask in expected]

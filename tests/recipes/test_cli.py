@@ -405,7 +405,7 @@ WRONG = {
     ),
     "a config of another library": (
         ["train", "foreign.yaml"],
-        "trainkit config convert foreign.yaml",
+        "here it is finetuning_type: lora; trainkit config convert FILE",
     ),
     "bits without an adapter": (
         ["train", "--method", "sft", "quant.bits=4", "--model", "x", "--dataset", "pairs.jsonl"],
@@ -816,7 +816,7 @@ ANSWERS = {  # a name that is not a knob -> the answer
     "train --resume_from_checkpoint True": "trainkit train --resume FOLDER",
     "train --trust_remote_code True": "never run",
     "train --use_vllm True": "library of its own",
-    "train --neftune_noise_alpha 5": "has no equivalent here",
+    "train --label_smoothing_factor 0.1": "has no equivalent here",
     "train --global_batch_size 64": "--gradient_accumulation_steps",
     "train --min_lr 1e-5": "--min_lr_ratio",
     "train --adapter_name_or_path x": "trainkit merge BASE ADAPTER OUTPUT",
@@ -832,6 +832,8 @@ ANSWERS = {  # a name that is not a knob -> the answer
     "eval --model x d.jsonl": "The folder of the model stands without a flag: eval MODEL DATA",
     "eval x --data d.jsonl": "The data stand without a flag: eval MODEL DATA",
     "finetune": "trainkit train --method sft --model FOLDER --dataset FILE",
+    "finetune start --model x": "trainkit train --method sft --model x",
+    "datasplit": "Type: trainkit data split",
     "fine-tune": "trainkit train --method sft",
     "sft --model_name_or_path x": "trainkit train --method sft --model_name_or_path x",
     "pretrain": "trainkit train --method pretrain",

@@ -128,6 +128,23 @@ def test_the_peak_of_the_whole_process_is_kept():
     assert record == dict(step_memory_measured_gib=1.5)
 
 
+@pytest.mark.parametrize("most, measured", [(7, dict(step_memory_measured_gib=2.0)), (5, {})])
+def test_memory_that_the_process_had_already_is_not_measured(monkeypatch, most, measured):
+    from trainkit.memory import estimate
+
+    monkeypatch.setattr(estimate, "peak_memory_used", lambda: most * 2**30)
+    monkeypatch.setattr(estimate, "memory_used", lambda: 2**30)
+    watch = object.__new__(MemoryWatch)
+    watch.predicted, watch.measured, watch.before = None, None, 5 * 2**30
+    device = SimpleNamespace(type="cpu")
+    trainer = SimpleNamespace(step_batches=[], accelerator=SimpleNamespace(device=device))
+    record = {}
+    for _ in range(2):
+        watch.on_step(trainer, {})
+    watch.note(record)
+    assert record == measured
+
+
 def test_a_prompt_of_the_config_gets_an_answer_of_up_to_90_tokens(monkeypatch):
     "Half as many again as the 60 that are expected, or what the model can still read."
     from trainkit import BPETokenizer, ModelConfig, Transformer

@@ -6,6 +6,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -209,3 +210,47 @@ def test_a_signal_ends_a_launch_with_all_its_processes(tmp_path, number, own, co
     assert "where it was" not in done.stderr
     assert ("KeyboardInterrupt" in done.stderr) == (number == signal.SIGINT)
     assert not is_alive(int((tmp_path / "below.txt").read_text().split()[1]))
+
+
+# In place of torchrun: it saves when SIGTERM comes, and kills the launcher outright
+ORPHAN = """
+import os, signal
+def save(number, frame):
+    open("saved.txt", "w").close()
+    raise SystemExit
+signal.signal(signal.SIGTERM, save)
+os.kill(os.getppid(), signal.SIGKILL)
+while True:
+    signal.pause()
+"""
+
+
+def launch_orphan(folder):
+    os.chdir(folder)
+    (folder / "orphan.py").write_text(ORPHAN)
+    launcher.run_command([sys.executable, "orphan.py"], {}, folder)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a child")
+def test_a_killed_launcher_leaves_no_job_behind(tmp_path):
+    assert in_child(launch_orphan, tmp_path, folder=tmp_path).returncode == -signal.SIGKILL
+    end = time.monotonic() + 60
+    while not (tmp_path / "saved.txt").exists():
+        assert time.monotonic() < end, "the job outlived its launcher"
+        time.sleep(0.02)
+
+
+def test_a_launch_is_remembered_for_its_resume(tmp_path, monkeypatch):
+    from trainkit.recipes.config import RunConfig
+
+    commands = []
+    monkeypatch.setattr(launcher, "run_command", lambda command, *_: commands.append(command))
+    config = RunConfig("mine", runs_dir=str(tmp_path))
+    folder = launcher.launch(config, 2, "fsdp", max_restarts=1, say=list)
+    assert launcher.launch(config, 2, say=list).name == "mine-2"  # Another run
+    plan = launcher.launch_of(folder)
+    assert (plan.num_processes, plan.strategy, plan.max_restarts) == (2, "fsdp", 1)
+    assert launcher.launch(config, resume=True, say=list, **vars(plan)) == folder
+    assert commands[0] == commands[2]
+    with pytest.raises(FileNotFoundError, match="trainkit train --resume"):
+        launcher.launch_of(tmp_path)

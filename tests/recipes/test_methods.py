@@ -7,6 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,6 +28,7 @@ from trainkit.recipes.runner import prepare, run
 from trainkit.align.reference import make_reference
 from trainkit.recipes.saving import load_reward_model, score_answers
 from trainkit.lora.adapters import adapters_off
+from trainkit.lora.inject import eva_init
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 from trainkit.train.trainer import Trainer
 from trainkit.align.kto import UnpairedBatches, kto_objective, tokenize_unpaired
@@ -444,6 +446,60 @@ def test_a_wrong_name_is_found_before_the_model_is_loaded(home, monkeypatch, rl,
         prepare(config(home, "grpo", "named", {"rl": rl}))
 
 
+def test_knobs_of_a_model_that_is_trained_already(home):
+    "What does not depend on its weights is set, and the plan names the rest."
+    stretched = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    wanted = {"attention": "eager", "dropout": 0.3, "attention_dropout": 0.2, "max_seq_len": 128}
+    wanted |= {"gradient_checkpointing": True, "rope_scaling": stretched}
+    asked = config(home, "dpo", "knobs", {"model": {**wanted, "d_model": 96, "n_layers": 2}})
+    inputs = prepare(asked)
+    shape = inputs.model.config
+    assert {name: getattr(shape, name) for name in wanted} == wanted and shape.d_model == 32
+    torch.manual_seed(0)
+    built = Transformer(shape)
+    built.load_state_dict(inputs.model.state_dict())
+    ids = torch.arange(40)[None]
+    for mode in (True, False):  # With the same dropout, and the same positions
+        out = []
+        for model in (built.train(mode), inputs.model.train(mode)):
+            torch.manual_seed(1)
+            out.append(model(ids).logits)
+        assert torch.equal(*out)
+    lines = runner.plan_lines(inputs, runner.make_trainer(inputs))
+    (note,) = [line for line in lines if "without effect" in line]
+    assert "model.d_model shapes a new model" in note and "n_layers" not in note
+    asked.model.rope_scaling = None
+    asked.model.max_seq_len = 128
+    assert prepare(asked).model.config.max_seq_len == 64
+
+
+def test_a_profile_shapes_new_models_only(home):
+    "Its dropout is not one that somebody asked for."
+    said = {"method": "sft", "init_from": str(home / "base")}
+    assert load_config(RunConfig, said, profile="full").model == ModelConfig()
+    assert load_config(RunConfig, {}, profile="full").model.dropout == 0.1
+
+
+def test_knobs_of_a_model_of_transformers():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).train()
+    wanted = ModelConfig(
+        attention="eager",
+        attention_dropout=0.5,
+        gradient_checkpointing=True,
+        d_model=32,
+        n_layers=3,
+        dropout=0.1,
+    )
+    preparation.set_model_knobs(model, wanted)
+    assert model.model.layers[0].self_attn.attention_dropout == 0.5
+    assert model.config._attn_implementation == "eager" and model.is_gradient_checkpointing
+    unused = preparation.unused_model_knobs(RunConfig(init_from="x", model=wanted), model)
+    assert unused == ["model.n_layers", "model.dropout"]
+
+
 def test_no_title_stands_above_nothing():
     "A run in an environment has no prompts to continue."
     said = []
@@ -536,6 +592,64 @@ def test_stopped_and_resumed_it_is_the_same_run(home, method, more):
         torch.equal(weights(resumed.model), weights(expected.model))
         and resumed.metrics["eval_loss"] == expected.metrics["eval_loss"]
     )
+
+
+def first_matrices(model):
+    return [p.detach() for name, p in model.named_parameters() if ".lora_A." in name]
+
+
+@pytest.mark.parametrize("method, path", [("lora", "qa"), ("dpo", "pairs"), ("reward", "pairs")])
+def test_a_run_turns_its_adapter_to_the_data(home, method, path):
+    "EVA gets rows of the run, each without padding, and moves nothing else."
+    more = {"lora": {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": "eva"}}
+    more["use_lora"] = method != "lora" or None
+    more["data"] = {"path": str(home / f"{path}.jsonl"), "eval_fraction": 0.2, "max_length": 32}
+    eva = config(home, method, f"eva-{method}", more)
+    torch.manual_seed(5)
+    inputs = prepare(eva)
+    drawn = torch.rand(1)
+    plain = {**more, "lora": {**more["lora"], "init_lora_weights": True}}
+    other = prepare(config(home, method, f"noise-{method}", plain))
+    assert torch.equal(torch.rand(1), drawn)
+    for ours, theirs in zip(inputs.train_batches, other.train_batches, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for matrix, noise in zip(
+        first_matrices(inputs.model), first_matrices(other.model), strict=True
+    ):
+        assert torch.allclose(matrix @ matrix.T, torch.eye(2), atol=1e-4)
+        assert not torch.allclose(noise @ noise.T, torch.eye(2), atol=1e-2)
+    if method == "lora":
+        by_hand = prepare(config(home, method, "by-hand", plain))
+        eva_init(
+            by_hand.model,
+            [
+                dict(input_ids=torch.as_tensor(np.asarray(row["input_ids"]))[None])
+                for row in by_hand.train_batches.rows
+            ],
+        )
+        for ours, theirs in zip(
+            first_matrices(inputs.model), first_matrices(by_hand.model), strict=True
+        ):
+            assert torch.allclose(ours.T @ ours, theirs.T @ theirs, atol=1e-4)
+
+
+def test_a_resumed_run_takes_its_adapter_from_the_checkpoint(home, monkeypatch):
+    more = {"use_lora": True, "lora": {"r": 2, "init_lora_weights": "eva"}}
+    long = dict(max_steps=6, save_strategy="steps", eval_strategy="no")
+    expected = run(config(home, "dpo", "eva-whole", more, **long), verbose=False)
+    saved = json.loads((expected.folder / "adapter" / "adapter_config.json").read_text())
+    assert saved["init_lora_weights"] == "eva"
+    half = config(home, "dpo", "eva-half", more, **long)
+    assert run(half, callbacks=[StopAt()], verbose=False).steps == 3
+    monkeypatch.setattr(preparation, "eva_init", lambda *a: pytest.fail("once more"))
+    resumed = run(half, resume=True, verbose=False)
+    assert torch.equal(weights(resumed.model), weights(expected.model))
+
+
+def test_answers_that_are_not_written_yet_have_no_directions(home):
+    more = {"use_lora": True, "lora": {"r": 2, "init_lora_weights": "eva"}}
+    with pytest.raises(ValueError, match="method = 'grpo' the model writes them itself"):
+        prepare(config(home, "grpo", "eva-grpo", more))
 
 
 @pytest.mark.parametrize(
@@ -792,6 +906,33 @@ def test_kto_needs_another_row_to_compare_with(home, tmp_path):
     nine.data.eval_file = str(tmp_path / "one.jsonl")
     with pytest.raises(ValueError, match="one row is set apart"):
         prepare(nine)
+
+
+def test_one_row_at_a_time_where_none_is_compared(home, tmp_path):
+    rows = [dict(prompt=f"Spell {n}.", completion=NAMES[n], label=n % 2 == 0) for n in range(9)]
+    (tmp_path / "nine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def alone(loss, name, **train):
+        thumbs = config(home, "dpo", name, {"dpo": {"loss_type": [loss]}}, **train)
+        thumbs.data.path, thumbs.data.eval_fraction = str(tmp_path / "nine.jsonl"), 0.3
+        return thumbs
+
+    one = dict(per_device_train_batch_size=1, per_device_eval_batch_size=1)
+    with pytest.raises(ValueError, match="per_device_eval_batch_size = 1: kto compares"):
+        prepare(alone("kto", "kto-eval-1", per_device_eval_batch_size=1))
+    inputs = prepare(alone("apo_zero", "apo-1", **one))
+    for batches in (inputs.train_batches, inputs.eval_batches):
+        assert all(len(batch["liked"]) == 1 for batch in batches)
+    assert run(alone("bco_pair", "bco-1", **one), verbose=False).steps == 4
+
+
+def test_labelled_rows_and_another_engine(home, tmp_path):
+    rows = [dict(prompt=f"Spell {n}.", completion=NAMES[n], label=True) for n in range(9)]
+    (tmp_path / "nine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    thumbs = config(home, "dpo", "trl", {"engine": "trl", "dpo": {"loss_type": ["kto"]}})
+    thumbs.data.path = str(tmp_path / "nine.jsonl")
+    with pytest.raises(ValueError, match="engine: trainkit learns from labelled rows"):
+        prepare(thumbs)
 
 
 def test_labelled_rows_without_a_partner_are_counted(home, tmp_path):

@@ -14,8 +14,9 @@ import yaml
 from support.processes import ROOT, call
 from support.processes import shell as trainkit
 
-from trainkit.config import ConfigError, load_config, save_config
-from trainkit.recipes.converter import Computed, read_python, read_settings
+from trainkit.config import ConfigError, knobs, load_config, save_config
+from trainkit.recipes.converter import CONTEXTS, PRECISIONS, Computed, Implied, Refused, look_up
+from trainkit.recipes.converter import read_python, read_settings
 from trainkit.recipes.config import METHODS, RunConfig, method_config
 from trainkit.train.config import TrainConfig
 from trainkit.recipes.config import PRESETS
@@ -261,6 +262,11 @@ def test_what_contradicts_itself_is_an_error_with_its_place(name, hint):
         ({"lora_target": "q_proj,v_proj"}, "lora.target_modules", "q_proj,v_proj"),
         ({"optimizer": "adamw"}, "optim.optim", "adamw_torch"),
         ({"optim": {"optimizer": "sgd"}}, "optim.optim", "sgd"),
+        ({"optim": "lion_32bit", "learning_rate": 1e-4}, "optim.optim", "lion"),
+        ({"optim": "adafactor"}, "optim.optim", "adafactor"),
+        ({"neftune_noise_alpha": 5}, "train.neftune_noise_alpha", 5),
+        ({"vocab_size": 400}, "tokenizer.vocab_size", 400),
+        ({"model": "z"}, "init_from", "z"),
         ({"lr_scheduler": "linear"}, "optim.lr_scheduler_type", "linear"),
         ({"max_seq_length": 77}, "data.max_length", 77),
         ({"warmup_ratio": 0.2}, "optim.warmup_ratio", 0.2),
@@ -304,7 +310,7 @@ def test_common_aliases_load_without_a_translation(words, knob, value):
     }
     if {"stage", "training_type", "finetuning_type", "use_lora"} & {*words}:
         config.pop("method")
-    if "base_model_name" in words or "model_name" in words:
+    if {"base_model_name", "model_name", "model"} & {*words}:
         config.pop("init_from")
     for load in (lambda g: load_config(RunConfig, g), method_config):
         assert value_of(load(config), knob) == value
@@ -1106,10 +1112,10 @@ def test_what_a_script_computes_is_reported_with_its_place(tmp_path):
     assert done.returncode == 0, done.stderr
     ours = yaml.safe_load((tmp_path / "ours.yaml").read_text())
     assert (
-        ours["train"] == {"output_dir": "mine", "max_steps": 3}
+        ours["train"].items() >= {"output_dir": "mine", "max_steps": 3}.items()
         and ours["init_from"] == "tiny/base"
-        and "optim" not in ours
-    )
+        and "learning_rate" not in ours["optim"]
+    ), "what is computed is not left out: it has no default of TRL"
     rows = {row.setting: row for row in convert_config(tmp_path / "train.py")[1].rows}
     for name, line in (
         ("SFTConfig.learning_rate", 6),
@@ -1547,6 +1553,7 @@ def test_a_run_in_the_words_of_llamafactory_is_the_same_run(method, groups, loop
         or method in ("reward", "dpo", "ppo", "pretrain")
         or loop["max_steps"] < 0,
         "method": (method, back.method) == ("qlora", "lora") and back.quant.bits == 4,
+        "data.eval_fraction": "eval_dataset" not in arguments,  # Then all rows train there
     }
     assert {k for k in differ - names if not same.get(k)} == set(), {
         k: (value_of(config, k), value_of(back, k)) for k in differ - names
@@ -1773,3 +1780,325 @@ def test_preferences_and_rewards_keep_their_meaning(file, values, refused):
     config, account = convert_config(file, device="cpu")
     assert {path: value_of(config, path) for path in values} == values
     assert [row.setting for row in account.rows if row.verdict == "refused"] == refused
+
+
+def trl_script(trainer, given="", config=None):
+    "A script that makes a trainer of TRL and the config of its name."
+    kind = trainer.removesuffix("Trainer")
+    more = {"GRPO": ", reward_funcs='accuracy_reward'", "RLOO": ", reward_funcs='accuracy_reward'"}
+    more["GKD"] = ", teacher_model='m/teacher'"
+    return (
+        "rows = load_dataset('json', data_files='rows.jsonl', split='train')\n"
+        f"args = {config or kind + 'Config'}({given})\n"
+        f"{trainer}(model='m/base', args=args, train_dataset=rows{more.get(kind, '')}).train()\n"
+    )
+
+
+def converted(tmp_path, text):
+    (tmp_path / "script.py").write_text(text)
+    return convert_config(tmp_path / "script.py", device="cpu")
+
+
+TRL_TRAINERS = ["SFT", "DPO", "KTO", "ORPO", "CPO", "Reward", "GRPO", "RLOO", "GKD"]
+ELSEWHERE = {  # Fields that a config of TRL computes, or that say nothing about what is learned
+    *("output_dir", "bf16", "fp16", "report_to", "run_name", "logging_dir", "hub_token"),
+    *("eval_strategy", "optim", "push_to_hub", "project", "eval_steps", "save_total_limit"),
+    *("logging_steps", "disable_tqdm", "log_level", "lr_scheduler_kwargs", "trust_remote_code"),
+    *("remove_unused_columns", "dataset_text_field"),
+}
+
+
+def trl_defaults(kind):
+    "The fields of a config class of TRL with a plain default."
+    import dataclasses
+
+    trl = pytest.importorskip("trl")
+    module = trl
+    if not hasattr(trl, f"{kind}Config"):
+        module = importlib.import_module(f"trl.experimental.{kind.lower()}")
+    for field in dataclasses.fields(getattr(module, f"{kind}Config")):
+        if isinstance(field.default, (bool, int, float, str)) and field.name not in ELSEWHERE:
+            yield field.name, getattr(field.default, "value", field.default)
+
+
+@pytest.mark.parametrize("kind", TRL_TRAINERS)
+def test_what_a_script_of_trl_leaves_out_is_as_if_it_said_it(kind, tmp_path, monkeypatch):
+    "Fails when a default of TRL's classes changes, or one of ours."
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    unread = {"seed", "truncation_mode"} if kind == "GKD" else set()  # Has its own seed here
+    fields = [(name, value) for name, value in trl_defaults(kind) if name not in unread]
+    said = ", ".join(f"{name}={value!r}" for name, value in fields)
+    silent, account = converted(tmp_path, trl_script(f"{kind}Trainer"))
+    spoken, _ = converted(tmp_path, trl_script(f"{kind}Trainer", said))
+    differ = {
+        (group.name, k.name): (k.value, getattr(getattr(spoken, group.name), k.name))
+        for group in knobs(silent)
+        for k in (knobs(group.value) if hasattr(group.value, "__dataclass_fields__") else ())
+        if k.value != getattr(getattr(spoken, group.name), k.name)
+    }
+    assert not differ and silent == spoken
+    defaults = [row.becomes for row in account.named("default")]
+    assert {"train.num_train_epochs = 3.0", "data.eval_fraction = 0.0"} <= {*defaults}
+    assert all("is the default of TRL" in row.why for row in account.named("default"))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "values", "refused"),
+    [
+        ("SFTTrainer", "loss_type='nll'", {"method": "sft"}, []),
+        ("SFTTrainer", "loss_type='dft'", {"method": "sft"}, ["SFTConfig.loss_type"]),
+        ("SFTTrainer", "completion_only_loss=True", {"sft.train_on": "assistant"}, []),
+        ("SFTTrainer", "assistant_only_loss=True", {"sft.train_on": "assistant"}, []),
+        ("SFTTrainer", "assistant_only_loss=False", {"sft.train_on": "all"}, []),
+        ("CPOTrainer", "", {"dpo.loss_type": ["cpo"], "dpo.sft_weight": 1.0}, []),
+        ("CPOTrainer", "cpo_alpha=0.5", {"dpo.loss_type": ["cpo"], "dpo.sft_weight": 0.5}, []),
+        ("CPOTrainer", "alpha=0.3", {"dpo.loss_type": ["cpo"]}, ["CPOConfig.alpha"]),
+        (
+            "CPOTrainer",
+            "loss_type='simpo', cpo_alpha=0.0, simpo_gamma=1.0",
+            {"dpo.loss_type": ["simpo"], "dpo.simpo_gamma": 1.0},
+            [],
+        ),
+        (
+            "CPOTrainer",
+            "loss_type='simpo', cpo_alpha=0.25",
+            {"dpo.loss_type": ["simpo", "sft"], "dpo.loss_weights": [1.0, 0.25]},
+            [],
+        ),
+        ("GRPOTrainer", "", {"rl.num_prompts": 1, "rl.loss_type": "dapo"}, []),
+        (
+            "GRPOTrainer",
+            "per_device_train_batch_size=8, gradient_accumulation_steps=4",
+            {"rl.num_prompts": 4, "rl.num_generations": 8},
+            [],
+        ),
+        ("GRPOTrainer", "generation_batch_size=64", {"rl.num_prompts": 8}, []),
+        (
+            "GRPOTrainer",
+            "steps_per_generation=6, num_generations=4",
+            {"rl.num_prompts": 12},
+            [],
+        ),
+        ("RLOOTrainer", "", {"rl.num_prompts": 4, "rl.num_generations": 2}, []),
+        ("DPOTrainer", "max_steps=5, warmup_steps=2", {"optim.warmup_steps": 2}, []),
+    ],
+)
+def test_a_class_of_trl_says_what_its_words_mean(trainer, given, values, refused, tmp_path):
+    config, account = converted(tmp_path, trl_script(trainer, given))
+    assert {knob: value_of(config, knob) for knob in values} == values
+    assert [row.setting for row in account.named("refused")] == refused
+
+
+def test_rows_with_a_completion_are_learned_as_trl_learns_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for row, learned in (
+        ({"messages": [{"role": "user", "content": "a"}]}, "all"),
+        ({"prompt": "a", "completion": "b"}, "assistant"),
+    ):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        assert converted(tmp_path, trl_script("SFTTrainer"))[0].sft.train_on == learned
+
+
+def test_an_adapter_of_a_script_has_the_defaults_of_peft(tmp_path):
+    peft = pytest.importorskip("peft")
+    theirs = peft.LoraConfig()
+    text = "peft_config = LoraConfig(r=4)\n" + trl_script("SFTTrainer").replace(
+        "args=args", "args=args, peft_config=peft_config"
+    )
+    config = converted(tmp_path, text)[0]
+    assert (config.method, config.lora.r) == ("lora", 4)
+    assert config.lora.lora_alpha == theirs.lora_alpha
+    assert (config.lora.target_modules, config.lora.lora_dropout) == ("conservative", 0.0)
+    assert theirs.target_modules is None and theirs.lora_dropout == 0.0
+    assert config.optim.learning_rate == 2e-5, "that of SFTConfig"
+
+
+def test_rows_to_evaluate_on_leave_ours_for_it(tmp_path):
+    script = trl_script("DPOTrainer").replace(
+        "train_dataset=rows", "train_dataset=a, eval_dataset=b"
+    )
+    assert converted(tmp_path, script)[0].data.eval_fraction == 0.1
+    for words, share in (({}, 0.0), ({"val_size": 0.2}, 0.2), ({"eval_dataset": "b.jsonl"}, 0.1)):
+        config = convert_config({**LLAMA_FACTORY, "stage": "sft", **words})[0]
+        assert config.data.eval_fraction == share
+    assert convert_config({"base_model": "m", "val_set_size": 0})[0].data.eval_fraction == 0.0
+
+
+def test_orpo_of_trl_says_how_it_differs(tmp_path):
+    _, account = converted(tmp_path, trl_script("ORPOTrainer"))
+    (row,) = [row for row in account.rows if row.setting == "method"]
+    assert "TRL learns the chosen prompt and its answer" in row.why
+
+
+@pytest.mark.parametrize(
+    ("dataset", "knobs", "refused"),
+    [
+        (
+            dict(type="chat_template", field_messages="talk", roles_to_train=["assistant"]),
+            {"data.kind": "messages", "data.columns": {"messages": "talk"}},
+            [],
+        ),
+        (
+            dict(type="chat_template", roles_to_train=["user", "assistant"], train_on_eos="all"),
+            {"sft.train_on": "all"},
+            ["datasets.train_on_eos"],
+        ),
+        (
+            dict(
+                type="chat_template",
+                chat_template="chatml",
+                message_property_mappings=dict(role="from", content="value"),
+                roles=dict(user=["human"], assistant=["gpt"]),
+                shards=10,
+            ),
+            {"sft.template": "chatml"},
+            ["datasets.shards"],
+        ),
+        (
+            dict(type="chat_template", message_property_mappings=dict(role="who", content="txt")),
+            {},
+            ["datasets.message_property_mappings"],
+        ),
+        (
+            dict(
+                type=dict(
+                    field_instruction="q",
+                    field_output="a",
+                    format="[INST] {instruction} [/INST]",
+                    no_input_format="[INST] {instruction} [/INST]",
+                    system_prompt="Be terse",
+                )
+            ),
+            {"data.kind": "instruction", "data.columns": {"instruction": "q", "output": "a"}},
+            ["datasets.format", "datasets.no_input_format", "datasets.system_prompt"],
+        ),
+        (dict(type="input_output"), {"data.kind": None}, ["datasets.type"]),
+    ],
+)
+def test_no_key_of_a_data_set_of_axolotl_is_dropped(dataset, knobs, refused):
+    file = {"base_model": "m", "datasets": [{"path": "x.jsonl", **dataset}]}
+    config, account = convert_config(file)
+    assert {knob: value_of(config, knob) for knob in knobs} == knobs
+    assert [row.setting for row in account.named("refused")] == refused
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (dict(adapter_name_or_path="a", export_dir="out", export_size=5), "trainkit merge m a out"),
+        (dict(export_dir="out"), "trainkit export hf m out"),
+        (dict(infer_backend="huggingface"), "trainkit chat --model m"),
+        (dict(adapter_name_or_path="a", infer_backend="vllm"), "trainkit merge m a OUTPUT, then"),
+    ],
+)
+def test_a_config_that_trains_nothing_is_answered_with_its_command(words, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        convert_config({"model_name_or_path": "m", "template": "llama3", **words})
+
+
+@pytest.mark.parametrize(
+    ("words", "knobs", "refused"),
+    [
+        (dict(export_size=2, default_system="x"), {}, ["export_size", "default_system"]),
+        (dict(gradient_checkpointing_kwargs={"use_reentrant": False}), {}, []),
+        (
+            dict(lr_scheduler_type="polynomial", lr_scheduler_kwargs={"power": 2.0}),
+            {"optim.power": 2.0},
+            [],
+        ),
+        (
+            dict(lr_scheduler_type="cosine_with_restarts", lr_scheduler_kwargs={"num_cycles": 3}),
+            {"optim.num_cycles": 3},
+            [],
+        ),
+        (dict(report_to="all"), {"report_to": ["all"]}, []),
+        (dict(report_to="mlflow"), {"report_to": []}, ["report_to"]),
+        (dict(report_to=["wandb", "mlflow"]), {"report_to": ["wandb"]}, []),
+        (dict(metric_for_best_model="accuracy"), {}, ["metric_for_best_model"]),
+        (dict(metric_for_best_model="eval_loss"), {}, []),
+        (dict(init_lora_weights="loftq"), {"lora.init_lora_weights": True}, ["init_lora_weights"]),
+        (dict(auto_find_batch_size=True), {"train.on_oom": "retry"}, []),
+        (dict(template="gemma3"), {"sft.template": "gemma"}, []),
+        (dict(chat_template="qwen_25"), {"sft.template": "qwen"}, []),
+        (dict(chat_template="tokenizer_default_fallback_chatml"), {"sft.template": ""}, []),
+        (dict(template="phi_4"), {}, ["template"]),
+        (dict(optim="paged_adamw_32bit"), {"optim.optim": "adamw_torch"}, []),
+        (dict(optimizer="lion_8bit"), {"optim.optim": "lion"}, []),
+        (dict(optim="adamw_torch_8bit"), {"optim.optim": "adamw_8bit"}, []),
+        (dict(optim="adamw_apex_fused"), {"optim.optim": "adamw_torch_fused"}, []),
+        (dict(optim="adafactor"), {"optim.optim": "adafactor"}, []),
+        (dict(optim="rmsprop"), {}, ["optim"]),
+        (dict(neftune_noise_alpha=5), {"train.neftune_noise_alpha": 5.0}, []),
+    ],
+)
+def test_words_are_refused_for_a_reason_only(words, knobs, refused):
+    config, account = convert_config({"method": "lora", "model_name_or_path": "m", **words})
+    assert {knob: value_of(config, knob) for knob in knobs} == knobs
+    assert [row.setting for row in account.named("refused")] == refused
+    for row in account.rows:
+        if row.becomes == "optim.optim = lion":
+            assert row.why.startswith("read as lion")
+
+
+def test_pre_training_with_an_adapter_is_refused_alone():
+    words = dict(stage="pt", finetuning_type="lora", lora_rank=4, dataset="rows.txt")
+    config, account = convert_config({"model_name_or_path": "m", **words})
+    assert config.method == "pretrain"
+    refused = {row.setting: row.why for row in account.named("refused")}
+    assert [*refused] == ["finetuning_type", "lora_rank"] and "method=lora" in refused[
+        "finetuning_type"
+    ]
+
+
+def test_the_trackers_of_the_converter_are_those_of_a_run():
+    from trainkit.recipes import converter
+    from trainkit.train.loggers import TRACKERS
+
+    assert {*converter._TRACKERS} == {"all", *TRACKERS}
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "answer"),
+    [
+        ("cutoff_len", 512, "here it is data.max_length: 512"),
+        ("deepspeed", "ds.json", "trainkit launch FILE"),
+        ("interleave_probs", "0.5,0.5", "has no equivalent here"),
+        ("val_size", 0.2, "here it is data.eval_fraction: 0.2"),
+        ("fsdp", "full_shard", "trainkit launch FILE"),
+        ("label_smoothing_factor", 0.1, "has no equivalent here"),
+        ("plot_loss", True, "leave it out"),
+    ],
+)
+def test_a_word_of_another_library_in_a_file_is_explained(word, value, answer):
+    with pytest.raises(ConfigError) as error:
+        method_config({"method": "sft", "init_from": "m", word: value})
+    assert answer in str(error.value) and "trainkit config convert FILE" in str(error.value)
+    assert "Did you mean" not in str(error.value)
+
+
+def test_words_whose_meaning_depends_on_their_value_or_neighbours():
+    assert "Did you mean 'learning_rate'" in look_up("lerning_rate", 1)
+    packed = look_up("packing", True, (), {"packing_strategy": "bfd"})
+    assert isinstance(packed, Implied)
+    hub = look_up("name", "a", ("base_model",), {"huggingface_id": "b"})
+    assert isinstance(hub, Implied) and isinstance(look_up("max_grad_norm", None), Implied)
+    assert isinstance(look_up("use_auth_token", "x"), Implied)
+    assert isinstance(look_up("trust_remote_code", True), Refused)
+    assert isinstance(look_up("trust_remote_code", False), Implied)
+    names = ["q_proj", "output_proj"]
+    layers = look_up("lora_attn_modules", names, ("model",), {"apply_lora_to_mlp": True})
+    projections = ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert layers == {"lora.target_modules": projections}
+    for word, value, meaning in (
+        ("packing", True, {"sft.packing": "best_fit"}),
+        ("packed", False, {"sft.packing": "none"}),
+        ("bf16", "auto", {"train.mixed_precision": "auto"}),
+        ("clip_grad_norm", None, {"train.max_grad_norm": 0.0}),
+        ("optim", "adamw", {"optim.optim": "adamw"}),
+        ("num_epochs", 3, {"train.num_train_epochs": 3}),
+        ("loraplus_lr_ratio", 16, {"optim.lr_factors": {"lora_B": 16.0}}),
+    ):
+        assert look_up(word, value) == meaning, word
+    stopping = {"?train.early_stopping_patience": 3, "?train.eval_strategy": "epoch"}
+    assert look_up("early_stopping", True) == stopping
+    assert (PRECISIONS["bfloat16"], CONTEXTS["loraconfig"]) == ("bf16", "lora")

@@ -341,4 +341,69 @@ ANSWERS: dict[str, list[tuple[int, bool, str]]] = {
         (1, False, "floor = 1.7"),
         (3, False, "predicted = fit_law(N, D, L).loss(max(N), max(D))"),
     ],
+    "12_widgets/02_session": [
+        (
+            1,
+            True,
+            "def hesitate(session, steps):\n"
+            "    steps_of, losses = session.snapshot().curves['loss']\n"
+            "    if steps_of[-1] - steps_of[losses.index(min(losses))] > steps: session.pause()",
+        ),
+        (
+            1,
+            False,
+            "def hesitate(session, steps):\n"
+            "    losses = session.snapshot().curves['loss'][1]\n"
+            "    if losses[-1] > min(losses): session.pause()",
+        ),
+        (
+            1,
+            False,
+            "def hesitate(session, steps):\n"
+            "    now = session.snapshot()\n    losses = now.curves['loss'][1]\n"
+            "    if now.step - 1 - losses.index(min(losses)) >= steps: session.pause()",
+        ),
+    ],
+    "12_widgets/16_drawing": [
+        (1, True, "falls = [heights[i + 1] - heights[i] for i in range(9)]"),
+        (1, False, "falls = [0] * 9"),
+        (1, False, "falls = [a - b for a, b in pairwise(heights)]"),
+    ],
+    "90_toolbox/01_files": [
+        (
+            1,
+            True,
+            "def change(between):\n    with atomic_folder(pair) as new:\n"
+            "        for name in 'ab':\n            (new / name).write_text('2')\n"
+            "        between()",
+        ),
+        (1, False, "def change(between): pass"),
+        (
+            1,
+            False,
+            "def change(between):\n"
+            "    for name in 'ab':\n        between()\n"
+            "        write_atomic(pair / name, '1')",
+        ),
+    ],
+    "90_toolbox/02_config_fields": [
+        (
+            1,
+            True,
+            "@dataclass\nclass Toast:\n    level: int = knob(3, 'How brown', low=1, high=6)\n"
+            "    def __post_init__(self): check_config(self)",
+        ),
+        (
+            1,
+            False,
+            "@dataclass\nclass Toast:\n    level: int = knob(3, 'How brown', high=6)\n"
+            "    def __post_init__(self): check_config(self)",
+        ),
+        (
+            1,
+            False,
+            "@dataclass\nclass Toast:\n    level: int = knob(3, 'How brown', low=2, high=6)\n"
+            "    def __post_init__(self): check_config(self)",
+        ),
+    ],
 }

@@ -408,6 +408,7 @@ def _loop(config: Any, steps: int) -> _Arguments:
         dtype = {"bfloat16": "bf16", "float16": "fp16"}.get(picked, "no")
     optim = {
         "adamw_8bit": "adamw_bnb_8bit",
+        "lion": "lion_32bit",
         "muon": "adamw_torch",
         "adamw_torch_fused": "adamw_torch",
     }.get(o.optim, o.optim)
@@ -420,6 +421,7 @@ def _loop(config: Any, steps: int) -> _Arguments:
         adam_beta2=o.adam_beta2,
         adam_epsilon=o.adam_epsilon,
         max_grad_norm=c.max_grad_norm,
+        neftune_noise_alpha=c.neftune_noise_alpha,
         per_device_train_batch_size=c.per_device_train_batch_size,
         per_device_eval_batch_size=c.per_device_eval_batch_size,
         gradient_accumulation_steps=c.gradient_accumulation_steps,

@@ -151,6 +151,8 @@ OPTIMIZERS = {
     "adamw_torch_fused": "adamw_torch_fused",
     "adamw_8bit": "adamw_bnb_8bit",
     "paged_adamw_8bit": "paged_adamw_8bit",
+    "adafactor": "adafactor",
+    "lion": "lion_32bit",
     "sgd": "sgd",
 }
 DPO_LOSSES = (
@@ -352,6 +354,7 @@ def trl_arguments(
         optim=OPTIMIZERS.get(o.optim, "adamw_torch"),
         lr_scheduler_type="constant",  # the schedule is ours
         max_grad_norm=c.max_grad_norm,
+        neftune_noise_alpha=c.neftune_noise_alpha,
         seed=c.seed,
         bf16=a.mixed_precision == "bf16",
         fp16=a.mixed_precision == "fp16",
@@ -701,6 +704,13 @@ class TRLTrainer(Trainer):
         stack.enter_context(tf32(c.tf32))
         stack.enter_context(offline())
         stack.enter_context(_no_progress_bars())
+        losses = getattr(self.settings, "loss_type", ())
+        if self.kind == "dpo" and "sft" in losses and c.gradient_accumulation_steps > 1:
+            self.note(
+                "TRL averages dpo.loss_type = 'sft' over the tokens of each batch and then over "
+                "the batches of a step, trainkit over the tokens of the whole step: with batches "
+                "of different lengths the losses differ a little"
+            )
         self.model.to(self.accelerator.device)
         self.scratch = Path(stack.enter_context(TemporaryDirectory()))
         self.place = self.folder / "trl" if self.folder else self.scratch
@@ -757,6 +767,8 @@ class TRLTrainer(Trainer):
         has_adapter = hasattr(twin, "peft_config")
         if self.kind in ("sft", "gkd"):
             arguments["data_collator"] = self.collate
+        if self.kind == "kto":
+            arguments["data_collator"] = self.collate_singles
         if self.kind == "gkd":
             teacher: Any = getattr(self.objective, "reference", None)
             if getattr(teacher, "model", None) is None or teacher.vocab_size is not None:
@@ -788,6 +800,14 @@ class TRLTrainer(Trainer):
         if batch.keys() & {"attention_mask", "position_ids"}:
             return batch
         return batch | dict(attention_mask=torch.ones_like(batch["input_ids"]))
+
+    def collate_singles(self, rows: list[dict]) -> dict[str, torch.Tensor]:
+        "TRL's batch, where the KL compares answers of one batch, as ours does."
+        kto = importlib.import_module("trl.trainer.kto_trainer")
+        others = [*rows[-2:], *rows[:-2]]  # Each pair is two rows: those of the pair before
+        pairs = zip(rows, others, strict=True)
+        rows = [row | dict(KL_completion_ids=other["completion_ids"]) for row, other in pairs]
+        return kto.DataCollatorForUnpairedPreference(pad_token_id=0)(rows)
 
     def count_batch(self, inputs: dict[str, torch.Tensor]) -> None:
         "Count the tokens of a batch."

@@ -1079,7 +1079,8 @@ class MemoryWatch:
             self.held = memory_used()
         else:
             return
-        self.measured = max(peak, self.measured or 0)
+        # 0: the process had all of it already, so nothing was measured
+        self.measured = max(peak, self.measured or 0) or None
 
     def on_eval(self, trainer: "Trainer", record: dict) -> None:
         self.restart(trainer)

@@ -598,20 +598,23 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         learned = config.position == "learned"
-        width = config.head_width
         if config.attention == "flash_attention_2":
             need_flash()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
         self.embed_positions = nn.Embedding(config.max_seq_len, config.d_model) if learned else None
         # Base -> (D / 2,); no buffers, which `.bfloat16()` would round
-        self.frequencies = {
-            base: rope_frequencies(width, base, self._scaling(base))
-            for base in dict.fromkeys(config.rope_bases)
-            if base
-        }
+        self.set_frequencies()
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
         self.norm = make_norm(config) if config.pre_norm else nn.Identity()
+
+    def set_frequencies(self) -> None:
+        "The rotary frequencies of each base that `config` names, with its scaling."
+        self.frequencies = {
+            base: rope_frequencies(self.config.head_width, base, self._scaling(base))
+            for base in dict.fromkeys(self.config.rope_bases)
+            if base
+        }
 
     def _scaling(self, base: float) -> dict | None:
         "Layers with a base of their own, which see a window of the text, are not scaled."

@@ -28,7 +28,7 @@ from configparser import Error as IniError
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ..config import ConfigError, Problem, canonical_config, check_config
 from ..config import default_profile, find_settings, knob, load_config, merge, nearest
@@ -284,6 +284,9 @@ _TRACKERS = {
 class RunConfig:
     "Everything about one run."
 
+    # What a key means that is no knob; `trainkit.recipes.converter` knows it, once it is imported
+    explain_word: ClassVar[Callable[[str, object], str]] = staticmethod(lambda key, value: "")
+
     name: str = knob(
         "run", "Name of the run; its folder is runs_dir/name", aliases=("run_name", "wandb_name")
     )
@@ -376,11 +379,12 @@ class RunConfig:
     quant: QuantConfig = knob(
         QuantConfig(), "In how many bits the frozen model is kept, under an adapter"
     )
-    tokenizer: TokenizerConfig = knob(TokenizerConfig(), "The tokenizer")
+    tokenizer: TokenizerConfig = knob(TokenizerConfig(), "The tokenizer", bare=("vocab_size",))
     model: ModelConfig = knob(
         ModelConfig(),
         "A new model; its vocab_size comes from the tokenizer",
         bare=("dropout", "bias"),
+        aliases={"model": lambda where: {"init_from": where}},
     )
     optim: OptimConfig = _unset(OptimConfig(), "The optimizer and its schedule")
     train: TrainConfig = _unset(TrainConfig(), "The loop", bare=("seed",))
@@ -542,6 +546,8 @@ class RunConfig:
         said: Mapping[str, Any],  # What files and commands say, by the names of the knobs
     ) -> _Values:
         "What nobody says comes from the preset, else from the method, else from the profile."
+        if said.get("init_from"):  # A profile's model is for a new one
+            under = {group: values for group, values in under.items() if group != "model"}
         preset = canonical_config(RunConfig, preset_knobs(said.get("preset")))
         use_lora = said.get("use_lora")
         default = preset.get("method", "pretrain")

@@ -61,7 +61,9 @@ from trainkit.recipes.preparation import (
     PromptInputs,
     RunInputs,
     TextInputs,
+    check_directions,
     check_reward_names,
+    init_from_data,
     prepare_distill,
     prepare_pairs,
     prepare_prompts,
@@ -69,6 +71,7 @@ from trainkit.recipes.preparation import (
     prepare_shards,
     prepare_text,
     timed,
+    unused_model_knobs,
 )
 from .saving import save_trained
 from ..system import environment as collect_facts
@@ -84,6 +87,18 @@ from ..train.runs import RunFolder, read_run
 from ..train.trainer import Trainer
 
 # %% ../../nbs/11_recipes/01_recipes.ipynb #8db0c820
+def _prepare_rows(config: RunConfig, base: _Base | None, saved: Path | None) -> RunInputs:
+    if config.recipe.learns_from == "pairs":
+        return prepare_pairs(config, base, saved)
+    if config.method == "distill":
+        return prepare_distill(config, base, saved)
+    if config.recipe.learns_from == "answers":
+        return prepare_sft(config, base, saved)
+    if (Path(config.data.path) / "index.json").is_file():
+        return prepare_shards(config, base)
+    return prepare_text(config, base, saved)
+
+
 def prepare(
     config: RunConfig,
     saved: Path | None = None,  # The folder of an interrupted run, whose tokenizer is used again
@@ -108,6 +123,8 @@ def prepare(
     rewards = [rewards] if callable(rewards) else rewards
     if recipe.learns_from == "prompts":
         check_reward_names(config)
+    if config.lora.init_lora_weights == "eva":
+        check_directions(config)
     if (rewards or environment) and recipe.learns_from != "prompts":
         raise ValueError(
             f"{'rewards are' if rewards else 'an environment is'} for the methods grpo, rloo, ppo "
@@ -118,17 +135,13 @@ def prepare(
             f"method = '{config.method}' adapts a trained model: "
             "set init_from to it (--model in a shell)"
         )
-    if recipe.learns_from == "pairs":
-        return prepare_pairs(config, base, saved)
     if recipe.learns_from == "prompts":
-        return prepare_prompts(config, base, rewards, environment)
-    if config.method == "distill":
-        return prepare_distill(config, base, saved)
-    if recipe.learns_from == "answers":
-        return prepare_sft(config, base, saved)
-    if (Path(config.data.path) / "index.json").is_file():
-        return prepare_shards(config, base)
-    return prepare_text(config, base, saved)
+        inputs = prepare_prompts(config, base, rewards, environment)
+    else:
+        inputs = _prepare_rows(config, base, saved)
+    if config.lora.init_lora_weights == "eva":
+        init_from_data(inputs, saved)
+    return inputs
 
 # %% ../../nbs/11_recipes/01_recipes.ipynb #db343780
 @dataclass
@@ -183,6 +196,20 @@ def _new_tokens_note(
         + ("is" if c.method == "reward" else "and its head are")
         + " trained too"
         + ", and saved with the adapter" * c.adapts
+    ]
+
+
+def _unused_knobs_note(
+    inputs: RunInputs,
+) -> list[str]:  # One line, or none
+    "The knobs of a new model that have no effect on the trained one."
+    c = inputs.config
+    unused = unused_model_knobs(c, inputs.model) if c.init_from else []
+    if not unused:
+        return []
+    return [
+        f"Note       {', '.join(unused)} {'shape' if len(unused) > 1 else 'shapes'} a new model: "
+        f"without effect here, since {c.init_from} stays as it is"
     ]
 
 
@@ -251,6 +278,7 @@ def plan_lines(
         ),
         *rounding_note(inputs.config),
         *_new_tokens_note(inputs),
+        *_unused_knobs_note(inputs),
         *(
             [
                 "Note       Nothing is held out, so this run is not evaluated: "
@@ -534,7 +562,8 @@ def _how_to_resume(folder: Path, given: Mapping[str, Sequence[str]]) -> str:
     files = [name for names in given.values() for name in names if ".py:" in name]
     if len(files) == sum(map(len, given.values())):
         flags = "".join(f" --reward {shlex.quote(name)}" for name in files)
-        return f"Resume with: trainkit train --resume {folder}{flags}"
+        command = "launch" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "train"
+        return f"Resume with: trainkit {command} --resume {folder}{flags}"
     words = [
         f"{argument}=[{', '.join(names)}]" if argument == "rewards" else f"{argument}={names[0]}"
         for argument, names in given.items()
