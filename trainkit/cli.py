@@ -743,7 +743,7 @@ def check_start(
     # A new student takes the tokenizer of its teacher
     student = config.method == "distill" and not config.use_lora
     named = config.init_from or student or (fresh and _names_shape(source, overrides))
-    if named or recipe.learns_from == "text":
+    if named or (recipe.learns_from == "text" and not config.adapts):
         _check_file(config.data.path)
         if find_model and config.init_from and config.engine != "llamafactory":
             from trainkit.interop.hub import find_model_files
@@ -751,8 +751,9 @@ def check_start(
             find_model_files(config.init_from, config.cache_dir, wanted=("config.json",))
         return
     other = ", or describe a new one, as in model.d_model=256 model.n_layers=4" * fresh
+    said = f"method = '{config.method}'" + ", with an adapter," * (recipe.learns_from == "text")
     raise ValueError(
-        f"method = '{config.method}' tunes a trained model, and none is named: give its folder, "
+        f"{said} tunes a trained model, and none is named: give its folder, "
         f"its file or its name on the hub as --model FOLDER (init_from in a config){other}"
     )
 

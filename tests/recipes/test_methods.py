@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.processes import call, shell
 
+from trainkit.cli import check_start
 from trainkit.config import load_config, save_config
 from trainkit.data.dataset import load_splits
+from trainkit.data.shards import tokenize_to_disk
 from trainkit.align.dpo import dpo_objective
 from trainkit.interop.hf import load_pretrained, save_pretrained
 from trainkit.model.config import ModelConfig
@@ -22,12 +24,12 @@ from trainkit.model.transformer import Transformer
 from trainkit.train.objectives import Loss, lm_loss, objective
 from trainkit.align.policy import token_scores
 from trainkit.align.preference_data import PairBatches, tokenize_pairs
-from trainkit.recipes.config import RunConfig
+from trainkit.recipes.config import RunConfig, method_config
 from trainkit.recipes import preparation, runner
 from trainkit.recipes.runner import prepare, run
 from trainkit.align.reference import make_reference
 from trainkit.recipes.saving import load_reward_model, score_answers
-from trainkit.lora.adapters import adapters_off
+from trainkit.lora.adapters import adapters_off, load_adapter
 from trainkit.lora.inject import eva_init
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 from trainkit.train.trainer import Trainer
@@ -54,6 +56,9 @@ def home(tmp_path_factory):
     (folder / "qa.jsonl").write_text(
         "\n".join(json.dumps(dict(prompt=r["prompt"], completion=r["chosen"])) for r in rows)
     )
+    (folder / "text.jsonl").write_text(
+        "\n".join(json.dumps(dict(text=f"{a} and {b} are numbers.")) for a in NAMES for b in NAMES)
+    )
     tokenizer = BPETokenizer.train(
         [f"{r['prompt']} {r['chosen']}" for r in rows] * 3,
         290,
@@ -75,6 +80,9 @@ def home(tmp_path_factory):
     return folder
 
 
+FILES = {m: "pairs.jsonl" for m in ("dpo", "reward", "kto")} | {"pretrain": "text.jsonl"}
+
+
 def config(home, method, name, changes=None, **train):
     rl = {
         "num_prompts": 2,
@@ -92,9 +100,7 @@ def config(home, method, name, changes=None, **train):
             "init_from": str(home / "base"),
             "optim": {"learning_rate": 3e-3},
             "data": {
-                "path": str(
-                    home / ("pairs.jsonl" if method in ("dpo", "reward", "kto") else "asked.jsonl")
-                ),
+                "path": str(home / FILES.get(method, "asked.jsonl")),
                 "eval_fraction": 0.2,
                 "max_length": 32,
             },
@@ -579,7 +585,13 @@ QUANTIZED = {"quant": {"bits": 4}}
 
 @pytest.mark.parametrize(
     "method, more",
-    [("dpo", ADAPTER), ("dpo", {**ADAPTER, **QUANTIZED}), ("ppo", ADAPTER), ("grpo", {})],
+    [
+        ("dpo", ADAPTER),
+        ("dpo", {**ADAPTER, **QUANTIZED}),
+        ("ppo", ADAPTER),
+        ("grpo", {}),
+        ("pretrain", {**ADAPTER, **QUANTIZED}),
+    ],
 )
 def test_stopped_and_resumed_it_is_the_same_run(home, method, more):
     long = dict(max_steps=6, save_strategy="steps", eval_strategy="no")
@@ -963,3 +975,35 @@ def test_a_system_prompt_in_its_own_column_begins_the_chat():
     turns = preparation.as_prompt(row, "prompt", True)["prompt"]
     assert [turn["role"] for turn in turns] == ["system", "user"]
     assert preparation.as_prompt(row, "prompt", False)["prompt"] == "Ahoy?"
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_an_adapter_learns_text(home, shards):
+    "The model that it is put on stays as it is; with the adapter merged it is what was trained."
+    data = home / "text.jsonl"
+    if shards:
+        data = home / "shards"
+        tokenizer = BPETokenizer.load(home / "base")
+        tokenize_to_disk(home / "text.jsonl", tokenizer, data)
+    more = {**ADAPTER, "data": {"path": str(data), "max_length": 32, "eval_fraction": 0.2}}
+    asked = config(home, "pretrain", f"text-{shards}", more, max_steps=6)
+    result = run(asked, verbose=False)
+    assert asked.adapts and (result.folder / "adapter/adapter_model.safetensors").is_file()
+    before, _ = load_pretrained(home / "base")
+    adapted = load_adapter(load_pretrained(home / "base")[0], result.folder / "adapter")
+    merged, _ = load_pretrained(result.folder / "model")
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        first, one, two = (m.eval()(ids).logits for m in (before, adapted, merged))
+    assert (first - one).abs().max() > 1e-3
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_on_text_needs_a_model(home, capsys):
+    with pytest.raises(ValueError, match="with an adapter, adapts a trained model: set init_from"):
+        run(config(home, "pretrain", "nothing", {**ADAPTER, "init_from": ""}), verbose=False)
+    words = ["method=pretrain", "use_lora=true", f"data.path={home / 'text.txt'}"]
+    with pytest.raises(ValueError, match="with an adapter, tunes a trained model, and none"):
+        check_start(None, words)
+    # Adapters are never implied for text: the config of each run names the group
+    assert not method_config({"method": "pretrain", "lora": {"r": 2}}).adapts

@@ -447,7 +447,7 @@ def test_a_method_has_its_defaults_however_it_is_named(method):
         {"lora": {"alpha": 1, "lora_alpha": 2}, "method": "lora"},
         {"load_in_4bit": True, "load_in_8bit": True, "method": "lora"},
         {"torch_dtype": "float16", "bf16": True},
-        {"stage": "pt", "finetuning_type": "lora"},
+        {"stage": "pt", "finetuning_type": "freeze"},
         {"batch_size": 2, "train": {"per_device_train_batch_size": 3}},
     ],
 )
@@ -558,7 +558,7 @@ def with_preset(name, method, home):
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_suits_a_method_or_says_why_not(name, method, tmp_path):
     "A named method is used; 4 bits need an adapter, and nothing else is refused."
-    few = "quant" in PRESETS[name].knobs and method in ("pretrain", "sft", "freeze")
+    few = "quant" in PRESETS[name].knobs and method in ("sft", "freeze")
     if few:
         with pytest.raises(
             ConfigError, match="a quantized model cannot be trained directly.*qlora"
@@ -567,7 +567,9 @@ def test_a_preset_suits_a_method_or_says_why_not(name, method, tmp_path):
         return
     config = with_preset(name, method, tmp_path)
     assert config.method == method and config.adapts == (
-        "lora" in method or (method in ALIGNED and bool({"lora", "quant"} & {*PRESETS[name].knobs}))
+        "lora" in method
+        or (method in ALIGNED and bool({"lora", "quant"} & {*PRESETS[name].knobs}))
+        or (method == "pretrain" and "quant" in PRESETS[name].knobs)
     )
     for knob, value in PRESETS[name].knobs.get("train", {}).items():
         assert getattr(config.train, knob) == value
@@ -2040,14 +2042,27 @@ def test_words_are_refused_for_a_reason_only(words, knobs, refused):
             assert row.why.startswith("read as lion")
 
 
-def test_pre_training_with_an_adapter_is_refused_alone():
+def test_pre_training_with_an_adapter():
     words = dict(stage="pt", finetuning_type="lora", lora_rank=4, dataset="rows.txt")
     config, account = convert_config({"model_name_or_path": "m", **words})
-    assert config.method == "pretrain"
-    refused = {row.setting: row.why for row in account.named("refused")}
-    assert [*refused] == ["finetuning_type", "lora_rank"] and "method=lora" in refused[
-        "finetuning_type"
-    ]
+    assert (config.method, config.adapts, config.lora.r) == ("pretrain", True, 4)
+    assert config.lora.lora_alpha == 8 and not account.named("refused")
+    config, account = convert_config(
+        {"model_name_or_path": "m", **words, "finetuning_type": "freeze"}
+    )
+    assert (config.method, config.adapts) == ("pretrain", False)
+    assert [row.setting for row in account.named("refused")] == ["finetuning_type"]
+
+
+@pytest.mark.parametrize("stage", ["sft", "pt", "dpo", "kto", "rm"])
+def test_llama_factory_trains_an_adapter_where_nothing_is_said(stage):
+    "finetuning_type is lora there, and lora_alpha twice the rank, whatever is learned."
+    words = dict(stage=stage, do_train=True, model_name_or_path="m", dataset="rows", lora_rank=16)
+    config, account = convert_config(words)
+    assert config.adapts and (config.lora.r, config.lora.lora_alpha) == (16, 32)
+    assert any("finetuning_type" in row.why for row in account.rows)
+    config, _ = convert_config({**words, "finetuning_type": "full"})
+    assert not config.adapts
 
 
 def test_the_trackers_of_the_converter_are_those_of_a_run():

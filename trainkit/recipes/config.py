@@ -81,7 +81,8 @@ def read_method(
     goals = {"dpo" if name in FAMILY else name for name in names if name not in _PARTS} or {"sft"}
     goal = min(goals)
     part = next(iter(parts), "")
-    adapter = goal in ALIGNED and part in ("lora", "qlora")
+    either = goal in METHODS and METHODS[goal].trains == "either"
+    adapter = either and part in ("lora", "qlora")
     if max(map(len, (goals, parts, losses))) > 1 or part and goal != "sft" and not adapter:
         first, *_, last = said
         remedy = f"does not go with '{first}', which says {words.get(first, under)!r}"
@@ -369,8 +370,8 @@ class RunConfig:
     )
     use_lora: bool | None = knob(
         None,
-        "An adapter learns, for the methods dpo, reward, grpo, rloo, "
-        "ppo, reinforce and distill; unset: if the config has a group lora",
+        "An adapter learns, for the methods dpo, reward, grpo, rloo, ppo, reinforce and distill, "
+        "where unset means: if the config has a group lora; for method pretrain, only if true",
         aliases=("lora.enabled",),
     )
     lora: LoRAConfig = _unset(
@@ -455,7 +456,9 @@ class RunConfig:
     def _choose_adapter(self) -> None:
         "`use_lora` is a choice for some methods; for the others it follows from the method."
         if self.recipe.trains == "either":
-            self.use_lora = bool(self.use_lora or (self.use_lora is None and self.quant.bits))
+            chosen = bool(self.use_lora or (self.use_lora is None and self.quant.bits))
+            # A config of pre-training says nothing about adapters unless one is asked for
+            self.use_lora = chosen or (None if self.recipe.learns_from == "text" else False)
         elif self.use_lora and self.recipe.trains != "adapter" and self.method != "sft":
             raise ConfigError(
                 [
@@ -507,9 +510,9 @@ class RunConfig:
 
     def _check_min_length(self) -> None:
         "`data.min_length` counts tokens, which not every method and engine can do."
-        either = self.recipe.trains == "either"
-        if self.data.min_length and (either or self.engine == "llamafactory"):
-            whose = f"method {self.method}" if either else "engine llamafactory"
+        aligned = self.method in ALIGNED
+        if self.data.min_length and (aligned or self.engine == "llamafactory"):
+            whose = f"method {self.method}" if aligned else "engine llamafactory"
             raise ConfigError(
                 [
                     Problem(

@@ -2651,12 +2651,18 @@ class _Conversion:
         self.meanings = self._meanings(settings)
         self.words = self._method_words()
         self._refuse_part()
+        names = {s.path[-1] for s in settings}
+        adapted = {"stage", "do_train"} <= names and not {"finetuning_type", "use_lora"} & names
+        if adapted and not asked:
+            self.words["finetuning_type"] = "lora"
         kind = "" if asked else _method_of_classes(settings, self.words)
         if kind:
             self.words["stage"] = kind
         # A DeepSpeed file alone
         self.only_launch = not settings and self.report.launch is not None and not asked
         self.method, self.reason = _find_method(self.words, settings, self._named(), asked)
+        if adapted and not asked:
+            self.reason = "LLaMA-Factory trains an adapter unless finetuning_type says otherwise"
         if kind:
             self.reason = f"follows from the classes of {kind.upper()} in the script"
             self.reason += _ORPO_NOTE * (kind == "orpo")
@@ -2682,23 +2688,15 @@ class _Conversion:
         self.trl = kind if same else ""  # The class whose defaults count
 
     def _refuse_part(self) -> None:
-        "Pre-training learns the whole model: that a part of it is trained is refused."
+        "Pre-training learns the whole model or an adapter: single blocks are refused."
         stage = str(self.words.get("stage", ""))
-        if METHOD_NAMES.get(stage, stage) != "pretrain":
-            return
         part = self.words.get("finetuning_type", "full")
-        for i, (s, meaning) in enumerate(self.meanings):
-            if not isinstance(meaning, dict):
-                continue
-            if meaning.keys() & {"@finetuning_type", "@use_lora"} and s.value not in (
-                "full",
-                False,
-            ):
-                self.meanings[i] = s, Refused(_WHOLE_MODEL)
-            elif part != "full" and all(k.startswith("lora.") for k in meaning):
-                self.meanings[i] = s, Refused("see finetuning_type")
-        for name in ("finetuning_type", "use_lora"):
-            self.words.pop(name, None)
+        if METHOD_NAMES.get(stage, stage) != "pretrain" or part in ("full", "lora", "qlora"):
+            return
+        for i, (_, meaning) in enumerate(self.meanings):
+            if isinstance(meaning, dict) and "@finetuning_type" in meaning:
+                self.meanings[i] = self.meanings[i][0], Refused(_NO_BLOCKS)
+        self.words.pop("finetuning_type", None)
 
     def _named(self) -> set[str]:
         return {k for _, m in self.meanings if isinstance(m, dict) for k in m}
@@ -2815,7 +2813,7 @@ class _Conversion:
         fixed = {**_LLAMA_FACTORY_DEFAULTS, **_ALL_ROWS}
         if "lora.r" in self.final:
             fixed["lora.lora_alpha"] = 2 * cast(int, self.final["lora.r"])
-        if not METHODS[self.method].trains == "adapter":
+        if not {"lora", "qlora"} & {self.method, self.words.get("finetuning_type")}:
             fixed = {k: v for k, v in fixed.items() if not k.startswith("lora.")}
         return self._with_effect(fixed)
 
@@ -2877,6 +2875,7 @@ class _Conversion:
             (values.setdefault(group, {}) if group else values)[name] = value
         try:
             config, self.report.given, rejected = _accepted(values, self.origin)
+            self.adapts = config.adapts
             self.rejected = rejected | refused
         except ConfigError as error:
             problems = [self._locate(problem) for problem in error.problems]
@@ -2886,8 +2885,7 @@ class _Conversion:
     def _unmeasured(self) -> dict[str, str]:  # Knob -> why it is refused
         "A metric that no evaluation of this method has, which is taken out."
         metric = str(self.final.get(_METRIC, "loss")).removeprefix("eval_")
-        recipe = METHODS[self.method]
-        if metric == "loss" or recipe.trains == "either":
+        if metric == "loss" or self.method in ALIGNED:
             return {}
         del self.final[_METRIC]
         return {_METRIC: "an evaluation of this method has one metric, loss"}
@@ -2906,6 +2904,9 @@ class _Conversion:
             self.report.add(s, *self._verdict(s, meaning))
         if self.reason:
             becomes = "" if self.only_launch else f"method = {self.method}"
+            becomes += ", use_lora = True" * bool(
+                self.adapts and METHODS[self.method].trains == "either"
+            )
             self.report.add(Setting(("method",), ""), "replaced", becomes, self.reason)
         for knob, value in self.defaults.items():
             why = f"is the default of {self.whose}{_NOTES.get(knob, '')}"
@@ -2913,7 +2914,7 @@ class _Conversion:
         self.report.rows.sort(key=lambda row: row.line or 10**9)
 
     def _verdict(self, s: Setting, meaning: Meaning) -> tuple[str, str, str]:
-        group = method_group(s.path)
+        group, recipe = method_group(s.path), METHODS[self.method]
         device = device_group(s.path)
         if device not in ("", self.device):
             return "refused", "", f"is for {device}, and this run is on {self.device}"
@@ -2925,7 +2926,10 @@ class _Conversion:
             return "replaced", "", str(meaning)
         if all(k[0] == "@" for k in meaning):
             same = s.value == self.method and s.path[-1] == "method"
-            return "kept" if same else "renamed", f"method = {self.method}", ""
+            becomes = f"method = {self.method}"
+            if {*meaning} & {"@finetuning_type", "@use_lora"} and recipe.trains == "either":
+                becomes, same = f"use_lora = {self.adapts}", s.path[-1] == "use_lora"
+            return "kept" if same else "renamed", becomes, ""
         return self._knob_verdict(s, meaning)
 
     def _knob_verdict(self, s: Setting, meaning: dict[str, object]) -> tuple[str, str, str]:
@@ -2969,10 +2973,7 @@ _COUNTED = {  # By which TRL decides how many prompts are answered
     "rl.num_generations",
 }
 _ANSWER_COUNTS = ("generation_batch_size", "steps_per_generation")
-_WHOLE_MODEL = (
-    "pre-training learns the whole model here, and adapters learn answers: leave it out, or give "
-    "rows with a prompt and a completion and method=lora"
-)
+_NO_BLOCKS = "pre-training learns the whole model or an adapter: leave it out, or take lora"
 _ORPO_NOTE = "; TRL learns the chosen prompt and its answer as text, too, and we learn the answer"
 _SCORED = {
     "sampling.max_new_tokens": "rl.max_completion_length",
@@ -2994,11 +2995,11 @@ def _adapter(
     made: bool,  # Whether a script makes one
 ) -> dict[str, bool]:
     "Whether an adapter is trained, for a method that works with and without."
-    if method not in ALIGNED:
+    if METHODS[method].trains != "either":
         refused = words.get("use_lora") is True and METHODS[method].trains != "adapter"
         return {"use_lora": True} if refused else {}
-    if words.get("finetuning_type") in ("lora", "qlora"):
-        return {"use_lora": True}
+    if words.get("finetuning_type") in ("lora", "qlora", "full"):
+        return {"use_lora": words["finetuning_type"] != "full"}
     use_lora = words.get("use_lora", True if made else None)
     return {"use_lora": use_lora} if isinstance(use_lora, bool) else {}
 

@@ -29,7 +29,7 @@ from ..data.quality import check_examples
 from ..display import plural, table
 from ..eval.evaluator import EvalReport, ask_row, evaluate
 from ..interop.hf import load_pretrained
-from .methods import METHODS
+from .methods import ALIGNED, METHODS
 from ..tokenizer.chat import resize_embeddings
 from ..train.runs import Run, list_runs
 
@@ -236,7 +236,7 @@ def find_aligned(
     for run in project.runs:
         config = parse_yaml(run.config)
         name = str(config.get("method"))
-        if name not in METHODS or name == "reward" or METHODS[name].trains != "either":
+        if name not in ALIGNED or name == "reward":
             continue
         start = project.resolve(config.get("init_from"))
         if start.is_relative_to(tuned.path.resolve()):

@@ -74,7 +74,7 @@ def _rl(name: str, **rl: Any) -> Method:
 
 
 METHODS: dict[str, Method] = {
-    "pretrain": Method("text", "model"),
+    "pretrain": Method("text", "either", adapter_rate=2e-4),
     "sft": Method("answers", "model", _SFT),
     "freeze": Method("answers", "blocks", _SFT),
     "lora": Method("answers", "adapter", _LORA),
@@ -87,7 +87,11 @@ METHODS: dict[str, Method] = {
     "reinforce": _rl("reinforce", num_prompts=64, num_generations=1, beta=0.05),
     "distill": Method("answers", "either", _aligned(2e-5, 8, 1, warmup_ratio=0.03), 2e-4),
 }
-ALIGNED = tuple(name for name, method in METHODS.items() if method.trains == "either")
+ALIGNED = tuple(
+    name
+    for name, method in METHODS.items()
+    if method.trains == "either" and method.learns_from != "text"
+)
 KINDS_READ = {  # What a method learns from -> the kinds of rows that it reads
     "text": ("text",),
     "answers": ("messages", "instruction", "prompt_completion", "reasoning"),
@@ -109,7 +113,7 @@ def defaults_of(
     if method == "dpo" and COUPLED & {*losses}:  # these compare the rows of a whole batch
         defaults["train"] |= dict(per_device_train_batch_size=16, gradient_accumulation_steps=1)
     if adapter and row.adapter_rate is not None:
-        defaults["optim"]["learning_rate"] = row.adapter_rate
+        defaults.setdefault("optim", {})["learning_rate"] = row.adapter_rate
     if adapter or row.trains == "adapter":  # As in QLoRA: the layers matter more than the rank
         defaults["lora"] = dict(target_modules="all-linear")
     return defaults

@@ -589,6 +589,7 @@ def prepare_text(
     length = config.data.max_length
     held = token_blocks(ids["eval"], length) if rows["eval"] else []
     train, test = make_batches(config, token_blocks(ids["train"], length), held, tokenizer)
+    adapt(model, config)
     return TextInputs(
         config,
         tokenizer,
@@ -680,6 +681,7 @@ def prepare_shards(
         shards.rows(length, cut) if size else [],
         tokenizer,
     )
+    adapt(model, config)
     return TextInputs(
         config,
         tokenizer,

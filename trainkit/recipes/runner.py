@@ -130,11 +130,10 @@ def prepare(
             f"{'rewards are' if rewards else 'an environment is'} for the methods grpo, rloo, ppo "
             f"and reinforce, and this is {config.method}"
         )
-    if recipe.trains == "adapter" and base is None and not config.init_from:
-        raise ValueError(
-            f"method = '{config.method}' adapts a trained model: "
-            "set init_from to it (--model in a shell)"
-        )
+    adapter = recipe.trains == "adapter" or config.adapts and recipe.learns_from == "text"
+    if adapter and base is None and not config.init_from:
+        said = f"method = '{config.method}'" + ", with an adapter," * (recipe.trains != "adapter")
+        raise ValueError(f"{said} adapts a trained model: set init_from to it (--model in a shell)")
     if recipe.learns_from == "prompts":
         inputs = prepare_prompts(config, base, rewards, environment)
     else:

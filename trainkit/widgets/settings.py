@@ -135,9 +135,10 @@ def find_models(
 ) -> list[tuple[str, str]]:  # (text, value of `init_from`)
     "The models that a run can start from: new ones, the course's, your runs, and files nearby."
     recipe, out = config.recipe, []
-    if recipe.trains in ("model", "blocks") or config.method == "distill":
+    fresh = recipe.learns_from == "text" and not config.adapts
+    if fresh or recipe.trains in ("model", "blocks") or config.method == "distill":
         out.append(("A new model", ""))
-    if recipe.learns_from == "text":
+    if fresh:
         out += [(f"A new model, shaped like {name}", _NEW + name) for name in _SHAPES]
     if path := course_model():
         out.append((f"SmolLM2 135M, which can chat ({COURSE_MODEL})", path))
@@ -424,7 +425,7 @@ def visible_sections(
         model += ["model.d_model", "model.n_layers"]
     if recipe.trains == "blocks":
         model.append("sft.trainable_layers")
-    if recipe.trains == "either":
+    if recipe.trains == "either" and (config.init_from or config.adapts or learned != "text"):
         model.append("use_lora")
     if config.adapts:
         model.append("lora.r")
@@ -492,7 +493,8 @@ def switch_method(
     from trainkit.recipes.methods import METHODS
 
     kind = type(config)
-    adapter = config.adapts if adapter is None else adapter
+    if adapter is None:  # From a trained model answers, pairs and scores are learned alike
+        adapter = config.adapts and METHODS[method].learns_from != "text"
     profile = _profile_of(config)
     old = _defaults(kind, config.method, config.adapts, profile)
     new = _defaults(kind, method, adapter, profile)
@@ -622,7 +624,7 @@ def _name_advice(config: "RunConfig") -> Iterator[Advice]:
 def _model_advice(config: "RunConfig") -> Iterator[Advice]:
     recipe = config.recipe
     start = config.init_from
-    needs = recipe.trains == "adapter" or recipe.learns_from in ("pairs", "prompts")
+    needs = config.adapts or recipe.learns_from in ("pairs", "prompts")
     if needs and not start:
         text = "Choose a model: this method continues from one that is trained."
         yield Advice("init_from", text, "missing")
