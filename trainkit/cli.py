@@ -708,7 +708,7 @@ def _names_shape(source: Path | dict | None, overrides: list[str]) -> bool:
     return bool(keys & _SHAPE)
 
 
-def _check_file(path: object) -> None:
+def _check_file(path: object, knob: str = "data.path") -> None:
     "What is written like a file of data must be there."
     from trainkit.data.readers import READERS, plain_suffix
 
@@ -719,7 +719,7 @@ def _check_file(path: object) -> None:
 
         folder = file.parent
         near = nearest(file.name, [p.name for p in folder.glob("*")] if folder.is_dir() else [])
-        raise FileNotFoundError(f"data.path = '{path}': there is no such file.{near}")
+        raise FileNotFoundError(f"{knob} = '{path}': there is no such file.{near}")
 
 
 def check_start(
@@ -744,7 +744,8 @@ def check_start(
     student = config.method == "distill" and not config.use_lora
     named = config.init_from or student or (fresh and _names_shape(source, overrides))
     if named or (recipe.learns_from == "text" and not config.adapts):
-        _check_file(config.data.path)
+        for path in config.data.paths:
+            _check_file(path, "data.datasets" if config.data.datasets else "data.path")
         if find_model and config.init_from and config.engine != "llamafactory":
             from trainkit.interop.hub import find_model_files
 

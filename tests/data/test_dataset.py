@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.processes import ROOT
 
+from trainkit.config import ConfigError
 from trainkit.data.dataset import (
     DataConfig,
     clean_examples,
@@ -1200,3 +1201,148 @@ def test_the_names_of_the_file_are_remembered(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(dict(question="2+2?", solution="4")) + "\n")
     _, facts = load_splits(DataConfig(path=str(tmp_path / "rows.jsonl"), eval_fraction=0.0))
     assert facts.renamed == dict(prompt="question", completion="solution")
+
+
+@pytest.fixture
+def two(tmp_path):
+    "40 sums and 20 words to spell, in files of different columns; and a few chats."
+    rows = {
+        "sums": [dict(question=f"{n} + 1?", answer=str(n + 1)) for n in range(40)],
+        "words": [dict(prompt=f"Spell {n} now.", completion=f"n{n}") for n in range(20)],
+        "chats": [
+            dict(
+                messages=[
+                    dict(role="user", content=f"Hi {n}"),
+                    dict(role="assistant", content="Yo"),
+                ]
+            )
+            for n in range(12)
+        ],
+    }
+    for name, some in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, some)))
+    return tmp_path
+
+
+def mixed(folder, *names, **more):
+    entries = [name if isinstance(name, dict) else str(folder / f"{name}.jsonl") for name in names]
+    return DataConfig(datasets=entries, **more)
+
+
+def of_task(rows, task):
+    return [{k: v for k, v in row.items() if k != "task"} for row in rows if row["task"] == task]
+
+
+def test_without_weights_every_row_of_each_dataset_is_there_once(two):
+    parts, facts = load_splits(mixed(two, "sums", "words", eval_fraction=0.25))
+    for name in ("sums", "words"):
+        alone, _ = load_splits(DataConfig(path=str(two / f"{name}.jsonl"), eval_fraction=0.25))
+        for part in ("train", "eval"):
+            got, expected = of_task(parts[part], name), alone[part]
+            assert sorted(map(str, got)) == sorted(map(str, expected)) and expected
+    assert facts.train_rows + facts.eval_rows == 60 and facts.path == "sums + words"
+    assert facts.mixture.parts["sums"]["epochs"] == 1
+    again, same = load_splits(mixed(two, "sums", "words", eval_fraction=0.25))
+    assert again == parts and same == facts
+
+
+@pytest.mark.parametrize(
+    ("rule", "counts"),
+    [("total", (15, 45)), ("first_exhausted", (7, 19)), ("all_exhausted", (40, 120))],
+)
+def test_weights_change_what_is_learned_and_not_what_is_held_out(two, rule, counts):
+    config = mixed(
+        two,
+        dict(path=str(two / "sums.jsonl"), weight=1, max_examples=40),
+        dict(path=str(two / "words.jsonl"), weight=3),
+        eval_file=str(two / "words.jsonl"),
+        stopping_strategy=rule,
+    )
+    with pytest.warns(UserWarning, match="have the same question as a training row"):
+        parts, facts = load_splits(config)
+    got = tuple(len(of_task(parts["train"], name)) for name in ("sums", "words"))
+    assert sum(got) == (60, 26, 160)[("total", "first_exhausted", "all_exhausted").index(rule)]
+    assert got == counts and len(parts["eval"]) == 20 == facts.eval_rows
+    assert len({row["prompt"] for row in of_task(parts["train"], "sums")}) == min(40, got[0])
+
+
+def test_a_repeated_row_is_never_held_out(two):
+    config = mixed(
+        two,
+        dict(path=str(two / "sums.jsonl"), weight=1),
+        dict(path=str(two / "words.jsonl"), weight=9),
+        eval_fraction=0.3,
+        test_fraction=0.2,
+    )
+    parts, facts = load_splits(config)
+    asked = {part: {row["prompt"] for row in rows} for part, rows in parts.items()}
+    assert facts.shared == 0 and facts.mixture.parts["words"]["epochs"] > 1
+    assert not asked["train"] & (asked["eval"] | asked["test"]) and asked["test"]
+
+
+def test_of_text_weights_count_characters(tmp_path):
+    (tmp_path / "long.txt").write_text("\n\n".join(f"{n} " + "a" * 390 for n in range(100)))
+    rows = "\n".join(json.dumps(dict(text=f"{n} " + "b" * 37)) for n in range(400))
+    (tmp_path / "short.jsonl").write_text(rows)
+    entries = [
+        dict(path=str(tmp_path / "long.txt"), weight=1),
+        dict(path=str(tmp_path / "short.jsonl"), weight=1),
+    ]
+    parts, _ = load_splits(DataConfig(datasets=entries, chunk_chars=400, eval_fraction=0.1))
+    sizes = [
+        sum(len(row["text"]) for row in parts["train"] if row["task"] == name)
+        for name in ("long", "short")
+    ]
+    assert abs(sizes[0] / sizes[1] - 1) < 0.05
+
+
+def test_conversations_of_several_kinds_become_messages(two):
+    parts, facts = load_splits(mixed(two, "sums", "chats", eval_fraction=0.2))
+    assert facts.kind == "messages"
+    assert all(
+        [turn["role"] for turn in row["messages"]] == ["user", "assistant"]
+        for rows in parts.values()
+        for row in rows
+    )
+    (two / "text.txt").write_text("a\n\nb")
+    with pytest.raises(ValueError, match="these kinds do not train together: sums: .*, text: text"):
+        load_splits(mixed(two, "sums", dict(path=str(two / "text.txt"))))
+
+
+def test_each_dataset_is_read_as_its_entry_says(two):
+    (two / "odd.csv").write_text("ask,reply,more\n" + "\n".join(f"q{n},a{n},x" for n in range(9)))
+    odd = dict(
+        path=str(two / "odd.csv"),
+        name="odd",
+        kind="prompt_completion",
+        columns={"prompt": "ask", "completion": "reply"},
+        max_examples=5,
+    )
+    parts, facts = load_splits(
+        mixed(two, "words", odd, eval_fraction=0.2, split_by="task", eval_fractions={"odd": 0.0})
+    )
+    assert sorted(row["prompt"] for row in of_task(parts["train"], "odd")) == [
+        f"q{n}" for n in range(5)
+    ]
+    assert facts.renamed == {"prompt": "ask", "completion": "reply"}
+    assert {row["task"] for row in parts["eval"]} == {"words"}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (dict(path="a.txt", datasets=["b.txt"]), "path = 'a.txt': and data.datasets both say"),
+        (dict(datasets=[dict(weight=1)]), r"datasets\[0\].path"),
+        (dict(datasets=["a", dict(path="b", wieght=1)]), r"datasets\[1\].wieght.*'weight'"),
+        (dict(datasets=["a", dict(path="b", weight=1)]), r"datasets\[0\].weight: is missing"),
+        (dict(datasets=[dict(path="b", weight=0)]), "weights of 0 only"),
+        (dict(datasets=[dict(path="b", weight=-1)]), r"datasets\[0\].weight = -1"),
+        (
+            dict(datasets=[dict(path="b", weight=1)], mix_temperature=2.0),
+            "mix_temperature = 2.0: sets the proportions",
+        ),
+    ],
+)
+def test_a_mixture_that_contradicts_itself(values, words):
+    with pytest.raises(ConfigError, match=words):
+        DataConfig(**values)

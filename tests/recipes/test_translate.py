@@ -1690,6 +1690,10 @@ def test_a_script_of_sft_with_a_computed_model_is_still_sft(tmp_path):
             {"path": "a.jsonl", "eval_file": "b.jsonl"},
         ),
         ("'a/b', data_files=['a.jsonl', 'b.jsonl']", {"path": "a/b"}),
+        (
+            "'json', data_files=['a.jsonl', 'b.jsonl']",
+            {"path": "auto", "datasets": ["a.jsonl", "b.jsonl"]},
+        ),
     ],
 )
 def test_files_that_a_script_gives_to_load_dataset(source, becomes, tmp_path):
@@ -1700,9 +1704,11 @@ def test_files_that_a_script_gives_to_load_dataset(source, becomes, tmp_path):
         "SFTTrainer('model', train_dataset=rows, args=SFTConfig(learning_rate=1e-4)).train()\n"
     )
     config, account = convert_config(script)
-    assert (config.data.path, config.data.eval_file) == (
+    given = config.data.path, config.data.eval_file, config.data.datasets
+    assert given == (
         becomes["path"],
         becomes.get("eval_file", ""),
+        becomes.get("datasets", []),
     )
     refused = [row.setting for row in account.rows if row.verdict == "refused"]
     assert refused == ["load_dataset.data_files"] * ("/" in source)
@@ -2077,7 +2083,7 @@ def test_the_trackers_of_the_converter_are_those_of_a_run():
     [
         ("cutoff_len", 512, "here it is data.max_length: 512"),
         ("deepspeed", "ds.json", "trainkit launch FILE"),
-        ("interleave_probs", "0.5,0.5", "has no equivalent here"),
+        ("interleave_probs", "0.5,0.5", "weights stand in data.datasets"),
         ("val_size", 0.2, "here it is data.eval_fraction: 0.2"),
         ("fsdp", "full_shard", "trainkit launch FILE"),
         ("label_smoothing_factor", 0.1, "has no equivalent here"),
@@ -2117,3 +2123,101 @@ def test_words_whose_meaning_depends_on_their_value_or_neighbours():
     stopping = {"?train.early_stopping_patience": 3, "?train.eval_strategy": "epoch"}
     assert look_up("early_stopping", True) == stopping
     assert (PRECISIONS["bfloat16"], CONTEXTS["loraconfig"]) == ("bf16", "lora")
+
+
+ABOUT = {
+    "alpaca": {"file_name": "a.json"},
+    "talks": {"file_name": "t.json", "formatting": "sharegpt", "columns": {"messages": "turns"}},
+    "chats": {
+        "hf_hub_url": "org/chats",
+        "subset": "en",
+        "split": "sft",
+        "num_samples": 9,
+        "formatting": "sharegpt",
+        "tags": {"role_tag": "role", "content_tag": "content"},
+    },
+    "pairs": {
+        "file_name": "p.json",
+        "ranking": True,
+        "columns": {"prompt": "ask", "chosen": "good", "rejected": "bad"},
+    },
+    "wiki": {"file_name": "w.json", "columns": {"prompt": "article"}},
+    "odd": {"file_name": "o.json", "formatting": "sharegpt", "tags": {"role_tag": "who"}},
+    "seen": {"file_name": "s.json", "columns": {"images": "pictures"}},
+    "none": {"script_url": "x.py"},
+}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "more", "entries"),
+    [
+        ("alpaca,b.json", {}, ["D/a.json", "b.json"]),
+        (
+            ["talks", "chats"],
+            {},
+            [
+                {"path": "D/t.json", "columns": {"messages": "turns"}},
+                {"path": "org/chats", "dataset_config": "en", "split": "sft", "max_examples": 9},
+            ],
+        ),
+        (
+            "alpaca, talks",
+            {"mix_strategy": "interleave_over", "interleave_probs": "0.7,0.3"},
+            [
+                {"path": "D/a.json", "weight": 0.7},
+                {"path": "D/t.json", "columns": {"messages": "turns"}, "weight": 0.3},
+            ],
+        ),
+        (
+            "alpaca,b.json",
+            {"mix_strategy": "interleave_under"},
+            [{"path": "D/a.json", "weight": 1.0}, {"path": "b.json", "weight": 1.0}],
+        ),
+        (
+            "pairs,p.json",
+            {"stage": "dpo"},
+            [
+                {
+                    "path": "D/p.json",
+                    "columns": {"prompt": "ask", "chosen": "good", "rejected": "bad"},
+                },
+                "p.json",
+            ],
+        ),
+        ("wiki,w.txt", {"stage": "pt"}, [{"path": "D/w.json", "text_column": "article"}, "w.txt"]),
+    ],
+)
+def test_the_data_sets_of_llama_factory(dataset, more, entries, tmp_path):
+    "Several are a mixture, and dataset_info.json says where each is and what its columns are."
+    (tmp_path / "dataset_info.json").write_text(json.dumps(ABOUT))
+    words = dict(model_name_or_path="m", stage="sft", finetuning_type="lora", dataset=dataset)
+    config, account = convert_config({**words, "dataset_dir": str(tmp_path), **more})
+    here = json.loads(json.dumps(entries).replace("D/", f"{tmp_path}/"))
+    assert config.data.datasets == here and config.data.path == "auto"
+    rule = {"interleave_over": "all_exhausted", "interleave_under": "first_exhausted"}
+    assert config.data.stopping_strategy == rule.get(more.get("mix_strategy"), "total")
+    assert not account.named("refused")
+    (one,) = [e if isinstance(e, dict) else {"path": e} for e in here[:1]]
+    first = dataset[0] if isinstance(dataset, list) else dataset.split(",")[0]
+    data = convert_config({**words, "dataset_dir": str(tmp_path), **more, "dataset": first})[0].data
+    assert {name: getattr(data, name) for name in one if name != "weight"} == {
+        name: value for name, value in one.items() if name != "weight"
+    }
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        ("odd", "a turn has role and content"),
+        ("seen", "its column 'images' has no equivalent"),
+        ("none", "names no file_name and no hf_hub_url for none"),
+        ("alpaca,talks", "2 data sets have 1 interleave_probs"),
+    ],
+)
+def test_a_data_set_of_llama_factory_that_cannot_be_read(dataset, words, tmp_path):
+    (tmp_path / "dataset_info.json").write_text(json.dumps(ABOUT))
+    file = dict(model_name_or_path="m", stage="sft", finetuning_type="lora", dataset=dataset)
+    file |= dict(mix_strategy="interleave_under", interleave_probs="1")
+    _, account = convert_config({**file, "dataset_dir": str(tmp_path)})
+    (row,) = [row for row in account.named("refused") if row.setting == "dataset"]
+    assert words in row.why

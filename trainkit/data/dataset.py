@@ -1,7 +1,7 @@
 """Datasets: load, check, clean and split examples.
 
 An example is a dict, and its columns determine its kind; a dataset is a list of examples.
-`load_splits` does the whole work for one `DataConfig`: it reads, cleans, cuts and splits.
+`load_splits` does the whole work for one `DataConfig`: it reads, cleans, cuts, splits and mixes.
 
 `load_examples` reads a file of almost any format, a folder, a named corpus or a Hugging Face
 dataset, renames columns to the usual names, checks every row, and reports errors with file and
@@ -23,7 +23,7 @@ import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from html import escape
 from itertools import chain, islice
@@ -32,9 +32,11 @@ from os.path import expanduser
 from pathlib import Path
 
 from ..config import ConfigError, Problem, check_config, check_items, knob, nearest
-from ..config import suggest_names
+from ..config import split_list, suggest_names
 from ..display import plural
-from .schema import ALIASES, KINDS, as_example, example_kind, fitting_kinds, map_texts
+from .mixture import STOPPING, MixReport, common_kind, mix, read_sources
+from .schema import ALIASES, KINDS, as_conversation, as_example, example_kind
+from .schema import fitting_kinds, map_texts
 from .sources import LoadReport, Raw, best_corpus, raw_rows
 from ..parallel import in_order
 
@@ -761,6 +763,22 @@ class DataConfig:
         "dataset owner/name; auto: the first text corpus that is installed",
         aliases=("dataset", "dataset_name", "train_file"),
     )
+    datasets: list[str | dict] = knob(
+        [],
+        "Several datasets in place of path: each a path, or {path: rows.jsonl, weight: 2} with "
+        "more settings of its own",
+    )
+    stopping_strategy: str = knob(
+        "total",
+        "Where a mixture of datasets ends: with as many rows as they have together, where one is "
+        "used up, or where each has been used",
+        choices=STOPPING,
+    )
+    mix_temperature: float = knob(
+        1.0,
+        "Of datasets without weights: above 1 small ones get more than their size says",
+        low=1e-6,
+    )
     eval_file: str = knob(
         "",
         "A separate file of rows to evaluate on; empty: a part of the rows",
@@ -860,6 +878,8 @@ class DataConfig:
     )
 
     def __post_init__(self):
+        if isinstance(self.datasets, str):
+            self.datasets = [*split_list(self.datasets)]
         check_config(self)
         if 0 < self.eval_fraction < 1e-4:
             raise ConfigError(
@@ -871,6 +891,26 @@ class DataConfig:
             self.path = expanduser(self.path)
         if self.eval_file.startswith("~"):
             self.eval_file = expanduser(self.eval_file)
+        self._check_mixture()
+
+    @property
+    def paths(self) -> list[str]:
+        "What is read: `path`, or those of `datasets`."
+        if not self.datasets:
+            return [self.path]
+        return [source.path for source in read_sources(self.datasets)]
+
+    def _check_mixture(self) -> None:
+        sources = read_sources(self.datasets)
+        problems = []
+        if sources and self.path != "auto":
+            remedy = "and data.datasets both say what is read: give one of them"
+            problems.append(Problem("path", self.path, remedy))
+        if sources and sources[0].weight is not None and self.mix_temperature != 1:
+            remedy = "sets the proportions, which the weights of data.datasets set: give one"
+            problems.append(Problem("mix_temperature", self.mix_temperature, remedy))
+        if problems:
+            raise ConfigError(problems, "DataConfig")
 
 
 def _own_length(row: dict, kind: str) -> int:
@@ -933,6 +973,7 @@ class DataFacts:
     eval_chars: int = 0
     test_chars: int = 0
     renamed: dict[str, str] = field(default_factory=dict)  # Usual name -> the column in the file
+    mixture: MixReport | None = None  # Of several datasets
 
 
 def load_splits(
@@ -940,7 +981,9 @@ def load_splits(
     seed: int = 0,  # Chooses the evaluation rows
     preferred: Collection[str] = (),  # Where several kinds fit the rows, one of these is taken
 ) -> tuple[dict[str, list[dict]], DataFacts]:  # Rows of `train`, `eval` and `test`
-    "Read, clean, cut and split as `config` says."
+    "Read, clean, cut and split as `config` says, and mix where it names several datasets."
+    if config.datasets:
+        return _load_mixture(config, seed, preferred)
     path = best_corpus() if config.path == "auto" else config.path
     rows, cleaning, report = _read(config, path, config.split, preferred)
     if config.eval_file and config.validation_split:
@@ -984,39 +1027,109 @@ def load_splits(
             on_empty="train",
         )
         parts = dict(train=split[0], eval=split[1], test=split[2] if config.test_fraction else [])
-    questions = {split_key(row, config.group) for row in parts["train"]}
+    facts = DataFacts(
+        str(path),
+        report.kind,
+        "",
+        report.skipped,
+        cleaning=cleaning,
+        renamed=report.renamed,
+    )
+    return parts, _with_counts(facts, parts, config.group)
+
+
+def _with_counts(
+    facts: DataFacts,
+    parts: Mapping[str, list[dict]],  # `train`, `eval` and `test`
+    group: str | None,
+) -> DataFacts:
+    "The facts with what is counted in the rows; a warning names overlaps."
+    questions = {split_key(row, group) for row in parts["train"]}
     shared = sum(
-        split_key(row, config.group) in questions
-        for part in ("eval", "test")
-        for row in parts[part]
+        split_key(row, group) in questions for part in ("eval", "test") for row in parts[part]
     )
     if shared:
         warnings.warn(
             f"{shared:,} of the held-out rows have the same question as a training row: "
             "the evaluation will be too good. Give a single file, which is split without such "
             "overlaps.",
-            stacklevel=2,
+            stacklevel=3,
         )
     digest = hashlib.sha256()
     for part in parts.values():
         for row in part:
-            for text in _texts_of(row, report.kind):
+            for text in _texts_of(row, facts.kind):
                 digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
     counts = {f"{name}_rows": len(part) for name, part in parts.items()}
     counts |= {
-        f"{name}_chars": sum(count_characters(row, report.kind) for row in part)
+        f"{name}_chars": sum(count_characters(row, facts.kind) for row in part)
         for name, part in parts.items()
     }
-    return parts, DataFacts(
-        str(path),
-        report.kind,
-        digest.hexdigest(),
-        report.skipped,
-        shared,
-        cleaning,
-        **counts,
-        renamed=report.renamed,
+    return replace(facts, sha256=digest.hexdigest(), shared=shared, **counts)
+
+
+def _load_mixture(
+    config: DataConfig,
+    seed: int,
+    preferred: Collection[str],
+) -> tuple[dict[str, list[dict]], DataFacts]:
+    "Each dataset is split by itself, and the rows to train on are mixed."
+    sources = read_sources(config.datasets)
+    own = dict(datasets=[], eval_file="")
+    if config.eval_file:
+        own |= dict(eval_fraction=0.0, eval_fractions={}, validation_split=None)
+    if config.split_by == "task":  # As each of them is
+        own |= dict(split_by=None, eval_fractions={})
+    loaded = {}
+    for source in sources:
+        alone = replace(config, **{**own, **source.settings})
+        if config.split_by == "task" and source.name in config.eval_fractions:
+            alone = replace(alone, eval_fraction=config.eval_fractions[source.name])
+        loaded[source.name] = load_splits(alone, seed, preferred)
+    if config.eval_file:
+        rows, _, report = _read(config, config.eval_file, config.validation_split, preferred)
+        facts = DataFacts(report.path, report.kind, "")
+        loaded[config.eval_file] = dict(train=[], eval=rows, test=[]), facts
+    kind = common_kind({name: facts.kind for name, (_, facts) in loaded.items()})
+    tasks = {source.name: loaded[source.name][0]["train"] for source in sources}
+    weights = [source.weight for source in sources if source.weight is not None] or None
+    if weights and kind == "text":  # In characters
+        sizes = [len(rows) / max(1, sum(len(r["text"]) for r in rows)) for rows in tasks.values()]
+        weights = [weight * size for weight, size in zip(weights, sizes, strict=True)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # The plan shows it
+        mixed = mix(
+            tasks,
+            weights,
+            config.mix_temperature,
+            seed=seed,
+            stopping_strategy=config.stopping_strategy,
+        )
+    parts: dict[str, list[dict]] = {"train": [*mixed], "eval": [], "test": []}
+    for name, (split, _) in loaded.items():
+        for part in ("eval", "test"):
+            parts[part] += [{**row, "task": name} for row in split[part]]
+    kinds = {name: facts.kind for name, (_, facts) in loaded.items()}
+    if len({*kinds.values()}) > 1:
+        parts = {
+            part: [as_conversation(row, kinds[row["task"]]) for row in rows]
+            for part, rows in parts.items()
+        }
+    every = [facts for _, facts in loaded.values()]
+    cleaning: Counter[str] = Counter()
+    for facts in every:
+        cleaning.update(facts.cleaning)
+    names = [source.name for source in sources]
+    facts = DataFacts(
+        " + ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else ""),
+        kind,
+        "",
+        sum(facts.skipped for facts in every),
+        cleaning=dict(cleaning),
+        renamed={usual: name for facts in every for usual, name in facts.renamed.items()},
+        mixture=mixed.report,
     )
+    return parts, _with_counts(facts, parts, config.group)
 
 
 def load_texts(

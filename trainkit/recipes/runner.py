@@ -37,6 +37,7 @@ from ..align.environments import Environment
 from ..align.rl import with_reward_metrics
 from ..charts import curves, draw_svg
 from ..config import check_items, dump_config, recheck
+from ..data.dataset import DataFacts
 from ..data.readers import write_examples
 from ..display import plural
 from ..eval.evaluator import AnswerMetrics
@@ -257,6 +258,14 @@ def _model_line(inputs: RunInputs) -> str:
     )
 
 
+def _mixture_lines(
+    data: DataFacts,
+) -> list[str]:  # None where there is a single dataset
+    "How much of each dataset is in the rows to train on."
+    lines = str(data.mixture).splitlines() if data.mixture else []
+    return [f"{'' if i else 'Mixture':<10} {line}" for i, line in enumerate(lines)]
+
+
 def plan_lines(
     inputs: RunInputs,
     trainer: Trainer,
@@ -269,6 +278,7 @@ def plan_lines(
     at_most = "" if isinstance(inputs, TextInputs) else " at most"
     return [
         *inputs.plan,
+        *_mixture_lines(inputs.data),
         _model_line(inputs),
         *(
             [f"Learns     {trainable_report(inputs.model)}"]

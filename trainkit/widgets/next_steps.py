@@ -175,7 +175,9 @@ def run_prompts(
             unique = {json.dumps(prompt): prompt for prompt in [*unique.values(), *asked]}
             held_out |= part == "eval" and bool(unique)
     if not unique:
-        raise ValueError(f"no row of {config.data.path} asks anything: type questions of your own")
+        raise ValueError(
+            f"no row of {', '.join(config.data.paths)} asks anything: type questions of your own"
+        )
     return [*unique.values()][:most], held_out
 
 

@@ -443,7 +443,7 @@ def visible_sections(
     return {
         "": ["method", "name"],
         "Model": model,
-        "Data": ["data.path", *columns, *data],
+        "Data": ["data.datasets" if config.data.datasets else "data.path", *columns, *data],
         "Training": [
             "train.num_train_epochs",
             "train.max_steps",
@@ -507,7 +507,8 @@ def switch_method(
         values["data.columns"] = {}
     corpora = corpora_for(METHODS[method].learns_from)
     known = {name for names in _CORPORA.values() for name in names}
-    if config.data.path in known and config.data.path not in corpora and corpora:
+    other = config.data.path in known and config.data.path not in corpora
+    if other and corpora and not config.data.datasets:
         values["data.path"] = corpora[0]
     try:
         return load_config(kind, nested(values))
@@ -671,20 +672,30 @@ def _vocabulary_advice(config: "RunConfig") -> Iterator[Advice]:
 
 
 def _data_advice(config: "RunConfig") -> Iterator[Advice]:
-    path = config.data.path
+    where = "data.datasets" if config.data.datasets else "data.path"
     learned = config.recipe.learns_from
     yield from _vocabulary_advice(config)
-    if missing_file(path):
-        yield Advice("data.path", f"There is no {short_path(path)}.", "missing")
     others = {n for names in _CORPORA.values() for n in names} - {*_CORPORA[learned]}
-    if path in others and not (path == "auto" and config.rl.environment):
-        text = f"{path} is data of another kind. {DATA_IN_WORDS[learned]}"
-        yield Advice("data.path", text, "missing")
+    for path in config.data.paths:
+        yield from _path_advice(config, path, where, path in others)
     if learned == "prompts" and not (config.rl.rewards or config.rl.environment):
         text = "Name at least one score: right_answer compares with the answer of a row."
         yield Advice("rl.rewards", text, "missing")
     if config.data.max_length < 16:
         yield Advice("data.max_length", "Longer texts are cut or refused at so few tokens.")
+
+
+def _path_advice(
+    config: "RunConfig",
+    path: str,
+    where: str,  # The knob that names it
+    other_kind: bool,  # A corpus that another method learns from
+) -> Iterator[Advice]:
+    if missing_file(path):
+        yield Advice(where, f"There is no {short_path(path)}.", "missing")
+    if other_kind and not (path == "auto" and config.rl.environment):
+        text = f"{path} is data of another kind. {DATA_IN_WORDS[config.recipe.learns_from]}"
+        yield Advice(where, text, "missing")
 
 
 _MANY_PASSES = 20  # After so many, small models repeat their rows
