@@ -82,8 +82,10 @@ def check_knobs(words):
     from trainkit.recipes import method_config
 
     method = words[words.index("--method") + 1] if "--method" in words else "pretrain"
-    source = {"method": method, "init_from": "a-model", "data": {"path": "a-file"}}
     changes = [word for word in words if re.match(r"[a-z_]+(\.\w+)?=", word)]
+    source = {"method": method, "init_from": "a-model"}
+    if not any(change.startswith("data.datasets=") for change in changes):
+        source["data"] = {"path": "a-file"}
     method_config(source, changes, profile="quick")
 
 

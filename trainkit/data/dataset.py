@@ -901,12 +901,14 @@ class DataConfig:
         return [source.path for source in read_sources(self.datasets)]
 
     def _check_mixture(self) -> None:
+        if not self.datasets:
+            return
         sources = read_sources(self.datasets)
         problems = []
-        if sources and self.path != "auto":
+        if self.path != "auto":
             remedy = "and data.datasets both say what is read: give one of them"
             problems.append(Problem("path", self.path, remedy))
-        if sources and sources[0].weight is not None and self.mix_temperature != 1:
+        if sources[0].weight is not None and self.mix_temperature != 1:
             remedy = "sets the proportions, which the weights of data.datasets set: give one"
             problems.append(Problem("mix_temperature", self.mix_temperature, remedy))
         if problems:

@@ -710,7 +710,7 @@ def prepare_sft(
     seconds: dict[str, float] = {}
     c, sft = config.data, config.sft
     with timed(seconds, "reading"):
-        if loaded is None and c.paths == ["auto"]:
+        if loaded is None and c.path == "auto" and not c.datasets:
             raise ValueError(
                 f"method = '{config.method}' learns answers to questions, and data.path = 'auto' "
                 "is plain text: set data.path to a file of questions with answers, or to "
@@ -1405,7 +1405,7 @@ def prepare_prompts(
     if environment is None and config.rl.environment:
         environment = find_environment(config.rl.environment)
     # Most environments choose their own task
-    alone = environment is not None and config.data.paths == ["auto"]
+    alone = environment is not None and config.data.path == "auto" and not config.data.datasets
     seconds: dict[str, float] = {}
     c = config.train
     _needs_base(config, base)
