@@ -744,8 +744,8 @@ def check_start(
     student = config.method == "distill" and not config.use_lora
     named = config.init_from or student or (fresh and _names_shape(source, overrides))
     if named or (recipe.learns_from == "text" and not config.adapts):
-        for source in config.data.datasets or [config.data.path]:
-            path = source.get("path") if isinstance(source, dict) else source
+        for entry in config.data.datasets or [config.data.path]:
+            path = entry.get("path") if isinstance(entry, dict) else entry
             _check_file(path, "data.datasets" if config.data.datasets else "data.path")
         if find_model and config.init_from and config.engine != "llamafactory":
             from trainkit.interop.hub import find_model_files

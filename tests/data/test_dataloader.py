@@ -316,3 +316,16 @@ def test_a_batch_too_small_takes_no_more_than_its_neighbour(sizes, joined):
     made = _join_small(batches, 2)
     assert [len(batch) for batch in made] == joined
     assert np.concatenate(made).tolist() == [*range(sum(sizes))]
+
+
+def test_a_batch_has_rows_of_one_task():
+    rows = [np.arange(2, 3 + n) for n in range(7)]
+    tasks = ["a", "b", "a", "b", "b", "a", "c"]
+    batches = Batches(rows, 2, shuffle=False, tasks=tasks)
+    got = [(batch["task"], batch["input_ids"].shape[0]) for batch in batches]
+    assert got == [("a", 2), ("a", 1), ("b", 2), ("b", 1), ("c", 1)] and len(batches) == 5
+    assert batches.task_names == ["a", "b", "c"] and batches.peek()["task"] == "a"
+    assert sorted(int(i) for plan in batches.plan(0) for i in plan) == [*range(7)]
+    for wrong in (dict(tasks=tasks), dict(tasks=["a"], shuffle=False)):
+        with pytest.raises(ValueError, match="give one for each, and shuffle=False"):
+            Batches(rows, 2, **wrong)

@@ -403,6 +403,7 @@ class _Planned(Dataset):
         self.rows = batches.rows
         self.plan = batches.plan(epoch)
         self.join = batches.join
+        self.tasks = batches.tasks
         # Rows in memory draw nothing
         in_memory = isinstance(batches.rows, (list, tuple, np.ndarray))
         self.place = None if in_memory else (batches.seed, epoch)
@@ -410,7 +411,7 @@ class _Planned(Dataset):
     def __len__(self) -> int:
         return len(self.plan)
 
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
+    def __getitem__(self, i: int) -> dict:
         plan = self.plan[i]
         with nullcontext() if self.place is None else seeded_random(*self.place, i):
             if plan.ndim == 2:
@@ -418,7 +419,10 @@ class _Planned(Dataset):
                 rows = [self.rows[r][start:stop] for r, start, stop in plan.tolist()]
             else:
                 rows = [self.rows[r] for r in plan.tolist()]
-            return self.join(rows)
+            batch = self.join(rows)
+        if self.tasks is None:
+            return batch
+        return {**batch, "task": str(self.tasks[plan[0]])}
 
 
 def _length(row: dict | np.ndarray) -> int:
@@ -463,6 +467,8 @@ class Batches:
         padding_free: bool = False,  # Each batch is one row with positions that start again
         num_workers: int = 0,  # Processes that prepare batches ahead
         pin_memory: bool = False,  # Put batches where a GPU fetches them faster
+        # Of each row: a batch has rows of one task, and its name as 'task'; in the order of `rows`
+        tasks: Sequence[str] | None = None,
     ):
         if batch_size < 1:
             raise ValueError(f"batch_size = {batch_size}: must be at least 1")
@@ -473,6 +479,11 @@ class Batches:
         if curriculum and (group_by_length or not shuffle):
             raise ValueError(
                 "a curriculum chooses the order of the rows: leave out group_by_length and "
+                "shuffle=False"
+            )
+        if tasks is not None and (shuffle or len(tasks) != len(rows)):
+            raise ValueError(
+                f"{len(tasks)} tasks for {plural(len(rows), 'row')}: give one for each, and "
                 "shuffle=False"
             )
         if (difficulty_fn is not None) != (
@@ -494,6 +505,7 @@ class Batches:
         self.group_by_length = group_by_length
         self.curriculum = curriculum
         self.max_tokens = max_tokens
+        self.tasks = None if tasks is None else np.array(tasks)
         self.epoch = 0
         self.index = 0
         needed = group_by_length or max_tokens is not None or curriculum is not None
@@ -571,18 +583,31 @@ class Batches:
             if self.cut:
                 plan = self._pieces(epoch)
             else:
-                plan = cut_batches(
-                    self.order(epoch),
-                    self.batch_size,
-                    self.lengths,
-                    self.max_tokens,
-                    self.padding_free,
-                    self.drop_last,
-                )
+                order = self.order(epoch)
+                plan = []
+                for rows in self._of_each_task(order):
+                    plan += cut_batches(
+                        rows,
+                        self.batch_size,
+                        self.lengths,
+                        self.max_tokens,
+                        self.padding_free,
+                        self.drop_last,
+                    )
             if self.group_by_length and self.shuffle:
                 plan = [plan[i] for i in shuffled(len(plan), self.seed, epoch, 1)]
             self._plan = epoch, _join_small(plan, self.min_rows)
         return self._plan[1]
+
+    @property
+    def task_names(self) -> list[str]:
+        "The different tasks, in the order of the rows."
+        return [] if self.tasks is None else [*dict.fromkeys(self.tasks.tolist())]
+
+    def _of_each_task(self, order: np.ndarray) -> list[np.ndarray]:
+        if self.tasks is None:
+            return [order]
+        return [order[self.tasks[order] == task] for task in self.task_names]
 
     def _pieces(self, epoch: int) -> list[np.ndarray]:
         """The plan of running text.

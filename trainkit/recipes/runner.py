@@ -519,6 +519,12 @@ def _final_metrics(
         trainer.notify("on_eval", **evaluation, best=False)
     if main:
         metrics, words = judge.end({**evaluation, **(trainer.history or [{}])[-1]})
+    tasks = getattr(trainer.eval_batches, "task_names", [])
+    losses = {task: evaluation[key] for task in tasks if (key := f"eval_{task}_loss") in evaluation}
+    if main and losses:
+        metrics |= {f"eval_{task}_loss": loss for task, loss in losses.items()}
+        each = ", ".join(f"{task} {loss:.3f}" for task, loss in losses.items())
+        words = [*words, f"Loss on each dataset: {each}"]
     if own:
         metrics |= {
             k[5:]: v

@@ -667,16 +667,38 @@ def evaluating(
         yield
 
 
+_Terms = dict[str, tuple[Scalar, Scalar, float]]  # Name -> sum, count, weight
+
+
+def _add_terms(
+    terms: _Terms,  # Changed in place
+    out: Loss,
+    counts: bool,  # False: another process has this batch
+    wide: torch.dtype,
+) -> None:
+    "Add the sums of one batch."
+    for name, (s, n, weight) in out.terms.items():
+        total_s, total_n, _ = terms.get(name, (0.0, 0, weight))
+        terms[name] = (
+            total_s + torch.as_tensor(s).to(wide) * counts,
+            total_n + torch.as_tensor(n) * counts,
+            weight,
+        )
+
+
 def eval_loss(
     model: nn.Module,
     objective: Callable,  # (model, batch) -> Loss
     batches: Iterable[dict],
     accelerator: "Accelerator",  # With several processes each takes its share
 ) -> dict[str, float]:  # 'loss', 'tokens' (items of the first term), and the objective's metrics
-    "The loss over all batches as if they were one; only sums are kept."
+    """The loss over all batches as if they were one; only sums are kept.
+
+    Batches of several tasks, which each names as its `task`, also give the `TASK_loss` of each."""
     if not hasattr(model, "shards"):
         model = accelerator.unwrap_model(model)  # type: ignore
-    terms = {}
+    terms: _Terms = {}
+    of_task: dict[str, _Terms] = {}
     metrics = {}
     size = accelerator.num_processes
     wide = _sum_dtype(accelerator)
@@ -685,27 +707,36 @@ def eval_loss(
         for group in accumulation_batches(batches, size):
             tick()
             counts = accelerator.process_index < len(group)
-            batch = group[accelerator.process_index if counts else 0]
+            batch = to_device(
+                group[accelerator.process_index if counts else 0],
+                accelerator.device,
+            )
+            task = batch.pop("task", None)
             with precision(accelerator), _explained(batch):
-                out = check_loss(objective(model, to_device(batch, accelerator.device)))
-            for name, (s, n, weight) in out.terms.items():
-                total_s, total_n, _ = terms.get(name, (0.0, 0, weight))
-                terms[name] = (
-                    total_s + torch.as_tensor(s).to(wide) * counts,
-                    total_n + torch.as_tensor(n) * counts,
-                    weight,
-                )
+                out = check_loss(objective(model, batch))
+            for name in (other["task"] for other in group if "task" in other):
+                of_task.setdefault(name, {})  # In every process, in the same order
+            for sums in (terms, *([of_task[task]] if task in of_task else [])):
+                _add_terms(sums, out, counts, wide)
             add_metrics(metrics, out, counts)
 
     def total(value: Scalar) -> float:
         return add_over_processes(value, accelerator)
 
-    read = {name: (total(s), total(n), weight) for name, (s, n, weight) in terms.items()}
-    if not any(n for _, n, _ in read.values()):
+    def read_all(sums: _Terms) -> list[tuple[float, float, float]]:
+        empty = {name: (0.0, 0, weight) for name, (_, _, weight) in terms.items()}
+        return [(total(s), total(n), weight) for s, n, weight in {**empty, **sums}.values()]
+
+    read = read_all(terms)
+    if not any(n for _, n, _ in read):
         raise NothingToLearn
     return {
-        "loss": sum(w * s / n for s, n, w in read.values() if n),
-        "tokens": int(next(iter(read.values()))[1]),
+        "loss": sum(w * s / n for s, n, w in read if n),
+        "tokens": int(read[0][1]),
+        **{
+            f"{task}_loss": sum(w * s / n for s, n, w in read_all(sums) if n)
+            for task, sums in (of_task.items() if len(of_task) > 1 else ())
+        },
         **{
             name: total(s) / count if (count := total(n)) else math.nan
             for name, (s, n) in metrics.items()
