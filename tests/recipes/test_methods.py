@@ -1007,3 +1007,30 @@ def test_an_adapter_on_text_needs_a_model(home, capsys):
         check_start(None, words)
     # Adapters are never implied for text: the config of each run names the group
     assert not method_config({"method": "pretrain", "lora": {"r": 2}}).adapts
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "sft",
+        pytest.param("pretrain", marks=pytest.mark.slow),
+        pytest.param("dpo", marks=pytest.mark.slow),
+    ],
+)
+def test_each_dataset_of_a_mixture_is_evaluated(home, tmp_path, method):
+    "Its loss is that of a run which holds out the same rows of it alone."
+    file = {"pretrain": "text.jsonl", "sft": "qa.jsonl", "dpo": "pairs.jsonl"}[method]
+    lines = (home / file).read_text().splitlines()
+    for name, some in (("one", lines[:20]), ("two", lines[20:])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(some))
+    common = {"eval_fraction": 0.3, "max_length": 32, "split_by": None}
+    paths = [str(tmp_path / f"{name}.jsonl") for name in ("one", "two")]
+    # No step changes the model, so all runs measure the same one
+    more = {"data": {**common, "datasets": paths}, "optim": {"learning_rate": 0.0}}
+    whole = run(config(home, method, f"mix-{method}", more, max_steps=1), verbose=False)
+    for name, path in zip(("one", "two"), paths, strict=True):
+        alone = {**more, "data": {**common, "path": path}}
+        single = run(config(home, method, f"{name}-{method}", alone, max_steps=1), verbose=False)
+        assert whole.metrics[f"eval_{name}_loss"] == pytest.approx(
+            single.metrics["eval_loss"], rel=1e-5
+        )

@@ -3115,6 +3115,7 @@ WORDS |= {  # Of the methods of TRL that compare answers
     "dpo.loss_type": lambda v, _: {"dpo.loss_type": "apo_zero" if v == "apo_zero_unpaired" else v},
 }
 WORDS |= {  # What is the same however it is set, of transformers and PEFT
+    "eval_on_each_dataset": Implied("each of data.datasets is evaluated by itself, too"),
     **dict.fromkeys(
         ("log_on_each_node", "log_level_replica"), Implied("the first process writes the log")
     ),
@@ -3180,7 +3181,7 @@ ANSWERS = {  # Words that no knob replaces -> what to do instead
         "upcast_lmhead_output infer_backend infer_dtype offload_folder use_kv_cache "
         "print_param_status quantization_device_map export_legacy_format export_hub_model_id "
         "vllm_maxlen vllm_gpu_util media_dir buffer_size "
-        "preprocessing_batch_size eval_num_beams ignore_pad_token_for_loss eval_on_each_dataset "
+        "preprocessing_batch_size eval_num_beams ignore_pad_token_for_loss "
         "tool_format data_shared_file_system freeze_trainable_modules "
         "freeze_extra_modules pissa_iter pissa_convert ppo_buffer_size ppo_score_norm ppo_target "
         "ref_model_adapters ref_model_quantization_bit reward_model_adapters reward_model_type "
