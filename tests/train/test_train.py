@@ -17,6 +17,7 @@ import torch
 from support.processes import begin, end, rests, together
 from torch import nn
 
+from trainkit.config import ConfigError
 from trainkit.data.dataloader import Batches, collate, pack
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
@@ -1580,3 +1581,10 @@ def test_noise_on_the_embeddings_ends_with_the_run():
     other = objective(counts=lm_loss.counts)(other)
     with pytest.raises(ValueError, match="neftune_noise_alpha=5 is for learning from texts"):
         trainer(loss=other, neftune_noise_alpha=5.0)
+
+
+def test_a_metric_that_no_evaluation_has_is_found_before_the_first_step():
+    here = trainer(metric_for_best_model="accuracy", eval_strategy="steps")
+    with pytest.raises(ConfigError, match="'accuracy': must be one of loss, seconds, tokens"):
+        here.train()
+    assert here.state.step == 0 and not here.history

@@ -721,6 +721,7 @@ class TRLTrainer(Trainer):
         self.bar.start_at(self.state.step)
         self.seconds_before = self.state.seconds
         self.last_log = time.monotonic(), self.state.tokens
+        self._check_metric()
         self.notify(
             "on_start",
             total_steps=self.total_steps,

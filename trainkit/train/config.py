@@ -311,7 +311,8 @@ def update_best(
     "Compare an evaluation with the best one, and count those without a gain above the threshold."
     name = "eval_" + config.metric_for_best_model.removeprefix("eval_")
     if name not in record:
-        why = f"must be one of {sorted(record)}"
+        names = [key.removeprefix("eval_") for key in sorted(record) if key.startswith("eval_")]
+        why = f"must be one of {', '.join(names)}"
         raise ConfigError([Problem("metric_for_best_model", config.metric_for_best_model, why)])
     greater_is_better = config.greater_is_better
     if greater_is_better is None:

@@ -60,7 +60,8 @@ from .optim import warmup_steps
 from .recovery import find_nonfinite, nonfinite_error, process_ends, worker_died
 from .sharding import GatheredState, ShardedModel, GatheredModel, GatheredOptimizer
 from .sharding import all_rng_states, gather, shard
-from .step import Compiled, OOMRetry, Step, StepTooBig, accumulation_batches
+from .step import Compiled, NothingToLearn, OOMRetry, Step, StepTooBig
+from .step import accumulation_batches
 from .step import add_over_processes, eval_loss, evaluating
 from .step import make_accelerator, master_weights, prepared, read_steps, train_step
 
@@ -289,6 +290,7 @@ class Trainer:
         self.bar.start_at(self.state.step)
         self.seconds_before = self.state.seconds
         self.last_log = time.monotonic(), self.state.tokens
+        self._check_metric()
         self.notify(
             "on_start",
             total_steps=self.total_steps,
@@ -297,6 +299,24 @@ class Trainer:
             optim=to_dict(self.optim),
             groups=show_groups(self.raw_optimizer),
         )
+
+    def _check_metric(self) -> None:
+        "Evaluate one batch where the best model is not chosen by the loss: its numbers are known."
+        name = "eval_" + self.config.metric_for_best_model.removeprefix("eval_")
+        batches = self.eval_batches
+        # Rollouts and callbacks measure when they are asked, and at a price
+        unknown = any(hasattr(callback, "on_measure") for callback in self.callbacks)
+        plain = hasattr(batches, "peek") and hasattr(batches, "join")
+        if name == "eval_loss" or unknown or not plain or self.config.eval_strategy == "no":
+            return
+        model = self.model if self.shards is None else self.wrapped_model
+        with suppress(NothingToLearn):
+            batch = batches.peek()  # type: ignore
+            found = eval_loss(model, self.objective, [batch], self.accelerator)
+            tasks = getattr(batches, "task_names", [])
+            names = [*found, *(f"{task}_loss" for task in tasks if len(tasks) > 1), "seconds"]
+            record = {f"eval_{name}": 0.0 for name in names}
+            update_best(TrainState(), {**record, "step": 0}, self.config)
 
     def _place_model(self) -> None:
         "Move the model to its device, or divide it among processes as the launcher asked."
