@@ -477,7 +477,7 @@ DIAGRAMS = {
             ("rows of a batch", "1"),
             ("compiled steps", "4, 5"),
             ("allowed tokens", "2"),
-            ("HTTP", "3"),
+            ("HTTP", "3, 6"),
         ],
     ],
     "15_audit": [

@@ -1070,3 +1070,110 @@ def test_a_tag_of_several_tokens_ends_a_thought():
     ids.append(ord("y"))
     assert {*range(264)} - barred() == {ord("e")}
     engine.close()
+
+
+def test_responses_are_chats_in_another_form(place):
+    "The same seed gives the same text, whole, in a stream, and as the answer of a chat."
+    client = place.client
+    asked = dict(model="small", max_output_tokens=9, extra_body=dict(seed=5))
+    logprobs = dict(include=["message.output_text.logprobs"], top_logprobs=2)
+    whole = client.responses.create(input="hello", instructions="Be kind.", **asked, **logprobs)
+    system = [dict(role="system", content="Be kind.")]
+    chat = client.chat.completions.create(
+        model="small", messages=system + HELLO, max_tokens=9, seed=5, logprobs=True, top_logprobs=2
+    )
+    assert whole.output_text == chat.choices[0].message.content
+    assert whole.usage.input_tokens == chat.usage.prompt_tokens and whole.usage.output_tokens == 9
+    (message,) = whole.output
+    pairs = zip(message.content[0].logprobs, chat.choices[0].logprobs.content, strict=True)
+    for own, other in pairs:
+        assert (own.token, len(own.top_logprobs)) == (other.token, 2)
+        assert own.logprob == pytest.approx(other.logprob, abs=1e-4)
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    events = [
+        *client.responses.create(input="hello", instructions="Be kind.", stream=True, **asked)
+    ]
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text == events[-1].response.output_text
+    assert [event.type for event in events[:3]] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+    ]
+    assert events[-1].type == "response.incomplete" and idle(place)
+
+
+def test_a_response_is_continued_and_forgotten(place, monkeypatch):
+    client = place.client
+    asked = dict(model="small", max_output_tokens=5, extra_body=dict(seed=1))
+    first = client.responses.create(input="hello", instructions="Be kind.", **asked)
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    answer = dict(role="assistant", content=first.output_text)
+    following = [*HELLO, answer, dict(role="user", content="and you?")]
+    second = client.responses.create(input="and you?", previous_response_id=first.id, **asked)
+    chat = client.chat.completions.create(
+        model="small", messages=following, max_tokens=5, seed=1
+    )  # Instructions are those of one request
+    assert second.output_text == chat.choices[0].message.content
+    assert second.usage.input_tokens == chat.usage.prompt_tokens
+    client.responses.delete(first.id)
+    alone = client.responses.create(input="hello", store=False, **asked)
+    for gone in (first.id, alone.id, "resp_none"):
+        with pytest.raises(openai.NotFoundError, match="there is no response"):
+            client.responses.create(input="a", previous_response_id=gone, **asked)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(gone)
+    assert len(place.server.responses.kept) <= place.server.config.max_responses
+
+
+def test_a_response_calls_tools_and_keeps_to_a_schema(place):
+    schema = dict(
+        type="object",
+        properties=dict(city=dict(enum=["Rome", "Oslo"])),
+        required=["city"],
+        additionalProperties=False,
+    )
+    tool = dict(type="function", name="weather", parameters=schema, strict=True)
+    common = dict(model="small", extra_body=dict(seed=3))
+    asked = dict(input="hello", tools=[tool], tool_choice="required", **common)
+    whole = place.client.responses.create(**asked)
+    (call,) = whole.output
+    assert (call.type, call.name, whole.status) == ("function_call", "weather", "completed")
+    city = json.loads(call.arguments)["city"]
+    events = [*place.client.responses.create(**asked, stream=True)]
+    (done,) = [e for e in events if e.type == "response.function_call_arguments.done"]
+    assert json.loads(done.arguments) == dict(city=city)
+    result = dict(type="function_call_output", call_id=call.call_id, output="rain")
+    talk = [dict(role="user", content="hello"), call.model_dump(exclude_none=True), result]
+    after = place.client.responses.create(input=talk, max_output_tokens=4, **common)
+    again = place.client.responses.create(
+        input=[result], previous_response_id=whole.id, max_output_tokens=4, **common
+    )
+    assert after.output_text == again.output_text
+    form = dict(format=dict(type="json_schema", name="place", schema=schema))
+    formed = place.client.responses.create(input="hello", text=form, **common)
+    assert json.loads(formed.output_text)["city"] in ("Rome", "Oslo")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (dict(input=[]), "messages"),
+        (dict(input=[dict(role="king", content="a")]), "messages[0]"),
+        (dict(input=[dict(type="computer_call")]), "input[0].type"),
+        (dict(input=[dict(role="user", content=[dict(type="input_image")])]), "input[0].content"),
+        (dict(input="a", tools=[dict(type="web_search")]), "tools[0]"),
+        (dict(input="a", background=True), "background"),
+        (dict(input="a", conversation="conv_1"), "conversation"),
+        (dict(input="a", max_output_tokens=10**9), "max_output_tokens"),
+        (dict(input="a", max_output_tokens=0), "max_output_tokens"),
+        (dict(input="a", temperature=-1), "temperature"),
+        (dict(input="a", model="gpt"), "model"),
+        (dict(input="a", text=dict(format=dict(type="json_schema"))), None),
+    ],
+)
+def test_wrong_fields_of_a_response_are_named(place, fields, param):
+    status, answer = ask(place, "/v1/responses", fields)
+    assert status in (400, 404) and (param is None or answer["error"]["param"] == param), answer
+    assert idle(place)

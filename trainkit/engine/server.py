@@ -1,8 +1,8 @@
 """An HTTP server with the interface of OpenAI's: chat, completions, embeddings, streaming, tools.
 
-`ChatServer` answers `/v1/chat/completions`, `/v1/completions`, `/v1/embeddings` and `/v1/models`
-with the fields and the errors of OpenAI's interface, `/health`, and `/metrics` for Prometheus. Its
-`app` is an ASGI application (Starlette). `serve` runs it until Ctrl-C, and `running` in a thread,
+`ChatServer` answers `/v1/chat/completions`, `/v1/responses`, `/v1/completions`, `/v1/embeddings`
+and `/v1/models` with the fields and the errors of OpenAI's interface, `/health`, and `/metrics` for
+Prometheus. Its `app` is an ASGI application (Starlette). `serve` runs it until Ctrl-C, and `running` in a thread,
 for notebooks and tests. In a shell it is `trainkit serve MODEL`.
 
 `ServerConfig` holds the limits: how long a body may be, who may ask, with which key. Adapters of
@@ -52,6 +52,8 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from .. import __version__
 from ..config import nearest
 from .constraints import Constraint, ConstraintError, Grammars
+from .responses import FieldError, ResponseStore, ResponseWriter, chat_fields
+from .responses import read_items
 from .scheduler import BatchEngine, Piece, QueueFull, Request
 from ..files import say, show_bytes
 from ..model.generation import Processor, TextStreamer, document_ids, read_prompts
@@ -236,6 +238,23 @@ class _ChatBody(_Sampling):
     chat_template_kwargs: _Object | None = None  # Not OpenAI's: as in vLLM and llama.cpp
 
 
+class _ResponseBody(BaseModel):
+    "Only what is needed before the body is read as that of a chat."
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    input: str | list[_Object] = Field("", max_length=2**20)
+    previous_response_id: str | None = None
+    store: bool | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    reasoning: _Object | None = None
+    text: _Object | None = None
+    include: list[str] | None = None
+    tools: list[_Object] | None = Field(None, max_length=128)
+
+
 class _TextBody(_Sampling):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -349,6 +368,7 @@ class ServerConfig:
     body_seconds: float = 30.0  # In which the body must arrive
     max_inputs: int = 256  # Answers in one request: prompts times `n`
     max_embeddings: int = 2048  # Texts to embed in one request
+    max_responses: int = 1000  # Kept for `previous_response_id`; 0: none
     max_connections: int = 1024
 
     def __post_init__(self):
@@ -776,18 +796,21 @@ def _failure(error: Exception) -> APIError:
 class _Events(StreamingResponse):
     "Server-sent events that stop when the client goes."
 
-    def __init__(self, watched: _Watched, events: AsyncIterator[_Object]):
+    def __init__(self, watched: _Watched, events: AsyncIterator[_Object], named: bool = False):
         self.watched = watched
+        self.named = named  # Each event says of which type it is
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(self._lines(events), headers=headers, media_type="text/event-stream")
 
     async def _lines(self, events: AsyncIterator[_Object]) -> AsyncIterator[bytes]:
         try:
             async for event in events:
-                yield b"data: " + _json(event) + b"\n\n"
+                head = f"event: {event['type']}\n".encode() if self.named else b""
+                yield head + b"data: " + _json(event) + b"\n\n"
         except APIError as error:
-            yield b"data: " + _json(error.body()) + b"\n\n"
-        yield b"data: [DONE]\n\n"
+            yield b"event: error\n" * self.named + b"data: " + _json(error.body()) + b"\n\n"
+        if not self.named:
+            yield b"data: [DONE]\n\n"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -841,8 +864,11 @@ class ChatServer:
         self._reading = threading.Lock()  # Tokenizer and templates, by one thread at a time
         self._grammars: Grammars | None = None
         self._beyond: dict[str, list[int]] = {}
+        self.responses = ResponseStore(self.config.max_responses)
         routes = {
             "/v1/chat/completions": (self._chat, "POST"),
+            "/v1/responses": (self._respond, "POST"),
+            "/v1/responses/{name}": (self._one_response, "GET DELETE"),
             "/v1/completions": (self._text, "POST"),
             "/v1/embeddings": (self._embeddings, "POST"),
             "/v1/models": (self._models, "GET"),
@@ -858,7 +884,7 @@ class ChatServer:
             # Around the gate: a page must be able to read its refusals, too
             more.insert(0, Middleware(CORSMiddleware, allow_origins=origins, **every))
         self.app = Starlette(
-            routes=[Route(path, to, methods=[verb]) for path, (to, verb) in routes.items()],
+            routes=[Route(path, to, methods=verbs.split()) for path, (to, verbs) in routes.items()],
             middleware=more,
             exception_handlers={HTTPException: _not_found, APIError: _refused},
         )
@@ -926,9 +952,10 @@ class ChatServer:
             self._beyond[rest] = found
         return self._beyond[rest]
 
-    def _limit(self, body: _Sampling, default: int | None) -> int:
-        param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        asked: int | None = getattr(body, param)
+    def _limit(self, body: _Sampling, default: int | None, param: str = "") -> int:
+        own = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        asked: int | None = getattr(body, own)
+        param = param or own  # What the client calls it
         most = self.scheduler.max_length
         if asked == 0:
             text = f"{param}: must be at least 1, or -1 for no limit of its own"
@@ -1049,13 +1076,14 @@ class ChatServer:
         watched: _Watched,
         prepare: Callable[[], None],
         body: _Sampling,
-        shape: "_ChatShape | _TextShape",
+        shape: "_ChatShape | _ResponseShape | _TextShape",
     ) -> Response:
         try:
             await _unless_gone(http.receive, run_in_threadpool(prepare))
             if body.stream:
-                response = _Events(watched, shape.stream(watched, body.wants_usage))
-                return response  # It closes what is watched
+                events = shape.stream(watched, body.wants_usage)
+                # It closes what is watched
+                return _Events(watched, events, isinstance(shape, _ResponseShape))
 
             async def collect() -> None:
                 async for job, piece in watched.pieces():
@@ -1071,7 +1099,46 @@ class ChatServer:
 
     async def _chat(self, http: HttpRequest) -> Response:
         body = await self._body(http, _ChatBody)
-        limit = self._limit(body, None)
+        return await self._answer_chat(http, body, _ChatShape(self, body), self._limit(body, None))
+
+    async def _respond(self, http: HttpRequest) -> Response:
+        asked = await self._body(http, _ResponseBody)
+        fields = asked.model_dump(exclude_unset=True)
+        earlier = []
+        if name := asked.previous_response_id:
+            earlier = self._known_response(name, "previous_response_id")[1]
+        try:
+            body = _ChatBody.model_validate(chat_fields(fields, earlier))
+        except FieldError as error:
+            raise APIError(400, str(error), error.param) from None
+        except ValidationError as error:
+            raise _first_problem(error) from None
+        limit = self._limit(body, None, "max_output_tokens")
+        shape = _ResponseShape(self, body, fields, [*earlier, *read_items(asked.input)])
+        return await self._answer_chat(http, body, shape, limit)
+
+    def _known_response(self, name: str, param: str | None = None) -> tuple[_Object, list[_Object]]:
+        try:
+            return self.responses.get(name)
+        except KeyError:
+            text = f"there is no response '{name[:200]}': it was not stored, or is forgotten"
+            raise APIError(404, text, param) from None
+
+    async def _one_response(self, http: HttpRequest) -> Response:
+        name = http.path_params["name"]
+        response, _ = self._known_response(name)
+        if http.method == "DELETE":
+            self.responses.remove(name)
+            response = dict(id=name, object="response", deleted=True)
+        return JSONResponse(response)
+
+    async def _answer_chat(
+        self,
+        http: HttpRequest,
+        body: _ChatBody,
+        shape: "_ChatShape | _ResponseShape",
+        limit: int,
+    ) -> Response:
         watched = _Watched(self)
 
         def prepare() -> None:
@@ -1105,7 +1172,7 @@ class ChatServer:
                 grammar,
             )
 
-        return await self._answer(http, watched, prepare, body, _ChatShape(self, body))
+        return await self._answer(http, watched, prepare, body, shape)
 
     async def _text(self, http: HttpRequest) -> Response:
         body = await self._body(http, _TextBody)
@@ -1331,6 +1398,55 @@ class _ChatShape(_Shape):
                 yield chunk(job, {}, self.reason(job, piece))
         if usage:
             yield head | dict(choices=[], usage=watched.usage())
+
+
+class _ResponseShape(_ChatShape):
+    "The items of the Responses interface, and their events."
+
+    def __init__(
+        self,
+        server: ChatServer,
+        body: _ChatBody,
+        fields: _Object,  # As the client has sent them
+        messages: list[_Object],  # The conversation, without the instructions
+    ):
+        super().__init__(server, body)
+        self.writer = ResponseWriter(fields, body.model or server.name)
+        self.messages = messages
+        self.thought = 0
+
+    def push(self, job: _Job, piece: Piece) -> list[_Object]:
+        "The events of a piece."
+        self.thought += job.reader.state == "reasoning_content" and piece.token is not None
+        logprobs = self.logprob(piece)
+        events = []
+        for kind, value in self.parts(job, piece):
+            events += self.writer.push(kind, value, logprobs if kind == "content" else ())
+            logprobs = [] if kind == "content" else logprobs
+        return events
+
+    def end(self, watched: _Watched) -> list[_Object]:
+        (job,) = watched.jobs
+        events = self.writer.end(job.request.finish_reason, watched.usage(), self.thought)
+        if self.writer.response["store"]:
+            self.server.responses.put(self.writer.response, self.messages)
+        return events
+
+    def collect(self, job: _Job, piece: Piece) -> None:
+        self.push(job, piece)
+
+    def whole(self, watched: _Watched) -> _Object:
+        self.end(watched)
+        return self.writer.response
+
+    async def stream(self, watched: _Watched, usage: bool) -> AsyncIterator[_Object]:
+        for event in self.writer.begin():
+            yield event
+        async for job, piece in watched.pieces():
+            for event in self.push(job, piece):
+                yield event
+        for event in self.end(watched):
+            yield event
 
 
 class _TextShape(_Shape):
