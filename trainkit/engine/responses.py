@@ -219,6 +219,11 @@ class ResponseWriter:
         items = self.response["output"]
         return items[-1] if items and items[-1]["status"] == "in_progress" else None
 
+    @property
+    def in_message(self) -> bool:
+        "Whether a text is being written."
+        return self._open is not None and self._open["type"] == "message"
+
     def _of_item(self, kind: str, in_text: bool = True, **fields: object) -> _Object:
         "An event of the last item, or of its text."
         items = self.response["output"]

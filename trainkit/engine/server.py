@@ -1414,15 +1414,22 @@ class _ResponseShape(_ChatShape):
         self.writer = ResponseWriter(fields, body.model or server.name)
         self.messages = messages
         self.thought = 0
+        self.waiting: list[_Object] = []  # Probabilities of tokens whose text is kept back
 
     def push(self, job: _Job, piece: Piece) -> list[_Object]:
         "The events of a piece."
-        self.thought += job.reader.state == "reasoning_content" and piece.token is not None
-        logprobs = self.logprob(piece)
+        thinks = job.reader.state == "reasoning_content"
+        self.thought += thinks and piece.token is not None
+        self.waiting += [] if thinks else self.logprob(piece)
         events = []
         for kind, value in self.parts(job, piece):
-            events += self.writer.push(kind, value, logprobs if kind == "content" else ())
-            logprobs = [] if kind == "content" else logprobs
+            if kind == "content":
+                events += self.writer.push(kind, value, self.waiting)
+                self.waiting = []
+            else:
+                events += self.writer.push(kind, value)
+        if piece.finish_reason and self.waiting and self.writer.in_message:
+            events += self.writer.push("content", "", self.waiting)
         return events
 
     def end(self, watched: _Watched) -> list[_Object]:
