@@ -363,7 +363,9 @@ class Falling:
 
 
 def judged(folder, callbacks=(), **more):
-    knobs = dict(eval_strategy="steps", eval_steps=2, save_total_limit=1, load_best_model_at_end=True)
+    knobs = dict(
+        eval_strategy="steps", eval_steps=2, save_total_limit=1, load_best_model_at_end=True
+    )
     knobs |= dict(metric_for_best_model="gain") | more
     return trainer(
         folder, [Falling(), *callbacks], judge=Batches(ROWS[:4], 4, shuffle=False), **knobs
@@ -399,9 +401,7 @@ def test_the_best_weights_come_back_from_wherever_they_are(tmp_path, monkeypatch
             return real(path, *rest)
 
         monkeypatch.setattr(checkpoint, "write_tensors", full)
-        last = judged(
-            tmp_path, [keep], on_save_error="warn", async_save=way.endswith("background")
-        )
+        last = judged(tmp_path, [keep], on_save_error="warn", async_save=way.endswith("background"))
         result = last.train()
     else:
         first = tmp_path / "first"
