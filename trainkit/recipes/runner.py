@@ -591,7 +591,7 @@ def _resume_hint(
         if kind is None or not issubclass(kind, KeyboardInterrupt):
             return
         if not find_checkpoints(folder / "checkpoints"):
-            say("Nothing was saved: the run has no checkpoint yet, and begins anew.")
+            say("Nothing was saved: the run has no checkpoint yet, and begins from the start.")
         say(_how_to_resume(folder, given))
 
     return leave

@@ -1093,7 +1093,7 @@ class Trainer:
         return {name: value for name, value in saved.items() if name not in names}
 
     def _restart_comparisons(self, path: Path) -> None:
-        "Count and compare evaluations anew where patience or the metric was another."
+        "Forget earlier evaluations where there was no patience, or another metric decided."
         s = self.state
         c = self.config
         before = read_manifest(path)["about"].get("identity", {}).get("train", {})
