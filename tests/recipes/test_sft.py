@@ -173,18 +173,22 @@ def test_stopped_and_resumed_it_ends_the_same(home):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
-def test_two_presses_end_a_run_at_once_and_it_says_how_to_resume(home, capsys):
+@pytest.mark.parametrize("every", [1, 5])
+def test_two_presses_end_a_run_at_once_and_it_says_how_to_resume(home, capsys, every):
+    "Also where it has no checkpoint yet: then it says that nothing was saved."
+
     class Press:
         def on_step(self, trainer, record):
             if trainer.state.step == 3:
                 signal.raise_signal(signal.SIGINT)
                 signal.raise_signal(signal.SIGINT)
 
-    pressed = config(home, "pressed", max_steps=9, save_strategy="steps", save_steps=1)
+    pressed = config(home, f"pressed-{every}", max_steps=9, save_strategy="steps", save_steps=every)
     with pytest.raises(KeyboardInterrupt):
         run(pressed, callbacks=[Press()])
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == f"Resume with: trainkit train --resume {pressed.folder}"
+    assert lines[-2].startswith("Nothing was saved: the run has no checkpoint") == (every == 5)
     assert run(pressed, resume=True, verbose=False).steps == 9
 
 

@@ -140,6 +140,18 @@ def test_a_killed_sweep_continues_to_the_same_end(swept, tmp_path, monkeypatch, 
     assert equal(*map(weights, models))
 
 
+def test_a_second_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):
+    def pressed(*words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_take_step", pressed)
+    config = method_config(WORDS | dict(runs_dir=str(tmp_path)))
+    lines = []
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(config, SPACE, PLAN, say=lines.append)
+    assert lines == [f"Resume with: trainkit sweep --resume {tmp_path / 'small-sweep'}"]
+
+
 def test_limits_stop_a_sweep_that_can_go_on(tmp_path, undrawn):
     config = method_config(WORDS | dict(runs_dir=str(tmp_path)))
     lines = []

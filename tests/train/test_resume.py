@@ -17,13 +17,15 @@ import kill_resume
 
 import trainkit.train.checkpoint as checkpoint
 from trainkit.train.checkpoint import checkpoint_problem, read_manifest
+from trainkit.align.dpo import Converged
 from trainkit.data.dataloader import Batches
+from trainkit.progress import StopNow
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.train.optim import OptimConfig
 from trainkit.train.config import TrainConfig
 from trainkit.train.checkpoint import find_checkpoints, latest_checkpoint
-from trainkit.train.trainer import Trainer
+from trainkit.train.trainer import Trainer, check_identity
 from trainkit.train.objectives import lm_loss
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -68,7 +70,7 @@ def test_twenty_kills_at_random(tmp_path, context, kind):
     )
 
 
-def trainer(folder, callbacks=(), rate=1e-2, **more):
+def trainer(folder, callbacks=(), rate=1e-2, judge=None, curve="linear", **more):
     torch.manual_seed(0)
     model = Transformer(
         ModelConfig(
@@ -83,8 +85,9 @@ def trainer(folder, callbacks=(), rate=1e-2, **more):
         model,
         lm_loss,
         Batches(ROWS, 4, seed=1),
+        judge,
         config=TrainConfig(**plan),
-        optim=OptimConfig(learning_rate=rate),
+        optim=OptimConfig(learning_rate=rate, lr_scheduler_type=curve),
         callbacks=callbacks,
     )
 
@@ -350,3 +353,235 @@ def test_another_schedule_is_refused(tmp_path):
     with pytest.raises(ValueError, match="give the build_schedule of the run"):
         made(level).train(resume=True)
     assert made(falling).train(resume=True).steps == 12
+
+
+class Falling:
+    "Each evaluation is worse than the one before, so the first is the best; another metric rises."
+
+    def on_measure(self, trainer, record):
+        record |= dict(eval_gain=-record["step"], eval_rise=record["step"])
+
+
+def judged(folder, callbacks=(), **more):
+    knobs = dict(
+        eval_strategy="steps", eval_steps=2, save_total_limit=1, load_best_model_at_end=True
+    )
+    knobs |= dict(metric_for_best_model="gain") | more
+    return trainer(
+        folder, [Falling(), *callbacks], judge=Batches(ROWS[:4], 4, shuffle=False), **knobs
+    )
+
+
+def stop_at(step):
+    return At(step, lambda t: t.control.stop())
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+class Keep:
+    "The weights after the second step, which are the best."
+
+    def on_step(self, trainer, record):
+        if record["step"] == 2:
+            self.weights = weights(trainer.model)
+
+
+@pytest.mark.parametrize("way", ["turned on", "elsewhere", "copied", "disk", "disk in background"])
+def test_the_best_weights_come_back_from_wherever_they_are(tmp_path, monkeypatch, way):
+    "They were in no checkpoint of this folder, and the run ended in an error after its last step."
+    keep = Keep()
+    if way.startswith("disk"):
+        real = checkpoint.write_tensors
+
+        def full(path, *rest):
+            if "checkpoint-2" in str(path):
+                raise OSError(28, "No space left on device")
+            return real(path, *rest)
+
+        monkeypatch.setattr(checkpoint, "write_tensors", full)
+        last = judged(tmp_path, [keep], on_save_error="warn", async_save=way.endswith("background"))
+        result = last.train()
+    else:
+        first = tmp_path / "first"
+        on = way == "elsewhere"
+        judged(first, [keep, stop_at(7)], load_best_model_at_end=on).train()
+        folder = first if way == "turned on" else tmp_path / "second"
+        last = judged(folder, [stop_at(9)] if way == "copied" else ())
+        result = last.train(resume=first / "checkpoints" / "checkpoint-7")
+        if way == "copied":  # The second resume knows nothing of the first folder
+            last = judged(folder)
+            result = last.train(resume=True)
+    assert (result.steps, result.best_metric) == (12, -2)
+    assert torch.equal(weights(last.model), keep.weights)
+    saved = last.read_model(last.model, last.folder / "model")
+    assert all(torch.equal(t, last.model.state_dict()[name]) for name, t in saved.items())
+    assert not any("best evaluation" in note for note in result.notes)
+
+
+def test_best_weights_that_are_nowhere_are_looked_for_anew_or_left(tmp_path):
+    import shutil
+
+    judged(tmp_path, [stop_at(7)], load_best_model_at_end=False).train()
+    shutil.rmtree(tmp_path / "best_model")
+    result = judged(tmp_path).train(resume=True)
+    assert "of step 2, no longer counts: neither its checkpoint" in result.notes[1]
+    assert (result.best_metric, result.steps) == (-8, 12)
+
+    def lose(trainer):
+        trainer.flush_checkpoint()
+        for name in ("best_model", "checkpoints/checkpoint-2"):
+            shutil.rmtree(tmp_path / "lost" / name)
+
+    lost = judged(tmp_path / "lost", [At(11, lose)])
+    result = lost.train()
+    assert "of step 2, cannot be loaded (there is neither checkpoint-2" in result.notes[-1]
+    saved = lost.read_model(lost.model, tmp_path / "lost" / "model")
+    assert all(torch.equal(t, lost.model.state_dict()[name]) for name, t in saved.items())
+
+
+def test_a_best_step_whose_only_save_failed_is_not_taken(tmp_path, monkeypatch):
+    real = checkpoint.write_tensors
+
+    def full(path, *rest):
+        if "checkpoint-2" in str(path):
+            raise OSError(28, "No space left on device")
+        return real(path, *rest)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    knobs = dict(on_save_error="warn", save_strategy="no", async_save=False)
+    result = judged(tmp_path, **knobs).train()
+    assert result.best_metric == -4 and not (tmp_path / "best_model").exists()
+
+
+@pytest.mark.parametrize("at", [5, 9, 10])
+def test_a_resumed_run_converges_at_the_same_step(tmp_path, at):
+    "The margin stands still from step 4 on; three evaluations later the run ends."
+
+    class Margin:
+        def on_measure(self, trainer, record):
+            record["eval_margin"] = min(record["step"], 4)
+
+    def made(*more):
+        knobs = dict(load_best_model_at_end=False)
+        return judged(tmp_path, [Margin(), Converged("eval_margin"), *more], **knobs)
+
+    made(stop_at(at)).train()
+    result = made().train(resume=True)
+    assert (result.steps, result.stop_reason) == (10, "converged")
+
+
+def test_only_callbacks_with_a_state_are_in_a_checkpoint(tmp_path):
+    judged(tmp_path / "without", [stop_at(3)]).train()
+    judged(tmp_path / "with", [Converged("eval_gain"), Converged(), stop_at(1)]).train()
+    texts = [
+        (tmp_path / path / "state.json").read_text()
+        for path in ("without/checkpoints/checkpoint-3", "with/checkpoints/checkpoint-1")
+    ]
+    assert "callbacks" not in texts[0]
+    assert '"callbacks": {"Converged": {"values": []}, "Converged 2": {"values": []}}' in texts[1]
+
+
+def test_data_that_began_anew_are_each_seen_once_also_after_an_interrupt(tmp_path):
+    "A step that is left in the middle takes its place in the data from the state of the run."
+    seen = []
+
+    class Rows:
+        def on_step(self, trainer, record):
+            at = trainer.train_batches
+            seen.extend(at.plan(at.epoch)[at.index - 1])
+
+    def made(*callbacks, rows=ROWS):
+        run = trainer(tmp_path, callbacks, max_steps=14)
+        run.train_batches = Batches(rows, 4, seed=1)
+        run.train_start = run.train_batches.state_dict()
+        run._lengths = {0: len(run.train_batches)}
+        return run
+
+    made(stop_at(8)).train()  # In the second epoch
+    left = made(Rows(), rows=ROWS[:16])
+    objective, calls = left.objective, []
+
+    def third(model, batch):
+        calls.append(batch)
+        if len(calls) == 3:
+            raise StopNow("in the middle of a step")
+        return objective(model, batch)
+
+    left.objective = third
+    left.train(resume=True, force_resume=True)
+    made(Rows(), stop_at(12), rows=ROWS[:16]).train(resume=True)
+    assert sorted(seen) == list(range(16))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(early_stopping_patience=3), "ends, or keeps a model, differently"),
+        (dict(load_best_model_at_end=False), "ends, or keeps a model, differently"),
+        (dict(on_nan="skip"), "ends, or keeps a model, differently"),
+        (dict(eval_steps=3), "ends, or keeps a model, differently"),
+        (dict(max_steps=13), "ends, or keeps a model, differently"),
+        (dict(save_steps=4), "with the same result"),
+        (dict(eval_steps=3, load_best_model_at_end=False), "with the same result"),
+    ],
+)
+def test_what_a_changed_knob_changes(change, words):
+    "A change of how a run ends is allowed, and not called one without effect."
+    first = {name: change[name] for name in [*change][1:]}
+    before, now = (judged("x", curve="constant", **knobs).identity() for knobs in (first, change))
+    notes = check_identity(before, now, "checkpoint-5")
+    assert len(notes) == 1 and words in notes[0]
+
+
+def test_accumulation_is_said_once(tmp_path):
+    now = trainer(tmp_path, gradient_accumulation_steps=2).identity()
+    notes = check_identity(trainer(tmp_path).identity(), now, "checkpoint-5", force=True)
+    assert len(notes) == 1 and "batches_per_step was 1 and is 2" in notes[0]
+
+
+def test_a_new_patience_counts_from_the_resume(tmp_path):
+    judged(tmp_path, [stop_at(9)], max_steps=20).train()
+    result = judged(tmp_path, max_steps=20, early_stopping_patience=3).train(resume=True)
+    assert (result.steps, result.stop_reason) == (14, "early stopping")
+
+
+def test_another_metric_begins_without_the_best_of_the_old_one(tmp_path):
+    judged(tmp_path, [stop_at(7)], metric_for_best_model="loss").train()
+    run = judged(tmp_path, metric_for_best_model="rise")
+    with pytest.raises(ValueError, match="metric_for_best_model"):
+        run.train(resume=True)
+    result = run.train(resume=True, force_resume=True)
+    assert result.best_metric == 12
+    assert any("was chosen by eval_loss, the least" in note for note in result.notes)
+
+
+def test_the_rates_of_an_optimizer_of_ones_own(tmp_path):
+    "They are logged, another one is refused, and a forced resume takes those of this run."
+
+    def made(rate, decay, *callbacks):
+        run = trainer(tmp_path, callbacks, curve="constant")
+        run.build_optimizer = lambda model, config: torch.optim.AdamW(
+            model.parameters(), lr=rate, weight_decay=decay
+        )
+        return run
+
+    result = made(0.05, 0.0, stop_at(4)).train()
+    assert {record["learning_rate"] for record in result.history} == {0.05}
+    assert made(0.05, 0.0, stop_at(5)).train(resume=True).steps == 5
+    for rate, decay, words in ((0.01, 0.0, "initial_lr"), (0.05, 0.5, "weight_decay")):
+        with pytest.raises(ValueError, match=f"build_optimizer: {words} of group 0 was"):
+            made(rate, decay).train(resume=True)
+    forced = made(0.01, 0.5)
+    result = forced.train(resume=True, force_resume=True)
+    group = forced.raw_optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == (0.01, 0.5)
+    assert {record["learning_rate"] for record in result.history} == {0.01}
+    assert "initial_lr of group 0 was 0.05 and is 0.01" in result.notes[0]
+
+
+def test_the_refusal_names_the_checkpoint():
+    before, now = (dict(facts=dict(given=dict(rewards=[name]))) for name in "fg")
+    with pytest.raises(ValueError, match="^checkpoint-5 belongs to another run: rewards given in"):
+        check_identity(before, now, "checkpoint-5")

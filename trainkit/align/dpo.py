@@ -445,6 +445,20 @@ class Converged:
         self.metric = metric
         self.patience = patience
         self.threshold = threshold
+        self.values: list[float] = []  # One for each evaluation so far
+
+    def state_dict(self) -> dict[str, list[float]]:
+        "For the checkpoint: a resumed run must stop where an uninterrupted one does."
+        return dict(values=self.values)
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        self.values = [*state["values"]]
+
+    def on_start(self, trainer: "Trainer", record: dict) -> None:
+        if not record["start_step"]:  # Another run of the same trainer
+            self.values = []
+        elif self.flat(self.values):
+            trainer.control.stop("converged")
 
     def flat(
         self,
@@ -462,5 +476,6 @@ class Converged:
     def on_eval(self, trainer: "Trainer", record: dict) -> None:
         if self.metric not in record:
             raise ValueError(f"an evaluation has no {self.metric!r}, only {', '.join(record)}")
-        if self.flat([r[self.metric] for r in trainer.history if self.metric in r]):
+        self.values.append(record[self.metric])
+        if self.flat(self.values):
             trainer.control.stop("converged")

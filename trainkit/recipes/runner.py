@@ -74,7 +74,7 @@ from trainkit.recipes.preparation import (
     timed,
     unused_model_knobs,
 )
-from .saving import save_trained
+from .saving import read_trained, save_trained
 from ..system import environment as collect_facts
 from ..train.checkpoint import file_hash, find_checkpoints, run_lock
 from ..train.config import AT_RUNG, EXIT_CODES, Control, Result, TrainConfig
@@ -331,7 +331,7 @@ def make_trainer(
     config = inputs.config
     judge = judge or make_judge(inputs)
     loop = Trainer if config.engine == "trainkit" else partial(make_loop, inputs)
-    return loop(
+    trainer = loop(
         inputs.model,
         inputs.objective or lm_loss,
         inputs.train_batches,
@@ -345,6 +345,8 @@ def make_trainer(
         facts=inputs.identity,
         build_optimizer=offloaded_optimizer if config.train.offload_optimizer else None,
     )
+    trainer.read_model = partial(read_trained, inputs)
+    return trainer
 
 # %% ../../nbs/11_recipes/01_recipes.ipynb #run-steps
 def own_metrics(
@@ -592,9 +594,11 @@ def _resume_hint(
     "For an `ExitStack`: say how to resume a run that was interrupted and could not finish."
 
     def leave(kind: type[BaseException] | None, *_: object) -> None:
-        stopped = kind is not None and issubclass(kind, KeyboardInterrupt)
-        if stopped and find_checkpoints(folder / "checkpoints"):
-            say(_how_to_resume(folder, given))
+        if kind is None or not issubclass(kind, KeyboardInterrupt):
+            return
+        if not find_checkpoints(folder / "checkpoints"):
+            say("Nothing was saved: the run has no checkpoint yet, and begins from the start.")
+        say(_how_to_resume(folder, given))
 
     return leave
 

@@ -969,7 +969,10 @@ def run_sweep(
                     break
             try:
                 sweep.exit_code = _take_step(sweep, trial, rung, over)
-            finally:  # A second Ctrl-C, too
+            except KeyboardInterrupt:  # A second Ctrl-C
+                say(f"Resume with: trainkit sweep --resume {sweep.folder}")
+                raise
+            finally:
                 sweep.seconds = before + time.monotonic() - began
                 sweep.save()
             say(_progress_line(sweep, trial, rung))
