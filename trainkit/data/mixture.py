@@ -53,7 +53,10 @@ def whole_parts(
     "Split a number by shares, with the largest remainder method (Hamilton)."
     exact = [total * p for p in parts]
     whole = [int(e) for e in exact]
-    order = sorted(range(len(parts)), key=lambda i: (whole[i] - exact[i], i))
+    order = sorted(
+        range(len(parts)),
+        key=lambda i: (whole[i] - exact[i], i),
+    )
     for i in order[: total - sum(whole)]:
         whole[i] += 1
     return whole
@@ -193,7 +196,11 @@ def mix(
     sizes = [len(rows) for rows in datasets.values()]
     proportions = shares(sizes, weights, temperature)
     if total is None:
-        total = mixture_size(sizes, proportions, stopping_strategy)
+        total = mixture_size(
+            sizes,
+            proportions,
+            stopping_strategy,
+        )
     counts = whole_parts(total, proportions)
     if prefixes is True:
         prefixes = {name: f"[TASK:{name.upper()}] " for name in datasets}
@@ -204,9 +211,18 @@ def mix(
         draw = random.Random(f"{seed}/{name}")
         order = []
         while len(order) < count:
-            order += draw.sample(range(len(rows)), min(len(rows), count - len(order)))
+            order += draw.sample(
+                range(len(rows)),
+                min(len(rows), count - len(order)),
+            )
         mark = marks.get(name)
-        out += [{**(add_prefix(rows[i], mark) if mark else rows[i]), "task": name} for i in order]
+        out += [
+            {
+                **(add_prefix(rows[i], mark) if mark else rows[i]),
+                "task": name,
+            }
+            for i in order
+        ]
         parts[name] = dict(
             rows=len(rows),
             used=count,
@@ -230,18 +246,31 @@ def mix(
 class DataSource:
     "One of several datasets of a run; what it leaves empty is as the group `data` says."
 
-    path: str = knob(..., "A file, a folder, a corpus or a Hugging Face dataset owner/name")
-    name: str = knob("", "Its task, which its rows are marked with; empty: the name of the file")
+    path: str = knob(
+        ...,
+        "A file, a folder, a corpus or a Hugging Face dataset owner/name",
+    )
+    name: str = knob(
+        "",
+        "Its task, which its rows are marked with; empty: the name of the file",
+    )
     weight: float | None = knob(
         None, "How much of it, in any unit; unset in all: as many rows as there are", low=0
     )
     kind: str | None = knob(None, "Kind of its rows")
     text_column: str | None = knob(None, "The column that holds its text")
-    columns: dict[str, str] = knob({}, "Other names of its columns, as in {prompt: question}")
+    columns: dict[str, str] = knob(
+        {},
+        "Other names of its columns, as in {prompt: question}",
+    )
     dataset_config: str | None = knob(None, "Which part of a Hugging Face dataset")
     split: str | None = knob(None, "The split to train on")
     validation_split: str | None = knob(None, "The split to evaluate on")
-    max_examples: int | None = knob(None, "Read at most this many of its rows", low=1)
+    max_examples: int | None = knob(
+        None,
+        "Read at most this many of its rows",
+        low=1,
+    )
 
     def __post_init__(self):
         check_config(self)
@@ -271,7 +300,13 @@ def read_sources(
             remedy = "is missing, and the others have one"
             problems.append(Problem(f"datasets[{lacking[0]}].weight", ..., remedy))
         elif sources and not lacking and not any(source.weight for source in sources):
-            problems.append(Problem("datasets", ..., "have weights of 0 only"))
+            problems.append(
+                Problem(
+                    "datasets",
+                    ...,
+                    "have weights of 0 only",
+                )
+            )
     if problems:
         raise ConfigError(problems, "DataConfig")
     files = [Path(source.path).name.partition(".")[0] for source in sources]

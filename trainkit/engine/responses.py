@@ -15,7 +15,7 @@ import json
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -52,8 +52,15 @@ def _texts(value: object, place: str) -> str:
 def _function_call(item: _Object, place: str) -> _Object:
     if not isinstance(item.get("name"), str):
         raise FieldError(f"{place}.name", "a call names its function")
-    function = dict(name=item["name"], arguments=item.get("arguments") or "{}")
-    return dict(id=item.get("call_id") or item.get("id"), type="function", function=function)
+    function = dict(
+        name=item["name"],
+        arguments=item.get("arguments") or "{}",
+    )
+    return dict(
+        id=item.get("call_id") or item.get("id"),
+        type="function",
+        function=function,
+    )
 
 
 def read_items(
@@ -80,7 +87,12 @@ def read_items(
             if item.get("role") == "assistant" and last.get("role") == "assistant":
                 last["content"] += text
             else:
-                messages.append(dict(role=item.get("role"), content=text))
+                messages.append(
+                    dict(
+                        role=item.get("role"),
+                        content=text,
+                    )
+                )
         elif kind == "reasoning":
             thought = _texts(item.get("content") or [], f"{place}.content")
             if thought:
@@ -89,7 +101,13 @@ def read_items(
             of_assistant().setdefault("tool_calls", []).append(_function_call(item, place))
         elif kind == "function_call_output":
             text = _texts(item.get("output"), f"{place}.output")
-            messages.append(dict(role="tool", tool_call_id=item.get("call_id"), content=text))
+            messages.append(
+                dict(
+                    role="tool",
+                    tool_call_id=item.get("call_id"),
+                    content=text,
+                )
+            )
         else:
             raise FieldError(f"{place}.type", f"{kind!r} is not supported")
     return messages
@@ -125,7 +143,10 @@ def _tool_choice(choice: str | _Object) -> object:
         return _nested(choice, "tool_choice")
     if kind == "allowed_tools":
         named = [_nested(tool, "tool_choice.tools") for tool in choice.get("tools") or []]
-        allowed = dict(mode=choice.get("mode", "auto"), tools=named)
+        allowed = dict(
+            mode=choice.get("mode", "auto"),
+            tools=named,
+        )
         return dict(type="allowed_tools", allowed_tools=allowed)
     return choice
 
@@ -139,7 +160,7 @@ def _response_format(text: _Object) -> _Object | None:
 
 
 def chat_fields(
-    body: Mapping[str, Any],  # A request of the Responses interface
+    body: _Object,  # A request of the Responses interface
     earlier: Sequence[_Object] = (),  # Messages of the conversation that it continues
 ) -> _Object:  # Raises `FieldError`
     "The same request as one for a chat completion."
@@ -183,13 +204,21 @@ class ResponseWriter:
 
     def __init__(
         self,
-        body: Mapping[str, Any],  # The request, which the response repeats
+        body: _Object,  # The request, which the response repeats
         model: str,  # Its name
     ):
         repeated = ("instructions", "max_output_tokens", "previous_response_id", "temperature")
         repeated += ("top_p", "user", "metadata", "top_logprobs")
-        usual = dict(tools=[], tool_choice="auto", parallel_tool_calls=True, store=True)
-        usual |= dict(text=dict(format=dict(type="text")), truncation="disabled")
+        usual = dict(
+            tools=[],
+            tool_choice="auto",
+            parallel_tool_calls=True,
+            store=True,
+        )
+        usual |= dict(
+            text=dict(format=dict(type="text")),
+            truncation="disabled",
+        )
         self.response: _Object = dict(
             id=_new_id("resp"),
             object="response",
@@ -227,7 +256,10 @@ class ResponseWriter:
     def _of_item(self, kind: str, in_text: bool = True, **fields: object) -> _Object:
         "An event of the last item, or of its text."
         items = self.response["output"]
-        place: _Object = dict(item_id=items[-1]["id"], output_index=len(items) - 1)
+        place: _Object = dict(
+            item_id=items[-1]["id"],
+            output_index=len(items) - 1,
+        )
         if in_text:
             place["content_index"] = 0
         return self._event(kind, **place, **fields)
@@ -238,26 +270,37 @@ class ResponseWriter:
         return self._event(f"output_item.{kind}", output_index=place, item=deepcopy(items[-1]))
 
     def _add(self, kind: str, **fields: object) -> _Object:
-        item = dict(id=_new_id(_PREFIXES[kind]), type=kind, status="in_progress", **fields)
+        item = dict(
+            id=_new_id(_PREFIXES[kind]),
+            type=kind,
+            status="in_progress",
+            **fields,
+        )
         self.response["output"].append(item)
         return self._item_event("added")
 
     def begin(self) -> list[_Object]:  # Events
         "The first events, before anything is written."
         return [
-            self._event("created", response=deepcopy(self.response)),
-            self._event("in_progress", response=deepcopy(self.response)),
+            self._event(
+                "created",
+                response=deepcopy(self.response),
+            ),
+            self._event(
+                "in_progress",
+                response=deepcopy(self.response),
+            ),
         ]
 
     def push(
         self,
         kind: str,  # 'content', 'reasoning_content' or 'tool_call', as `AnswerReader` says
-        value: Any,  # A text; of a call its name, arguments and perhaps id
+        value: str | _Object,  # A text; of a call its name, arguments and perhaps id
         logprobs: Sequence[_Object] = (),  # Of the tokens of a text
     ) -> list[_Object]:  # Events
         "Add a part of the answer."
         kind = _KINDS[kind]
-        if kind == "function_call":
+        if isinstance(value, dict):
             return self._call(value)
         own = self._open
         if own is None or own["type"] != kind:
@@ -265,21 +308,46 @@ class ResponseWriter:
                 self.blank += value
                 return []
             value, self.blank = self.blank + value, ""
-        return [*self._open_text(kind), *self._write(kind, value, list(logprobs))]
+        return [
+            *self._open_text(kind),
+            *self._write(
+                kind,
+                value,
+                list(logprobs),
+            ),
+        ]
 
     def _open_text(self, kind: str) -> list[_Object]:
         if (own := self._open) is not None and own["type"] == kind:
             return []
         events = self.close()
         if kind == "reasoning":
-            events.append(self._add(kind, summary=[], content=[]))
+            events.append(
+                self._add(
+                    kind,
+                    summary=[],
+                    content=[],
+                )
+            )
         else:
-            events.append(self._add(kind, role="assistant", content=[]))
+            events.append(
+                self._add(
+                    kind,
+                    role="assistant",
+                    content=[],
+                )
+            )
         part: _Object = dict(type=_PARTS[kind], text="")
         if kind == "message":
             part |= dict(annotations=[], logprobs=[])
         self.response["output"][-1]["content"].append(part)
-        return [*events, self._of_item("content_part.added", part=deepcopy(part))]
+        return [
+            *events,
+            self._of_item(
+                "content_part.added",
+                part=deepcopy(part),
+            ),
+        ]
 
     def _write(self, kind: str, text: str, logprobs: list[_Object]) -> list[_Object]:
         part = self.response["output"][-1]["content"][0]
@@ -294,10 +362,23 @@ class ResponseWriter:
         events = self.close()
         self.blank = ""
         own = call.get("id") or _new_id("call")
-        events.append(self._add("function_call", call_id=own, name=call["name"], arguments=""))
+        events.append(
+            self._add(
+                "function_call",
+                call_id=own,
+                name=call["name"],
+                arguments="",
+            )
+        )
         words = json.dumps(call["arguments"], ensure_ascii=False)
         self.response["output"][-1]["arguments"] = words
-        events.append(self._of_item("function_call_arguments.delta", False, delta=words))
+        events.append(
+            self._of_item(
+                "function_call_arguments.delta",
+                False,
+                delta=words,
+            )
+        )
         return [*events, *self.close()]
 
     def close(self, status: str = "completed") -> list[_Object]:  # Events
@@ -308,20 +389,31 @@ class ResponseWriter:
         events = []
         if item["type"] == "function_call":
             fields = dict(name=item["name"], arguments=item["arguments"])
-            events.append(self._of_item("function_call_arguments.done", False, **fields))
+            events.append(
+                self._of_item(
+                    "function_call_arguments.done",
+                    False,
+                    **fields,
+                )
+            )
         else:
             part = item["content"][0]
             fields = dict(text=part["text"])
             if item["type"] == "message":
                 fields["logprobs"] = part["logprobs"]
             events.append(self._of_item(f"{part['type']}.done", **fields))
-            events.append(self._of_item("content_part.done", part=deepcopy(part)))
+            events.append(
+                self._of_item(
+                    "content_part.done",
+                    part=deepcopy(part),
+                )
+            )
         return [*events, self._item_event("done")]
 
     def end(
         self,
         finish_reason: str,  # 'length' if the limit has cut the answer
-        usage: Mapping[str, Any],  # Of a chat completion
+        usage: _Object,  # Of a chat completion
         thought: int = 0,  # Tokens of the reasoning
     ) -> list[_Object]:  # Events
         "The last events; `response` is whole from here on."
@@ -331,16 +423,33 @@ class ResponseWriter:
         called = any(item["type"] == "function_call" for item in self.response["output"])
         if not self.response["output"] or (self.blank and not called):
             events += self._open_text("message")
-            events += self._write("message", self.blank, []) if self.blank else []
+            events += (
+                self._write(
+                    "message",
+                    self.blank,
+                    [],
+                )
+                if self.blank
+                else []
+            )
         events += self.close(status)
-        self.response |= dict(status=status, usage=response_usage(usage, thought))
+        self.response |= dict(
+            status=status,
+            usage=response_usage(usage, thought),
+        )
         if not whole:
             self.response["incomplete_details"] = dict(reason="max_output_tokens")
-        return [*events, self._event(status, response=deepcopy(self.response))]
+        return [
+            *events,
+            self._event(
+                status,
+                response=deepcopy(self.response),
+            ),
+        ]
 
 
 def response_usage(
-    usage: Mapping[str, Any],  # Of a chat completion
+    usage: _Object,  # Of a chat completion
     thought: int = 0,  # Tokens of the reasoning
 ) -> _Object:
     "The counts of tokens under the names of the Responses interface."

@@ -52,8 +52,8 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from .. import __version__
 from ..config import nearest
 from .constraints import Constraint, ConstraintError, Grammars
-from .responses import FieldError, ResponseStore, ResponseWriter, chat_fields
-from .responses import read_items
+from .responses import _Object, FieldError, ResponseStore, ResponseWriter
+from .responses import chat_fields, read_items
 from .scheduler import BatchEngine, Piece, QueueFull, Request
 from ..files import say, show_bytes
 from ..model.generation import Processor, TextStreamer, document_ids, read_prompts
@@ -67,7 +67,6 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/14_engine/03_server.ipynb #eng3-error
 log = logging.getLogger("trainkit.serve")
-_Object = dict[str, Any]  # A JSON object, of a request or an answer
 
 
 class APIError(Exception):
@@ -525,7 +524,11 @@ def _from_format(form: _Object) -> _Maker | None:
         schema = place.get("schema")
         if isinstance(schema, dict):
             return lambda grammars: grammars.json_schema(schema)
-        raise APIError(400, "response_format.json_schema.schema is missing", "response_format")
+        raise APIError(
+            400,
+            "response_format.json_schema.schema is missing",
+            "response_format",
+        )
     if kind == "regex" and isinstance(form.get("regex"), str):
         return lambda grammars: grammars.regex(form["regex"])
     text = f"response_format.type: {kind!r} must be text, json_object, json_schema or regex"
@@ -624,14 +627,22 @@ def _named_tools(tools: Sequence[_Object], wanted: object) -> list[_Object]:
     for item in wanted if isinstance(wanted, list) else []:
         function = item.get("function") if isinstance(item, dict) else None
         if not isinstance(function, dict) or "name" not in function:
-            raise APIError(400, "tool_choice: function.name is missing", "tool_choice")
+            raise APIError(
+                400,
+                "tool_choice: function.name is missing",
+                "tool_choice",
+            )
         own = [tool for tool in tools if tool["function"]["name"] == function["name"]]
         if not own:
             text = f"tool_choice: there is no tool {function['name']!r}"
             raise APIError(400, text, "tool_choice")
         found += own
     if not found:
-        raise APIError(400, "tool_choice: it names no tool", "tool_choice")
+        raise APIError(
+            400,
+            "tool_choice: it names no tool",
+            "tool_choice",
+        )
     return found
 
 
@@ -647,7 +658,11 @@ def _choose_tools(
         return tools, []
     if kind == "required" and isinstance(choice, str):
         if not tools:
-            raise APIError(400, "tool_choice: required, and there are no tools", "tool_choice")
+            raise APIError(
+                400,
+                "tool_choice: required, and there are no tools",
+                "tool_choice",
+            )
         return tools, tools
     if kind == "function":
         return tools, _named_tools(tools, [choice])
@@ -693,7 +708,11 @@ class _AfterThought:
         if not size:
             return logits
         spoiling = self.server.tokens_beyond(self.closing[size:])
-        places = torch.tensor(spoiling, dtype=torch.int64, device=logits.device)
+        places = torch.tensor(
+            spoiling,
+            dtype=torch.int64,
+            device=logits.device,
+        )
         return logits.index_fill(-1, places, -torch.inf)
 
 
@@ -733,11 +752,28 @@ class _Watched:
                 self.loop.call_soon_threadsafe(self.queue.put_nowait, (index, piece))
 
         try:
-            request = self.server.scheduler.add(prompt, listener=listen, wait=False, **options)
+            request = self.server.scheduler.add(
+                prompt,
+                listener=listen,
+                wait=False,
+                **options,
+            )
         except ValueError as error:
             code = "context_length_exceeded" if "tokens" in str(error) else None
-            raise APIError(400, str(error), code=code) from None
-        self.made.append(_Job(index, request, reader, first, plain))
+            raise APIError(
+                400,
+                str(error),
+                code=code,
+            ) from None
+        self.made.append(
+            _Job(
+                index,
+                request,
+                reader,
+                first,
+                plain,
+            )
+        )
 
     def start(self) -> None:
         "Let all that was added wait for a row."
@@ -787,7 +823,11 @@ class _Watched:
 def _failure(error: Exception) -> APIError:
     if isinstance(error, ConstraintError):
         return APIError(400, str(error), "response_format")
-    log.error("%s while writing: %s", type(error).__name__, error)
+    log.error(
+        "%s while writing: %s",
+        type(error).__name__,
+        error,
+    )
     if isinstance(error, (FloatingPointError, ValueError)):
         return APIError(500, str(error))
     return APIError(500, f"the model failed: {type(error).__name__}")
@@ -800,7 +840,11 @@ class _Events(StreamingResponse):
         self.watched = watched
         self.named = named  # Each event says of which type it is
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(self._lines(events), headers=headers, media_type="text/event-stream")
+        super().__init__(
+            self._lines(events),
+            headers=headers,
+            media_type="text/event-stream",
+        )
 
     async def _lines(self, events: AsyncIterator[_Object]) -> AsyncIterator[bytes]:
         try:
@@ -820,7 +864,11 @@ class _Events(StreamingResponse):
 
 
 def _json(value: object) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return json.dumps(
+        value,
+        ensure_ascii=False,
+        separators=(",", ":"),
+    ).encode("utf-8", "replace")
 
 
 async def _unless_gone(receive: Receive, answer: Awaitable[_Answer]) -> _Answer:
@@ -840,7 +888,11 @@ async def _unless_gone(receive: Receive, answer: Awaitable[_Answer]) -> _Answer:
     finally:
         work.cancel()
         watch.cancel()
-        await asyncio.gather(work, watch, return_exceptions=True)
+        await asyncio.gather(
+            work,
+            watch,
+            return_exceptions=True,
+        )
 
 
 class ChatServer:
@@ -882,9 +934,23 @@ class ChatServer:
             origins = list(self.config.allow_origins)
             every: dict[str, Any] = dict(allow_methods=["*"], allow_headers=["*"])
             # Around the gate: a page must be able to read its refusals, too
-            more.insert(0, Middleware(CORSMiddleware, allow_origins=origins, **every))
+            more.insert(
+                0,
+                Middleware(
+                    CORSMiddleware,
+                    allow_origins=origins,
+                    **every,
+                ),
+            )
         self.app = Starlette(
-            routes=[Route(path, to, methods=verbs.split()) for path, (to, verbs) in routes.items()],
+            routes=[
+                Route(
+                    path,
+                    to,
+                    methods=verbs.split(),
+                )
+                for path, (to, verbs) in routes.items()
+            ],
             middleware=more,
             exception_handlers={HTTPException: _not_found, APIError: _refused},
         )
@@ -907,7 +973,12 @@ class ChatServer:
         if name not in self.names:
             hint = nearest(name, self.names)
             text = f"there is no model '{name[:200]}', only {', '.join(self.names)}.{hint}"
-            raise APIError(404, text, "model", "model_not_found")
+            raise APIError(
+                404,
+                text,
+                "model",
+                "model_not_found",
+            )
         return "" if name == self.name else name
 
     async def _body(self, http: HttpRequest, kind: type[_Body]) -> _Body:
@@ -935,7 +1006,13 @@ class ChatServer:
             yield
         except QueueFull as error:
             again = {"Retry-After": "1"}
-            raise APIError(429, str(error), None, "rate_limit_exceeded", again) from None
+            raise APIError(
+                429,
+                str(error),
+                None,
+                "rate_limit_exceeded",
+                again,
+            ) from None
         except RuntimeError as error:
             raise APIError(503, str(error)) from None
 
@@ -964,7 +1041,12 @@ class ChatServer:
             return most
         if asked is not None and asked > most:
             text = f"{param}: {asked} is too large: this model writes at most {most} tokens"
-            raise APIError(400, text, param, "max_tokens_too_large")
+            raise APIError(
+                400,
+                text,
+                param,
+                "max_tokens_too_large",
+            )
         return asked or min(default or most, most)
 
     def _constraint(self, body: _Sampling, grammar: str | None = None) -> Constraint | None:
@@ -1045,7 +1127,13 @@ class ChatServer:
                     body.presence_penalty or 0.0, body.frequency_penalty or 0.0, bias, size
                 )
                 if constraint is not None and own.state == "reasoning_content":
-                    processors.append(_AfterThought(constraint, self, own.closing))
+                    processors.append(
+                        _AfterThought(
+                            constraint,
+                            self,
+                            own.closing,
+                        )
+                    )
                 elif constraint is not None:
                     processors.append(constraint)
                 seed = None if body.seed is None else (body.seed + i) % 2**63
@@ -1083,7 +1171,11 @@ class ChatServer:
             if body.stream:
                 events = shape.stream(watched, body.wants_usage)
                 # It closes what is watched
-                return _Events(watched, events, isinstance(shape, _ResponseShape))
+                return _Events(
+                    watched,
+                    events,
+                    isinstance(shape, _ResponseShape),
+                )
 
             async def collect() -> None:
                 async for job, piece in watched.pieces():
@@ -1099,7 +1191,12 @@ class ChatServer:
 
     async def _chat(self, http: HttpRequest) -> Response:
         body = await self._body(http, _ChatBody)
-        return await self._answer_chat(http, body, _ChatShape(self, body), self._limit(body, None))
+        return await self._answer_chat(
+            http,
+            body,
+            _ChatShape(self, body),
+            self._limit(body, None),
+        )
 
     async def _respond(self, http: HttpRequest) -> Response:
         asked = await self._body(http, _ResponseBody)
@@ -1110,12 +1207,26 @@ class ChatServer:
         try:
             body = _ChatBody.model_validate(chat_fields(fields, earlier))
         except FieldError as error:
-            raise APIError(400, str(error), error.param) from None
+            raise APIError(
+                400,
+                str(error),
+                error.param,
+            ) from None
         except ValidationError as error:
             raise _first_problem(error) from None
         limit = self._limit(body, None, "max_output_tokens")
-        shape = _ResponseShape(self, body, fields, [*earlier, *read_items(asked.input)])
-        return await self._answer_chat(http, body, shape, limit)
+        shape = _ResponseShape(
+            self,
+            body,
+            fields,
+            [*earlier, *read_items(asked.input)],
+        )
+        return await self._answer_chat(
+            http,
+            body,
+            shape,
+            limit,
+        )
 
     def _known_response(self, name: str, param: str | None = None) -> tuple[_Object, list[_Object]]:
         try:
@@ -1129,7 +1240,11 @@ class ChatServer:
         response, _ = self._known_response(name)
         if http.method == "DELETE":
             self.responses.remove(name)
-            response = dict(id=name, object="response", deleted=True)
+            response = dict(
+                id=name,
+                object="response",
+                deleted=True,
+            )
         return JSONResponse(response)
 
     async def _answer_chat(
@@ -1163,7 +1278,11 @@ class ChatServer:
                         chat_template_kwargs=switches,
                     )[0]
             except (TypeError, ValueError) as error:
-                raise APIError(400, str(error), "messages") from None
+                raise APIError(
+                    400,
+                    str(error),
+                    "messages",
+                ) from None
             opening = self.tokenizer.decode(ids[-32:])  # A thought may begin there
             logprobs = (body.top_logprobs or 0) if body.logprobs else None
             self._add(
@@ -1172,28 +1291,59 @@ class ChatServer:
                 grammar,
             )
 
-        return await self._answer(http, watched, prepare, body, shape)
+        return await self._answer(
+            http,
+            watched,
+            prepare,
+            body,
+            shape,
+        )
 
     async def _text(self, http: HttpRequest) -> Response:
         body = await self._body(http, _TextBody)
         if body.suffix:
-            raise APIError(400, "suffix is not supported", "suffix")
+            raise APIError(
+                400,
+                "suffix is not supported",
+                "suffix",
+            )
         if body.echo and body.stream:
-            raise APIError(400, "echo is not supported in a stream", "echo")
+            raise APIError(
+                400,
+                "echo is not supported in a stream",
+                "echo",
+            )
         if body.best_of not in (None, 1, body.n):
             raise APIError(400, "best_of is not supported: ask for n answers", "best_of")
         if not body.prompt and not isinstance(body.prompt, str):
-            raise APIError(400, "prompt: is an empty list", "prompt")
+            raise APIError(
+                400,
+                "prompt: is an empty list",
+                "prompt",
+            )
         limit = self._limit(body, 16)
         watched = _Watched(self)
 
         def prepare() -> None:
             prompts = _listed(body.prompt)
-            self._add(watched, body, prompts, limit, body.logprobs, AnswerReader)
+            self._add(
+                watched,
+                body,
+                prompts,
+                limit,
+                body.logprobs,
+                AnswerReader,
+            )
 
         shape = _TextShape(self, body)
         shape.echo = bool(body.echo)
-        return await self._answer(http, watched, prepare, body, shape)
+        return await self._answer(
+            http,
+            watched,
+            prepare,
+            body,
+            shape,
+        )
 
     async def _embeddings(self, http: HttpRequest) -> Response:
         body = await self._body(http, _EmbeddingBody)
@@ -1219,7 +1369,13 @@ class ChatServer:
                 if body.encoding_format == "base64":
                     packed = struct.pack(f"<{len(embedding)}f", *embedding)
                     embedding = base64.b64encode(packed).decode()
-                rows.append(dict(object="embedding", index=i, embedding=embedding))
+                rows.append(
+                    dict(
+                        object="embedding",
+                        index=i,
+                        embedding=embedding,
+                    )
+                )
             return rows, read
 
         try:
@@ -1228,11 +1384,21 @@ class ChatServer:
             raise APIError(400, str(error), "input") from None
         usage = dict(prompt_tokens=read, total_tokens=read)
         return JSONResponse(
-            dict(object="list", data=rows, model=body.model or self.name, usage=usage)
+            dict(
+                object="list",
+                data=rows,
+                model=body.model or self.name,
+                usage=usage,
+            )
         )
 
     def _model(self, name: str) -> _Object:
-        about = dict(id=name, object="model", created=self.created, owned_by="trainkit")
+        about = dict(
+            id=name,
+            object="model",
+            created=self.created,
+            owned_by="trainkit",
+        )
         parent = None if name == self.name else self.name
         return about | dict(parent=parent, max_model_len=self.scheduler.max_length)
 
@@ -1247,7 +1413,11 @@ class ChatServer:
     async def _health(self, http: HttpRequest) -> Response:
         running, waiting = self.engine.load
         state = "ok" if self.engine.alive else "stopped"
-        about = dict(status=state, running=running, waiting=waiting)
+        about = dict(
+            status=state,
+            running=running,
+            waiting=waiting,
+        )
         return JSONResponse(about, 200 if self.engine.alive else 503)
 
     async def _show_metrics(self, http: HttpRequest) -> Response:
@@ -1261,7 +1431,11 @@ async def _not_found(http: HttpRequest, error: Exception) -> Response:
     text = f"{http.method} {path}: {known.detail}"
     if known.status_code == 404 and not path.startswith("/v1/"):
         text += ". The interface is below /v1: is it missing in the base_url?"
-    return APIError(known.status_code, text, headers=known.headers).response()
+    return APIError(
+        known.status_code,
+        text,
+        headers=known.headers,
+    ).response()
 
 
 async def _refused(http: HttpRequest, error: Exception) -> Response:
@@ -1308,7 +1482,11 @@ class _ChatShape(_Shape):
 
         def entry(token: int, logprob: float) -> _Object:
             text, data = self.token(token)
-            return dict(token=text, logprob=max(logprob, -9999.0), bytes=data)
+            return dict(
+                token=text,
+                logprob=max(logprob, -9999.0),
+                bytes=data,
+            )
 
         top = [entry(*pair) for pair in piece.top]
         return [entry(piece.token, piece.logprob) | dict(top_logprobs=top)]
@@ -1348,7 +1526,11 @@ class _ChatShape(_Shape):
             content = texts["content"]
             if calls:
                 content = content.strip() or None
-            message: _Object = dict(role="assistant", content=content, refusal=None)
+            message: _Object = dict(
+                role="assistant",
+                content=content,
+                refusal=None,
+            )
             if texts["reasoning_content"]:
                 message["reasoning_content"] = texts["reasoning_content"]
             if calls:
@@ -1363,7 +1545,11 @@ class _ChatShape(_Shape):
                     finish_reason=self.reason(job, last),
                 )
             )
-        return self.about | dict(object="chat.completion", choices=choices, usage=watched.usage())
+        return self.about | dict(
+            object="chat.completion",
+            choices=choices,
+            usage=watched.usage(),
+        )
 
     async def stream(self, watched: _Watched, usage: bool) -> AsyncIterator[_Object]:
         head = (
@@ -1376,7 +1562,12 @@ class _ChatShape(_Shape):
             reason: str | None = None,
             logprobs: _Object | None = None,
         ) -> _Object:
-            choice = dict(index=job.index, delta=delta, logprobs=logprobs, finish_reason=reason)
+            choice = dict(
+                index=job.index,
+                delta=delta,
+                logprobs=logprobs,
+                finish_reason=reason,
+            )
             return head | dict(choices=[choice])
 
         for job in watched.jobs:
@@ -1393,7 +1584,12 @@ class _ChatShape(_Shape):
                 yield chunk(job, {kind: value}, None, logprobs)
                 logprobs = None
             if logprobs:  # Of a token whose text is kept back
-                yield chunk(job, dict(content=""), None, logprobs)
+                yield chunk(
+                    job,
+                    dict(content=""),
+                    None,
+                    logprobs,
+                )
             if piece.finish_reason:
                 yield chunk(job, {}, self.reason(job, piece))
         if usage:
@@ -1424,17 +1620,29 @@ class _ResponseShape(_ChatShape):
         events = []
         for kind, value in self.parts(job, piece):
             if kind == "content":
-                events += self.writer.push(kind, value, self.waiting)
+                events += self.writer.push(
+                    kind,
+                    value,
+                    self.waiting,
+                )
                 self.waiting = []
             else:
                 events += self.writer.push(kind, value)
         if piece.finish_reason and self.waiting and self.writer.in_message:
-            events += self.writer.push("content", "", self.waiting)
+            events += self.writer.push(
+                "content",
+                "",
+                self.waiting,
+            )
         return events
 
     def end(self, watched: _Watched) -> list[_Object]:
         (job,) = watched.jobs
-        events = self.writer.end(job.request.finish_reason, watched.usage(), self.thought)
+        events = self.writer.end(
+            job.request.finish_reason,
+            watched.usage(),
+            self.thought,
+        )
         if self.writer.response["store"]:
             self.server.responses.put(self.writer.response, self.messages)
         return events
@@ -1484,7 +1692,13 @@ class _TextShape(_Shape):
         if piece.logprob is None or piece.token is None:
             return None
         token = self.token(piece.token)[0]
-        return self.entry(job, token, len(piece.text), piece.logprob, piece.top)
+        return self.entry(
+            job,
+            token,
+            len(piece.text),
+            piece.logprob,
+            piece.top,
+        )
 
     def begin(self, job: _Job) -> None:
         "Begin an answer with its prompt."
@@ -1524,7 +1738,11 @@ class _TextShape(_Shape):
                     finish_reason=job.request.finish_reason,
                 )
             )
-        return self.about | dict(object="text_completion", choices=choices, usage=watched.usage())
+        return self.about | dict(
+            object="text_completion",
+            choices=choices,
+            usage=watched.usage(),
+        )
 
     async def stream(self, watched: _Watched, usage: bool) -> AsyncIterator[_Object]:
         head = self.about | dict(object="text_completion") | (dict(usage=None) if usage else {})
