@@ -1,7 +1,9 @@
 "Windows of a long text, and what the sandbox's filter of system calls allows."
 
 import contextlib
+import math
 import struct
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from support.snapshots import compare
 
 from trainkit import ModelConfig, Transformer
-from trainkit.eval import scoring
+from trainkit.eval import scoring, stats
 from trainkit.eval.code_eval import _find_place, _seccomp_filter
 from trainkit.eval.scoring import windows
 from trainkit.eval.stats import sign_flip_p
@@ -141,3 +143,83 @@ def test_a_batch_takes_as_many_tokens_as_there_is_room_for(monkeypatch):
     monkeypatch.setattr(scoring, "TOKENS", (8, 8))
     scoring.score_pieces(model, [([1, 2, 3, 4], 1)] * 5)
     assert sizes == [2, 2, 1]
+
+
+# --- intervals and tests by plain arithmetic
+
+
+@pytest.mark.parametrize("level, z", [(0.5, 0.6744898), (0.9, 1.6448536), (0.95, 1.9599640)])
+def test_the_ends_of_a_share_are_z_standard_errors_away(level, z):
+    "Of their own standard error, as Wilson's interval is defined."
+    for n in (1, 2, 10, 97):
+        for successes in {0, 1, n // 2, n - 1, n}:
+            ours = stats.proportion(successes, n, level)
+            for end in (ours.low, ours.high):
+                away = z * math.sqrt(end * (1 - end) / n)
+                assert away == pytest.approx(abs(successes / n - end), rel=1e-6) or end in (0, 1)
+            assert ours.low <= successes / n <= ours.high
+            assert (ours.value, ours.n, ours.level) == (successes / n, n, level)
+        assert (stats.proportion(0, n).low, stats.proportion(n, n).high) == (0, 1)
+    for wrong in ((-1, 3), (4, 3), (0, 0)):
+        with pytest.raises(ValueError, match="successes out of|nothing to take a share of"):
+            stats.proportion(*wrong)
+    for wrong in (0, 1, -0.1, 1.1):
+        with pytest.raises(ValueError, match="it is a share such as 0.95"):
+            stats.proportion(1, 2, wrong)
+    assert (
+        stats.win_rate([1, 0.5, 0, 0.5]) == stats.proportion(2, 4)
+        and stats.proportion(0.5, 1).value == 0.5
+    )
+    with pytest.raises(ValueError, match="outcome 1 is 0.25"):
+        stats.win_rate([1, 0.25])
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 14, 15, 40])
+def test_flipped_signs_are_counted(n):
+    "All of them for up to 14 differences; of a sample the first is what was seen."
+    draw = np.random.default_rng(n)
+    d = np.round(draw.normal(0.3, 1, n), 1)
+    d[d == 0] = 0.7
+    found = stats.sign_flip_p(np.concatenate([d, np.zeros(3)]), resamples=4000)
+    if n <= 14:
+        signs = np.array([*product((-1, 1), repeat=n)])
+        sums = np.abs(signs @ d)
+        assert found == (sums >= abs(d.sum()) - 1e-9).mean()
+    else:
+        sums = np.abs((draw.integers(0, 2, (20_000, n)) * 2 - 1) @ d)
+        assert found == pytest.approx((sums >= abs(d.sum()) - 1e-9).mean(), abs=0.03)
+    assert stats.sign_flip_p(np.ones(n)) == (
+        2 / 2**n if n <= 14 else pytest.approx(2 / 2**n, abs=4e-4)
+    )
+    assert stats.sign_flip_p(np.ones(40), resamples=9) == 0.1
+    assert stats.sign_flip_p(np.zeros(n)) == 1.0
+
+
+def test_draws_with_repetition_come_in_blocks():
+    shapes = [rows.shape for rows in stats._resamples(2**19, 5, 0)]
+    assert shapes == [(2, 2**19), (2, 2**19), (1, 2**19)]
+    assert [rows.shape for rows in stats._resamples(2**21, 1, 0)] == [(1, 2**21)]
+    (rows,) = stats._resamples(3, 1000, 0)
+    assert rows.shape == (1000, 3) and np.bincount(rows.flat).min() > 900
+    values = np.arange(10.0)
+    scores = np.concatenate([values[rows].mean(1) for rows in stats._resamples(10, 500, 7)])
+    found = stats.bootstrap(values, level=0.8, resamples=500, seed=7)
+    assert (found.low, found.high) == pytest.approx((*np.quantile(scores, [0.1, 0.9]),))
+    assert (found.value, found.n, found.level) == (4.5, 10, 0.8)
+    alone = stats.bootstrap([2.0])
+    assert math.isnan(alone.low) and math.isnan(alone.high) and str(alone) == "2 (n = 1)"
+    with pytest.raises(ValueError, match="example 1 has the score inf"):
+        stats.bootstrap([0, math.inf])
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_which_of_two_models_is_better(higher):
+    a, b = np.zeros(8), np.array([1.0] * 7 + [-0.1])
+    found = stats.compare(a, b, ("old", "new"), higher)
+    assert found.better == ("b" if higher else "a") and found.p_value == 4 / 256
+    assert str(found).startswith(f"{'new' if higher else 'old'} is better: new − old = +0.863 (")
+    assert stats.compare(b, a, higher_is_better=higher).better == ("a" if higher else "b")
+    few = stats.compare(a[:4], b[:4])  # One of sixteen, in two directions: 0.125
+    assert (few.better, few.p_value) == ("", 0.125)
+    assert stats.compare(a[:4], b[:4], level=0.87).better == "b"
+    assert str(few).startswith("no difference seen with n = 4: b − a = +1 (")
