@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from trainkit.align.dpo import LOSSES, USED_BY, DPOConfig, dpo_objective, preference_loss
+from trainkit.align.dpo import DIVERGENCES, LOSSES, USED_BY, Converged, DPOConfig, Pair
+from trainkit.align.dpo import _desensitize, _dpo_metrics, _other_answers, dpo_objective, exact_kl
+from trainkit.align.dpo import preference_loss, reward_metrics
 from trainkit.config import ConfigError
 from trainkit.align.logprobs import pair_log_probs, shares_prompts
 from trainkit.lora.inject import LoRAConfig
@@ -934,3 +936,190 @@ def test_cpo_of_trl_is_the_same_number_here(loss):
     )
     ours = dpo_objective(None, DPOConfig(beta=0.1, **settings))(model, collate_pairs(pairs))
     assert float(ours.total) == pytest.approx(float(theirs), rel=1e-5)
+
+
+# --- the formulas in plain arithmetic, also for answers of a single token
+
+
+def logsig(x):
+    return -math.log1p(math.exp(-x))
+
+
+def sig(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def smooth(h, e):
+    return -(1 - e) * logsig(h) - e * logsig(-h)
+
+
+def log_odds(x):
+    return x - math.log(1 - math.exp(x))
+
+
+FORMULAS = {  # (chosen, rejected, their ratios, their tokens, the config) -> loss
+    "sigmoid": lambda c, r, cr, rr, n, m, k: smooth(k.beta * (cr - rr), k.label_smoothing),
+    "hinge": lambda c, r, cr, rr, n, m, k: max(0, 1 - k.beta * (cr - rr)),
+    "ipo": lambda c, r, cr, rr, n, m, k: (cr / n - rr / m - 1 / (2 * k.beta)) ** 2,
+    "robust": lambda c, r, cr, rr, n, m, k: (
+        (
+            -(1 - k.label_smoothing) * logsig(k.beta * (cr - rr))
+            + k.label_smoothing * logsig(-k.beta * (cr - rr))
+        )
+        / (1 - 2 * k.label_smoothing)
+    ),
+    "exo_pair": lambda c, r, cr, rr, n, m, k: sum(
+        sig(h) * (logsig(h) - math.log(share))
+        for h, share in (
+            (k.beta * (cr - rr), 1 - k.label_smoothing),
+            (-k.beta * (cr - rr), k.label_smoothing),
+        )
+    ),
+    "nca_pair": lambda c, r, cr, rr, n, m, k: (
+        -logsig(k.beta * cr) - logsig(-k.beta * cr) / 2 - logsig(-k.beta * rr) / 2
+    ),
+    "bco_pair": lambda c, r, cr, rr, n, m, k: -logsig(k.beta * cr) - logsig(-k.beta * rr),
+    "sppo_hard": lambda c, r, cr, rr, n, m, k: (cr - 0.5 / k.beta) ** 2 + (rr + 0.5 / k.beta) ** 2,
+    "apo_zero": lambda c, r, cr, rr, n, m, k: 1 - sig(k.beta * cr) + sig(k.beta * rr),
+    "apo_down": lambda c, r, cr, rr, n, m, k: sig(k.beta * cr) + 1 - sig(k.beta * (cr - rr)),
+    "discopop": lambda c, r, cr, rr, n, m, k: (
+        -logsig(k.beta * (cr - rr)) * (1 - sig(k.beta * (cr - rr) / k.discopop_tau))
+        + math.exp(-k.beta * (cr - rr)) * sig(k.beta * (cr - rr) / k.discopop_tau)
+    ),
+    "sigmoid_norm": lambda c, r, cr, rr, n, m, k: -logsig(k.beta * (cr / n - rr / m)),
+    "kto": lambda c, r, cr, rr, n, m, k: (
+        (
+            k.desirable_weight * (1 - sig(k.beta * (cr - 0.4)))
+            + k.undesirable_weight * (1 - sig(k.beta * (0.4 - rr)))
+        )
+        / 2
+    ),
+    "orpo": lambda c, r, cr, rr, n, m, k: -k.beta * logsig(log_odds(c / n) - log_odds(r / m)),
+    "simpo": lambda c, r, cr, rr, n, m, k: smooth(
+        k.beta * (c / n - r / m) - k.simpo_gamma, k.label_smoothing
+    ),
+    "cpo": lambda c, r, cr, rr, n, m, k: smooth(k.beta * (c - r), k.label_smoothing),
+    "sft": lambda c, r, cr, rr, n, m, k: -c * 4 / 14,
+    "aot": lambda c, r, cr, rr, n, m, k: None,
+    "aot_unpaired": lambda c, r, cr, rr, n, m, k: None,
+}
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_every_loss_by_hand(name):
+    assert {*FORMULAS} == {*LOSSES}
+    chosen, rejected = [-1.0, -4.5, -0.3, -2.0], [-2.0, -0.4, -3.0, -6.0]
+    before, behind = [-1.5, -3.0, -0.9, -2.0], [-1.7, -1.0, -2.0, -4.5]
+    n, m = [1, 4, 2, 7], [3, 1, 5, 2]
+    config = SimpleNamespace(
+        beta=0.3,
+        label_smoothing=0.2,
+        f_divergence_type="reverse_kl",
+        discopop_tau=0.4,
+        desirable_weight=1.5,
+        undesirable_weight=0.7,
+        simpo_gamma=0.25,
+    )
+    tensors = (torch.tensor(x, dtype=torch.float64) for x in (chosen, rejected, before, behind))
+    pair = Pair(config, *tensors, torch.tensor(n), torch.tensor(m), 0.4)
+    found = LOSSES[name](pair, config).tolist()
+    columns = zip(chosen, rejected, before, behind, n, m, strict=True)
+    wanted = [FORMULAS[name](c, r, c - x, r - y, a, b, config) for c, r, x, y, a, b in columns]
+    if name == "aot":
+        ours = sorted(c - r for c, r in zip(chosen, rejected, strict=True))
+        theirs = sorted(c - r for c, r in zip(before, behind, strict=True))
+        wanted = [smooth(0.3 * (a - b), 0.2) for a, b in zip(ours, theirs, strict=True)]
+    if name == "aot_unpaired":
+        ours = sorted(c - x for c, x in zip(chosen, before, strict=True))
+        theirs = sorted(r - y for r, y in zip(rejected, behind, strict=True))
+        wanted = [smooth(0.3 * (a - b), 0.2) for a, b in zip(ours, theirs, strict=True)]
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("t", [-3.0, -0.2, 0.0, 0.7, 100.0])
+def test_scores_of_divergences_by_hand(t):
+    wanted = dict(reverse_kl=t, forward_kl=1 - math.exp(-t))
+    wanted["js_divergence"] = math.log(2 / (1 + math.exp(-t)))
+    for name, score in wanted.items():
+        found = DIVERGENCES[name](torch.tensor(t, dtype=torch.float64), None)
+        assert float(found) == pytest.approx(score, rel=1e-9)
+    for power in (0.5, 1 + 1e-7, 1 + 1e-5, 2.0):
+        config = SimpleNamespace(f_alpha_divergence_coef=power)
+        found = DIVERGENCES["alpha_divergence"](torch.tensor(t, dtype=torch.float64), config)
+        a = power - 1
+        score = t if a < 1e-6 and a > 0 else (math.exp(min(a * t, 80)) - 1) / a
+        assert float(found) == pytest.approx(score, rel=1e-9)
+
+
+def test_tokens_that_only_the_longer_answer_has_count_less():
+    both = SimpleNamespace(
+        chosen=torch.tensor([-5.0, -1.0]),
+        rejected=torch.tensor([-2.0, -7.0]),
+        chosen_shared=torch.tensor([-3.0, -1.0]),
+        rejected_shared=torch.tensor([-2.0, -4.0]),
+    )
+    plain = _desensitize(both, SimpleNamespace(ld_alpha=None))
+    assert [x.tolist() for x in plain] == [[-5, -1], [-2, -7]]
+    less = _desensitize(both, SimpleNamespace(ld_alpha=0.25))
+    assert [x.tolist() for x in less] == [[-3.5, -1], [-2, -4.75]]
+
+
+def test_metrics_of_pairs_by_hand():
+    chosen, rejected = torch.tensor([1.0, 2, 3, 0]), torch.tensor([0.0, 2, 4, -1])
+    found = reward_metrics(chosen, rejected)
+    assert {name.split("/")[1]: (float(s), n) for name, (s, n) in found.items()} == dict(
+        chosen=(6, 4), rejected=(5, 4), margins=(1, 4), accuracies=(2.5, 4), ties=(1, 4)
+    )
+    torch.manual_seed(0)
+    p, q = torch.randn(2, 5, 11)
+    kl = F.kl_div(q.log_softmax(1), p.log_softmax(1), reduction="none", log_target=True).sum(1)
+    assert torch.allclose(exact_kl(p, q), kl, atol=1e-6)
+    batch = dict(prompt_input_ids=torch.arange(3), chosen_labels=torch.arange(3))
+    other = _other_answers(batch | dict(rejected_labels=torch.arange(3)))
+    assert [x.tolist() for x in other.values()] == [[0, 1, 2], [2, 0, 1], [2, 0, 1]]
+    with pytest.raises(ValueError, match="2 pairs at least"):
+        _other_answers(dict(prompt_input_ids=torch.arange(1)))
+    assert len(_other_answers(dict(prompt_input_ids=torch.arange(2)))) == 1
+
+
+@pytest.mark.parametrize("losses, tokens", [(["simpo"], True), (["sigmoid"], False)])
+def test_logged_rewards_of_single_tokens(losses, tokens):
+    "Losses of means over tokens have rewards of means."
+    values = [torch.tensor(x) for x in ([-1.0, -6.0], [-3.0, -2.0], [-2.0, -3.0], [-1.0, -4.0])]
+    n, m = torch.tensor([1, 3]), torch.tensor([2, 1])
+    config = DPOConfig(loss_type=losses, beta=0.5)
+    now, then = (
+        SimpleNamespace(chosen=a, rejected=b, chosen_tokens=n, rejected_tokens=m, logits=None)
+        for a, b in (values[:2], values[2:])
+    )
+    found = _dpo_metrics(Pair(config, *values, n, m), now, then)
+    ratios = [(1.0, -3.0), (-2.0, 2.0)]
+    lengths = [(1, 3), (2, 1)] if tokens else [(1, 1), (1, 1)]
+    for name, pair, size in zip(("chosen", "rejected"), ratios, lengths, strict=True):
+        wanted = sum(0.5 * r / k for r, k in zip(pair, size, strict=True))
+        assert float(found[f"rewards/{name}"][0]) == pytest.approx(wanted)
+    read = {name: tuple(map(float, value)) for name, value in found.items()}
+    assert read["logps/chosen"] == (-7, 2) and read["logps/rejected"] == (-5, 2)
+    assert read["logps/ref_chosen"] == (-5, 2) and read["logps/ref_rejected"] == (-5, 2)
+    assert read["loss/policy"] == (7, 4) and read["loss/reference"] == (5, 4)
+    assert read["kl/sampled"] == (-2, 7)
+
+
+@pytest.mark.parametrize(
+    "values, flat",
+    [
+        ([1, 2], False),
+        ([5, 1], False),  # Too few
+        ([1, 2, 2], False),
+        ([2, 2, 2], True),
+        ([4, 5, 1], True),  # A gain of a quarter is none
+        ([4, 5.5, 1], False),
+        ([1, 4, 4, 5.5], False),
+        ([1, 4, 4, 4.5], True),
+        ([-4, -3, -4], True),
+        ([-4, -2.5, -4], False),
+    ],
+)
+def test_a_run_has_converged_when_its_last_evaluations_gain_nothing(values, flat):
+    assert Converged(patience=2, threshold=0.25).flat(values) == flat
+    assert Converged("eval_loss", 2, 0.25).flat([-value for value in values]) == flat
