@@ -935,3 +935,47 @@ def test_invalid_bytes_are_released_in_time():
         streamer = TextStreamer(tokenizer)
         text = "".join(streamer.push(byte) for byte in data) + streamer.finish()
         assert text == data.decode(errors="replace") and tokenizer.longest < 60
+
+
+# --- the parts of fast decoding
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 9])
+@pytest.mark.parametrize("sizes", [[63], [64], [65], [130, 64, 7], [1, 200]])
+def test_products_of_several_layers_are_joined(rows, sizes):
+    from trainkit.model.decoding import joint_product
+
+    torch.manual_seed(0)
+    weights = [torch.randn(size, 12) for size in sizes]
+    product = joint_product(weights, rows)
+    for _ in range(2):  # The second call writes over the memory of the first
+        x = torch.randn(rows, 12)
+        wanted = torch.cat([x @ w.T for w in weights], 1)
+        assert torch.allclose(product(x), wanted, atol=1e-5)
+
+
+def test_weights_of_8_bits_are_the_nearest():
+    "Of a weight, 127 steps in each direction; a row of zeros stays one."
+    from trainkit.model.decoding import PRODUCTS
+
+    torch.manual_seed(0)
+    weight = torch.randn(32, 64) * torch.logspace(-2, 1, 32)[:, None]
+    weight[5] = 0
+    x = torch.randn(3, 64).bfloat16().float()
+    largest = weight.abs().amax(1, keepdim=True)
+    steps = torch.round(weight / largest.clamp(min=1e-8) * 127)
+    wanted = x @ (steps * (largest / 127).bfloat16().float()).T
+    found = PRODUCTS["int8"](weight.clone(), 3)(x).float()
+    assert torch.allclose(found, wanted, rtol=0.01, atol=0.01 * float(wanted.abs().mean()))
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_the_quick_norm_is_the_norm(eps):
+    from trainkit.model.decoding import quick_norm
+    from trainkit.model.transformer import RMSNorm
+
+    torch.manual_seed(0)
+    norm = RMSNorm(24, eps)
+    torch.nn.init.normal_(norm.weight)
+    for x in (torch.randn(3, 24), 1e-3 * torch.randn(2, 24)):
+        assert torch.allclose(quick_norm(norm)(x), norm(x), rtol=1e-5, atol=1e-6)

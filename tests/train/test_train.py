@@ -27,7 +27,7 @@ from trainkit.train.optim import dynamic_code, make_optimizer, make_schedule, ne
 from trainkit.train.optim import param_groups, quantize_blocks
 from trainkit.train.config import Control, TrainConfig, TrainingError
 from trainkit.train.objectives import PLAIN_HEADS, Loss, body_and_head, lm_loss, objective
-from trainkit.train.step import accumulate, count_tokens, make_accelerator
+from trainkit.train.step import accumulate, count_tokens, eval_loss, make_accelerator
 from trainkit.train.trainer import Trainer
 
 torch.set_num_threads(1)
@@ -1784,3 +1784,28 @@ def test_a_rule_for_nothing_names_what_there_is():
         "2.weight": (4.0, 0.025),
         "2.bias": (4.0, 0.025),
     }
+
+
+def test_an_evaluation_is_the_mean_over_everything():
+    "Of each term and metric over its own items, whatever a batch has of them."
+
+    def sums(model, batch):
+        a, b = batch["a"], batch["b"]
+        terms = dict(first=(sum(a), len(a), 2.0), second=(sum(b), len(b), 0.5))
+        return Loss(terms, dict(largest=(max(a), 1), none=(0.0, 0), length=(10 * len(a), len(a))))
+
+    batches = [dict(a=[1.0, 2.0, 6.0], b=[4.0]), dict(a=[5.0], b=[1.0, 2.0]), dict(a=[9.0], b=[])]
+    found = eval_loss(make("own"), sums, batches, make_accelerator("no"))
+    assert math.isnan(found.pop("none"))
+    assert found == pytest.approx(
+        dict(
+            loss=2 * 23 / 5 + 0.5 * 7 / 3,
+            tokens=5,
+            first=23 / 5,
+            second=7 / 3,
+            largest=20 / 3,
+            length=10,
+        )
+    )
+    alone = eval_loss(make("own"), sums, [batches[2]], make_accelerator("no"))
+    assert (alone["loss"], alone["tokens"]) == (18, 1) and math.isnan(alone["second"])
