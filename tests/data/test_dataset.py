@@ -506,6 +506,7 @@ def test_short_rows_are_dropped_with_and_without_cleaning(tmp_path, clean, least
     parts, facts = load_splits(config)
     assert len(parts["train"]) == left and facts.cleaning.get("too_short", 0) == 3 - left
     assert (parts["train"][0]["prompt"] == " a\x00 ") == (left == 3 and not clean)
+    assert bool(facts.cleaning) == (clean or least > 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
