@@ -979,3 +979,33 @@ def test_the_quick_norm_is_the_norm(eps):
     torch.nn.init.normal_(norm.weight)
     for x in (torch.randn(3, 24), 1e-3 * torch.randn(2, 24)):
         assert torch.allclose(quick_norm(norm)(x), norm(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(position="learned", norm="layernorm", tie_embeddings=True),
+        dict(logit_softcap=3.0, scale_embeddings=True, attn_softcap=5.0, sandwich_norm=True),
+        dict(layer_windows=[3, 0], layer_rope_theta=[100.0, 10_000.0], qk_norm=True),
+    ],
+)
+def test_a_step_of_fixed_shapes_is_the_model(shape):
+    "Rows with 0, 2 and 4 empty places at their left, against rows without a cache."
+    from trainkit.model.decoding import CompiledStep, fixed_step
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=30, d_model=32, n_heads=4, n_kv_heads=2, n_layers=2, d_ff=40)
+    model = Transformer(ModelConfig(**sizes, max_seq_len=24, **shape)).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    ids, gaps = torch.randint(30, (3, 14)), torch.tensor([0, 2, 4])
+    mask = (torch.arange(6) >= gaps[:, None]).long()
+    with torch.no_grad():
+        step = CompiledStep(model.config, model.lm_head.weight, 3, 16, "eager")
+        model(ids[:, :6], attention_mask=mask, past_key_values=step.cache)
+        for t in range(6, 14):
+            position = torch.tensor([t])
+            found = fixed_step(model, ids[:, t], position, gaps, *step.tensors())
+            for row, gap in enumerate(gaps.tolist()):
+                wanted = model(ids[row : row + 1, gap : t + 1]).logits[0, -1]
+                assert torch.allclose(found[row], wanted, atol=1e-4), (t, row)
