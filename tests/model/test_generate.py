@@ -1009,3 +1009,86 @@ def test_a_step_of_fixed_shapes_is_the_model(shape):
             for row, gap in enumerate(gaps.tolist()):
                 wanted = model(ids[row : row + 1, gap : t + 1]).logits[0, -1]
                 assert torch.allclose(found[row], wanted, atol=1e-4), (t, row)
+
+
+# --- sampling and streaming against the slow way
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("size", [1, 5, 127, 128, 129, 1500])
+def test_what_is_cut_off_before_drawing(size, flat):
+    "A flat distribution of many tokens needs more of them than are looked at first."
+    torch.manual_seed(size)
+    logits = torch.randn(3, size) * (0.01 if flat else 3)
+    probabilities = logits.double().softmax(-1)
+    for row, p in zip(logits, probabilities, strict=True):
+        ranked = sorted(range(size), key=lambda i: -float(p[i]))  # noqa: B023
+        for most in (1, 3, size, size + 1):
+            kept = keep_top_k(row[None], most)[0].isfinite().nonzero()[:, 0].tolist()
+            assert sorted(kept) == sorted(ranked[:most])
+        for share in (0.1, 0.5, 0.95):
+            total, wanted = 0.0, []
+            for i in ranked:
+                if total >= share:
+                    break
+                wanted.append(i)
+                total += float(p[i])
+            kept = keep_top_p(row[None], share)[0]
+            found = kept.isfinite().nonzero()[:, 0].tolist()
+            assert abs(len(found) - len(wanted)) <= (size > 1000)  # In 32 bits
+            assert {*found} <= {*ranked[: len(found)]} and torch.equal(kept[found], row[found])
+            low = (p >= share * p.max() * (1 - 1e-6)).nonzero()[:, 0].tolist()
+            assert keep_min_p(row[None], share)[0].isfinite().nonzero()[:, 0].tolist() == low
+    assert torch.equal(keep_top_p(logits, 1.0), logits)
+    assert torch.equal(keep_min_p(logits, 0.0), logits)
+
+
+def test_a_nucleus_ends_where_its_mass_is_reached():
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+    for share, kept in ((0.4, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.76, 3), (0.99, 4)):
+        assert int(keep_top_p(logits, share).isfinite().sum()) == kept
+    for share, kept in ((0.2, 4), (0.5, 2), (0.51, 1), (1.0, 1)):
+        assert int(keep_min_p(logits, share).isfinite().sum()) == kept
+
+
+def test_repetition_is_penalized_by_sign():
+    logits = torch.tensor([[2.0, -2.0, 1.0, 0.0], [4.0, 6.0, -8.0, 1.0]])
+    ids = torch.tensor([[0, 1, 1], [2, 2, 2]])
+    wanted = [[1, -4, 1, 0], [4, 6, -16, 1]]
+    assert penalize_repetition(logits, ids, 2.0).tolist() == wanted
+
+
+class Bytes:
+    "A tokenizer whose ids are bytes; what is no text becomes the sign for it."
+
+    def decode(self, ids):
+        return bytes(ids).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("prompt", [b"", b"Hello \xf0\x9f", bytes(range(60, 90))])
+def test_bytes_that_are_no_characters_are_shown_a_dozen_at_a_time(prompt):
+    "The last four may still become one; a text that is whole is shown at once."
+    streamer = TextStreamer(Bytes(), prompt)
+    shown = [streamer.push(0xFF) for _ in range(40)]
+    assert [i for i, text in enumerate(shown, 1) if text] == [16, 28, 40]
+    assert {text for text in shown if text} == {"\ufffd" * 12}
+    assert streamer.finish() == "\ufffd" * 4
+    streamer = TextStreamer(Bytes(), b"ab")
+    shown = [streamer.push(byte) for byte in "aé日🏴b".encode()]
+    assert shown == ["a", "", "é", "", "", "日", "", "", "", "🏴", "b"]
+
+
+@pytest.mark.parametrize(
+    "stops, pieces, rest",
+    [
+        (["END"], ["a", "b", "", "", "EN-", "-"], ""),
+        (["b"], ["a", "", "", "", "", ""], ""),
+        (["E", "N"], ["a", "b", "", "", "", ""], ""),
+        (["--"], ["a", "b", "E", "N", "", ""], ""),
+        (["-x", "--x"], ["a", "b", "E", "N", "", ""], "--"),
+    ],
+)
+def test_what_may_begin_a_stop_is_held_back(stops, pieces, rest):
+    streamer = TextStreamer(Bytes(), b"", stops)
+    assert [streamer.push(byte) for byte in b"abEN--"] == pieces
+    assert streamer.finish() == rest
