@@ -16,13 +16,14 @@ from trainkit.align.dpo import DIVERGENCES, LOSSES, USED_BY, Converged, DPOConfi
 from trainkit.align.dpo import _desensitize, _dpo_metrics, _other_answers, dpo_objective, exact_kl
 from trainkit.align.dpo import preference_loss, reward_metrics
 from trainkit.config import ConfigError
+from trainkit.align import logprobs
 from trainkit.align.logprobs import pair_log_probs, shares_prompts
 from trainkit.lora.inject import LoRAConfig
 from trainkit.lora.inject import add_lora
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.train.optim import OptimConfig
-from trainkit.align.preference_data import PairBatches, collate_pairs, tokenize_pairs
+from trainkit.align.preference_data import SIDES, PairBatches, collate_pairs, tokenize_pairs
 from trainkit.align.reference import (
     AdapterDisabledReference,
     Reference,
@@ -32,7 +33,8 @@ from trainkit.align.reference import (
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 from trainkit.train.config import TrainConfig
 from trainkit.train.trainer import Trainer
-from trainkit.align.kto import UnpairedBatches, kto_objective, tokenize_unpaired
+from trainkit.align.kto import UnpairedBatches, collate_unpaired, kto_objective
+from trainkit.align.kto import tokenize_unpaired
 
 warnings.filterwarnings("ignore")
 RNG = torch.Generator().manual_seed(0)
@@ -1123,3 +1125,69 @@ def test_logged_rewards_of_single_tokens(losses, tokens):
 def test_a_run_has_converged_when_its_last_evaluations_gain_nothing(values, flat):
     assert Converged(patience=2, threshold=0.25).flat(values) == flat
     assert Converged("eval_loss", 2, 0.25).flat([-value for value in values]) == flat
+
+
+# --- log-probabilities of pairs against one answer at a time
+
+
+@pytest.mark.parametrize("flat", [0, 10_000])
+@pytest.mark.parametrize("share", [True, False])
+def test_pairs_are_read_as_one_answer_at_a_time(share, flat, monkeypatch):
+    "Prompts and answers of one token and of more; two tokens of an answer are not learned."
+    monkeypatch.setattr(logprobs, "MAX_FLAT_TOKENS", flat)
+    model = ours().eval()
+    sizes = [(1, 1, 4), (5, 3, 1), (2, 6, 6), (7, 2, 3)]
+    rng = np.random.default_rng(3)
+    pairs = [
+        {side: rng.integers(3, 96, n) for side, n in zip(SIDES, row, strict=True)} for row in sizes
+    ]
+    batch = collate_pairs(pairs)
+    batch["chosen_labels"][2, 1:3] = -100
+    with torch.no_grad():
+        found = pair_log_probs(model, batch, share, keep_logits=True)
+        for i, pair in enumerate(pairs):
+            parts, counts = [], []
+            for side in ("chosen", "rejected"):
+                ids = np.concatenate((pair["prompt"], pair[side]))
+                logits = model(torch.from_numpy(ids)[None]).logits[0].log_softmax(-1)
+                first = len(pair["prompt"])
+                each = logits[first - 1 : -1].gather(1, torch.from_numpy(pair[side])[:, None])[:, 0]
+                each = each[batch[f"{side}_labels"][i, : len(each)] != -100]
+                parts.append(each)
+                counts.append(len(each))
+                assert float(getattr(found, side)[i]) == pytest.approx(float(each.sum()), abs=1e-4)
+                assert int(getattr(found, f"{side}_tokens")[i]) == len(each)
+            for side, each in zip(("chosen", "rejected"), parts, strict=True):
+                part = float(each[: min(counts)].sum())
+                shared = getattr(found, f"{side}_shared")[i]
+                assert float(shared) == pytest.approx(part, abs=1e-4)
+    assert len(found.logits) == len(found.first_chosen) == sum(b + c for _, b, c in sizes) - 2
+    assert int(found.first_chosen.sum()) == sum(b for _, b, _ in sizes) - 2
+
+
+def test_unpaired_rows_are_joined_with_the_answer_before():
+    rows = [
+        dict(prompt=[1], completion=[2, 3], labels=[-100, 3], label=1),
+        dict(prompt=[4, 5], completion=[6], labels=[6], label=0),
+        dict(prompt=[7], completion=[8, 9, 10], labels=[8, 9, 10], label=True),
+    ]
+    batch = collate_unpaired(rows, pad_id=50)
+    assert batch["liked"].tolist() == [True, False, True]
+    assert batch["input_ids"].tolist() == [
+        [1, 2, 3, 50],
+        [4, 5, 6, 50],
+        [7, 8, 9, 10],
+        [1, 8, 9, 10],
+        [4, 5, 2, 3],
+        [7, 6, 50, 50],
+    ]
+    assert batch["attention_mask"].sum(1).tolist() == [3, 3, 4, 4, 4, 2]
+    learned = [row[row != -100].tolist() for row in batch["labels"]]
+    assert learned == [[3], [6], [8, 9, 10], [8, 9, 10], [3], [6]]
+    assert (
+        batch["labels"][batch["labels"] != -100] == batch["input_ids"][batch["labels"] != -100]
+    ).all()
+    with pytest.raises(ValueError, match="needs 2 rows"):
+        collate_unpaired(rows[:1])
+    assert len(collate_unpaired(rows[:1], compared=False)["labels"]) == 2
+    assert len(collate_unpaired(rows[:2])["liked"]) == 2
