@@ -1279,3 +1279,82 @@ def test_all_is_all_linear():
     model = small()
     wanted = target_layers(model, LoRAConfig(target_modules="all-linear"))
     assert target_layers(model, load_config(LoRAConfig, {"lora_target": "all"})) == wanted
+
+
+def low_rank(ranks, **knobs):
+    "Linear layers of 7 x 6, each with an update of its own rank."
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(6, 7) for _ in ranks])
+    pattern = {str(i): r for i, r in enumerate(ranks)}
+    config = LoRAConfig(r=2, target_modules="all-linear", rank_pattern=pattern, **knobs)
+    return disturb(add_lora(model, config))
+
+
+def test_ranks_grow_and_shrink_where_they_must():
+    from trainkit.lora.rank import shrink_rank, spectrum
+
+    model = low_rank([2, 4, 5])
+
+    def ranks():
+        return [len(m.factors("default")[0]) for m in adapted(model).values()]
+
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    for p in model.parameters():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    optimizer.step()
+    updates = [m.update("default") for m in adapted(model).values()]
+    grow_rank(model, 4, optimizer)
+    assert ranks() == [4, 4, 5]
+    for m, before in zip(adapted(model).values(), updates, strict=True):
+        assert torch.allclose(m.update("default"), before, atol=1e-6)
+    first = adapted(model)["0"]
+    for factor, old in zip(
+        first.factors("default"), (slice(2), (slice(None), slice(2))), strict=True
+    ):
+        state = optimizer.state[factor]["exp_avg"]
+        assert state.shape == factor.shape and (state[old] != 0).all()
+        assert int((state != 0).sum()) == state[old].numel()
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {
+        id(p) for p in model.parameters() if p.requires_grad
+    }
+    grow_rank(model, 5)
+    assert ranks() == [5, 5, 5] and ranks() == [len(s) for s in spectrum(model).values()]
+    grow_rank(model, 5)
+    with pytest.raises(ValueError, match="r = 4: the rank is 5 already"):
+        grow_rank(model, 4)
+    values = spectrum(model)
+    for name, m in adapted(model).items():
+        exact = torch.linalg.svdvals(m.update("default"))[:5]
+        assert torch.allclose(values[name], exact, atol=1e-5)
+    report = shrink_rank(model, 1)
+    for name, m in adapted(model).items():
+        exact = values[name]
+        rest = exact[1:].square().sum()
+        assert report[name].bound == pytest.approx(float(exact[1]), rel=1e-4)
+        assert report[name].norm == pytest.approx(float(rest.sqrt()), rel=1e-4)
+        assert report[name].share == pytest.approx(float(rest / exact.square().sum()), rel=1e-4)
+        assert torch.allclose(torch.linalg.svdvals(m.update("default"))[0], exact[0], atol=1e-5)
+    assert shrink_rank(model, 1) == {} and ranks() == [1, 1, 1]
+    with pytest.raises(ValueError, match="r = 0: must be at least 1"):
+        shrink_rank(model, 0)
+
+
+def test_effective_ranks_and_intruders_by_hand():
+    from trainkit.lora.rank import effective_rank, intruder_dimensions
+
+    for values, rank in (([3.0], 1), ([2, 2, 2], 3)):
+        assert effective_rank(values) == pytest.approx(rank)
+    assert effective_rank([3, 1, 0]) == pytest.approx(4 / 3**0.75)
+    assert effective_rank(torch.tensor([1.0, 1e-9])) == pytest.approx(1, abs=1e-6)
+    config = LoRAConfig(r=1, lora_alpha=1, target_modules="0")
+    model = add_lora(nn.Sequential(nn.Linear(5, 5, bias=False)), config)
+    layer = model[0]
+    A, B = layer.factors("default")
+    with torch.no_grad():
+        layer.base_layer.weight.copy_(torch.diag(torch.tensor([5.0, 4, 3, 2, 1])))
+        A.copy_(torch.tensor([[0.0, 0, 0, 0, 1]]))
+        B.copy_(torch.tensor([[10.0], [10], [10], [10], [0]]))
+    assert intruder_dimensions(model, 1, 0.4) == {"0": 0}
+    assert intruder_dimensions(model, 1, 0.6) == {"0": 1}
+    counts = [intruder_dimensions(model, top, 0.99)["0"] for top in (1, 2, 5)]
+    assert counts == sorted(counts) and counts[0] == 1
