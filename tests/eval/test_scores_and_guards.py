@@ -1,12 +1,15 @@
 "Windows of a long text, and what the sandbox's filter of system calls allows."
 
 import contextlib
+import gzip
+import lzma
 import math
 import struct
 from itertools import product
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.snapshots import compare
@@ -223,3 +226,71 @@ def test_which_of_two_models_is_better(higher):
     assert (few.better, few.p_value) == ("", 0.125)
     assert stats.compare(a[:4], b[:4], level=0.87).better == "b"
     assert str(few).startswith("no difference seen with n = 4: b − a = +1 (")
+
+
+# --- scores of texts, a token at a time
+
+
+class Letters:
+    "A tokenizer of bytes below 40."
+
+    def encode(self, text, *more, **options):
+        return [byte % 40 for byte in text.encode()]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("size, stride", [(4, 1), (4, 3), (7, None), (16, None)])
+def test_texts_are_scored_as_one_token_after_the_other(size, stride, whole, monkeypatch):
+    "In small batches of logits and tokens; with its parts, and as a model without any."
+    monkeypatch.setattr(scoring, "TOKENS", (9, 9))
+    monkeypatch.setattr(scoring, "LOGITS", (80, 400))
+    torch.manual_seed(0)
+    shape = dict(vocab_size=40, d_model=16, n_heads=2, n_layers=1, d_ff=24, max_seq_len=16)
+    model = Transformer(ModelConfig(**shape)).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.4)
+    if whole:
+        monkeypatch.setattr(scoring, "split_head", lambda model: None)
+    texts = ["a", "ab", "héllo", "abc abc abc abc", "x" * 16, "the end of this text", "bc"]
+    step = stride or size // 2
+    found = [*scoring.score_texts(model, Letters(), texts, size, stride)]
+    for text, score in zip(texts, found, strict=True):
+        ids = Letters().encode(text)
+        nats, hits = 0.0, 0
+        for at in range(1, len(ids)):
+            # The window that counts this token, and what it reads before it
+            end = next(end for end in range(size, 999, step) if at < end)
+            start = max(0, min(end, len(ids)) - size)
+            with torch.no_grad():
+                logits = model(torch.tensor([ids[start:at]])).logits[0, -1]
+            nats -= float(logits.log_softmax(-1)[ids[at]])
+            hits += int(logits.argmax()) == ids[at]
+        assert score.nats == pytest.approx(nats, abs=1e-3) and score.hits == hits
+        assert (score.tokens, score.n_bytes) == (len(ids) - 1, len(text.encode()))
+
+
+def test_numbers_of_a_score_by_hand():
+    score = scoring.TextScore(6 * math.log(2), 3, 4, 2) + scoring.TextScore(0.0, 1, 8, 0)
+    assert score.loss == pytest.approx(1.5 * math.log(2))
+    assert score.perplexity == pytest.approx(2**1.5) and score.bits_per_byte == pytest.approx(0.5)
+    assert score.token_accuracy == 0.5
+    empty = scoring.TextScore(0.0, 0, 0)
+    assert (empty.loss, empty.bits_per_byte, empty.token_accuracy) == (0, 0, 0)
+    one = scoring.TextScore(math.log(2), 1, 1, 1)
+    assert (one.loss, one.token_accuracy) == (math.log(2), 1) and one.bits_per_byte == 1
+    assert scoring.bits_per_byte(math.log(2), 5, 1) == 5
+    with pytest.raises(ValueError, match="n_bytes = 0: there is no text to divide by"):
+        scoring.bits_per_byte(1.0, 1, 0)
+    assert scoring.perplexity(699.9) < math.inf == scoring.perplexity(700)
+    bits = scoring.unigram_bits(np.array([0, 0, 1]), np.array([0, 1, 2, 0]), 5)
+    assert bits == pytest.approx(-2 * math.log2(3 / 8) - math.log2(2 / 8) - math.log2(1 / 8))
+    text, more = "abcd " * 50, "abcd " * 20
+    ids = np.zeros(3, int)
+    found = scoring.baselines([text], [more, "x"], ids, ids, 4)
+    test = f"{more}\nx".encode()
+    size = {name: round(value * len(test)) for name, value in found.items()}
+    assert size["gzip"] == 8 * len(gzip.compress(test, 9))
+    assert size["xz"] == 8 * len(lzma.compress(test, preset=6))
+    after = lzma.compress(text.encode() + test, preset=6), lzma.compress(text.encode(), preset=6)
+    assert size["xz after the training text"] == 8 * (len(after[0]) - len(after[1]))
+    assert found["token frequencies"] * len(test) == pytest.approx(-3 * math.log2(4 / 7))
