@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import shutil
 import warnings
 from contextlib import nullcontext
@@ -1358,3 +1359,15 @@ def test_effective_ranks_and_intruders_by_hand():
     assert intruder_dimensions(model, 1, 0.6) == {"0": 1}
     counts = [intruder_dimensions(model, top, 0.99)["0"] for top in (1, 2, 5)]
     assert counts == sorted(counts) and counts[0] == 1
+
+
+def test_how_alike_two_models_predict():
+    from trainkit.lora.merge import agreement
+
+    p = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]])
+    q = torch.tensor([[0.25, 0.5, 0.25], [0.2, 0.2, 0.6]])
+    found = agreement(p.log()[None], q.log()[None] + 3)
+    kl = 0.5 * math.log(2) - 0.25 * math.log(2) + 0.2 * math.log(0.5) + 0.8 * math.log(4 / 3)
+    assert found.kl == pytest.approx(kl / 2, rel=1e-5)
+    assert (found.same, found.tokens) == (0.5, 2)
+    assert agreement(p.log(), p.log()).kl == 0.0
