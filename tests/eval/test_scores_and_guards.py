@@ -242,8 +242,21 @@ class Letters:
 @pytest.mark.parametrize("size, stride", [(4, 1), (4, 3), (7, None), (16, None)])
 def test_texts_are_scored_as_one_token_after_the_other(size, stride, whole, monkeypatch):
     "In small batches of logits and tokens; with its parts, and as a model without any."
-    monkeypatch.setattr(scoring, "TOKENS", (9, 9))
-    monkeypatch.setattr(scoring, "LOGITS", (80, 400))
+    monkeypatch.setattr(scoring, "TOKENS", (9, 1000))
+    monkeypatch.setattr(scoring, "LOGITS", (80, 240))
+    score_batch = scoring._score_batch
+
+    def in_bounds(model, parts, pieces, room, packed):
+        sizes = [len(ids) for ids, _ in pieces]
+        assert room == 2 and packed == (not whole)
+        used = sum(sizes) if packed else max(sizes) * len(sizes)
+        assert len(sizes) == 1 or used <= (6 if whole else 9)  # Of whole logits 240 are 6 tokens
+        assert packed or min(sizes) >= 0.8 * max(sizes)
+        batches.append(len(sizes))
+        return score_batch(model, parts, pieces, room, packed)
+
+    batches = []
+    monkeypatch.setattr(scoring, "_score_batch", in_bounds)
     torch.manual_seed(0)
     shape = dict(vocab_size=40, d_model=16, n_heads=2, n_layers=1, d_ff=24, max_seq_len=16)
     model = Transformer(ModelConfig(**shape)).eval()
@@ -267,6 +280,7 @@ def test_texts_are_scored_as_one_token_after_the_other(size, stride, whole, monk
             hits += int(logits.argmax()) == ids[at]
         assert score.nats == pytest.approx(nats, abs=1e-3) and score.hits == hits
         assert (score.tokens, score.n_bytes) == (len(ids) - 1, len(text.encode()))
+    assert max(batches) > 1
 
 
 def test_numbers_of_a_score_by_hand():

@@ -1371,3 +1371,26 @@ def test_how_alike_two_models_predict():
     assert found.kl == pytest.approx(kl / 2, rel=1e-5)
     assert (found.same, found.tokens) == (0.5, 2)
     assert agreement(p.log(), p.log()).kl == 0.0
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5, 0.25])
+def test_gradients_of_an_adapted_layer_are_autograds(dropout):
+    "With the same numbers dropped, which are drawn first."
+    from trainkit.lora.inject import _Adapted
+
+    torch.manual_seed(0)
+    shapes = dict(x=(9, 6), weight=(5, 6), bias=(5,), A=(2, 6), B=(5, 2))
+    inputs = {k: torch.randn(s, requires_grad=k != "weight") for k, s in shapes.items()}
+    push = torch.randn(9, 5)
+    torch.manual_seed(1)
+    y = _Adapted.apply(*inputs.values(), 0.7, dropout)
+    found = torch.autograd.grad((y * push).sum(), [inputs[k] for k in ("x", "bias", "A", "B")])
+    torch.manual_seed(1)
+    keep = 1 - dropout
+    noise = torch.empty(9, 6).bernoulli_(keep) / keep if dropout else 1.0
+    x, weight, bias, A, B = inputs.values()
+    wanted_y = x @ weight.T + bias + 0.7 * ((x * noise) @ A.T @ B.T)
+    wanted = torch.autograd.grad((wanted_y * push).sum(), [x, bias, A, B])
+    assert torch.allclose(y, wanted_y, atol=1e-5)
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
