@@ -308,3 +308,43 @@ def test_numbers_of_a_score_by_hand():
     after = lzma.compress(text.encode() + test, preset=6), lzma.compress(text.encode(), preset=6)
     assert size["xz after the training text"] == 8 * (len(after[0]) - len(after[1]))
     assert found["token frequencies"] * len(test) == pytest.approx(-3 * math.log2(4 / 7))
+
+
+def test_a_tie_of_answers_counts_as_a_guess():
+    for values, answer, share, first in (
+        ([-1.0, -2.0, -3.0], 0, 1, 0),
+        ([-1.0, -2.0, -3.0], 1, 0, 0),
+        ([-2.0, -1.0, -1.0], 1, 1 / 2, 1),
+        ([-2.0, -1.0, -1.000001, -1.0], 3, 1 / 3, 1),
+        ([-1.0, -1.001], 1, 0, 0),
+        ([0.0, 2e-5], 0, 0, 1),
+        ([0.0, 5e-6], 0, 1 / 2, 0),
+    ):
+        assert scoring.best_share(values, answer) == (share, first)
+
+
+@pytest.mark.parametrize(
+    "choices, answer, right",
+    [
+        (["one", "two", "three"], 2, 2),
+        (["one", "two", "three"], "b", 1),
+        (["one", "two", "three"], " two ", 1),
+        (["one", "two", "three"], "0", 0),
+        (["2", "1", "0"], "0", 2),  # A text goes before a number
+        (["one", "two"], "C", None),
+        (["one", "two"], 2, None),
+        (["one", "two"], -1, None),
+        (["one", "two"], True, None),
+        (["one", "two"], "", None),
+        (dict(text=["one", "two"], label=["B", "A"]), "A", 1),
+        ('["one", "two"]', "B", 1),
+    ],
+)
+def test_which_choice_is_meant(choices, answer, right):
+    row = dict(question="Which?", choices=choices, answer=answer)
+    if right is None:
+        with pytest.raises(ValueError, match=r"none of the 2 choices: give its number \(0 to 1\)"):
+            scoring.read_choices(row)
+    else:
+        question, texts, found = scoring.read_choices(row)
+        assert (question, found) == ("Which?", right) and len(texts) in (2, 3)

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,7 +27,8 @@ from trainkit.train.optim import SCHEDULES, Adafactor, AdamW8bit, Lion, Muon, Op
 from trainkit.train.optim import dynamic_code, make_optimizer, make_schedule, newton_schulz
 from trainkit.train.optim import param_groups, quantize_blocks
 from trainkit.train.config import Control, TrainConfig, TrainingError
-from trainkit.train.objectives import PLAIN_HEADS, Loss, body_and_head, lm_loss, objective
+from trainkit.train.objectives import PLAIN_HEADS, Loss, body_and_head, lm_loss
+from trainkit.train.objectives import noisy_embeddings, objective
 from trainkit.train.step import accumulate, count_tokens, eval_loss, make_accelerator
 from trainkit.train.trainer import Trainer
 
@@ -1809,3 +1811,31 @@ def test_an_evaluation_is_the_mean_over_everything():
     )
     alone = eval_loss(make("own"), sums, [batches[2]], make_accelerator("no"))
     assert (alone["loss"], alone["tokens"]) == (18, 1) and math.isnan(alone["second"])
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_noise_of_embeddings_has_its_bounds(scaled):
+    "Uniform up to alpha / root(tokens times width), before Gemma's scale; none in evaluation."
+    model = Own()
+    embedding = model.embed
+    model.get_input_embeddings = lambda: embedding
+    model.config = SimpleNamespace(scale_embeddings=scaled)
+    ids = torch.randint(97, (40, 25))
+    plain = embedding(ids).detach()
+    with noisy_embeddings(model, 5.0):
+        noise = embedding(ids).detach() - plain
+        with torch.no_grad():
+            assert torch.equal(embedding(ids), plain)
+        embedding.eval()
+        assert torch.equal(embedding(ids), plain)
+        embedding.train()
+    most = 5 / (25 * 16) ** 0.5 / (4 if scaled else 1)
+    assert (
+        0.99 * most < noise.max() <= most * 1.0001 and -most * 1.0001 <= noise.min() < -0.99 * most
+    )
+    assert abs(float(noise.mean())) < 0.02 * most and torch.equal(embedding(ids), plain)
+    with noisy_embeddings(nn.Linear(1, 1), None):
+        pass
+    with pytest.raises(ValueError, match="neftune_noise_alpha = 5: Linear has no get_input"):
+        with noisy_embeddings(nn.Linear(1, 1), 5.0):
+            pass
