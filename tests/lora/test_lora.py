@@ -1394,3 +1394,52 @@ def test_gradients_of_an_adapted_layer_are_autograds(dropout):
     assert torch.allclose(y, wanted_y, atol=1e-5)
     for a, b in zip(found, wanted, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_updates_of_several_adapters_by_hand():
+    "TIES keeps the larger half of each, and of each place those with the sign of most."
+    from trainkit.lora.adapters import merge_updates
+
+    updates = [
+        torch.tensor([[4.0, -1, 0.5], [-3, 2, 0]]),
+        torch.tensor([[1.0, 5, -6], [-2, 0, 0.1]]),
+    ]
+    weights = [1.0, 3.0]
+    kept = [torch.tensor([[4.0, 0, 0], [-3, 2, 0]]), torch.tensor([[0.0, 5, -6], [-2, 0, 0]])]
+    wanted = torch.zeros(2, 3)
+    for i in range(2):
+        for j in range(3):
+            total = sum(float(u[i, j]) for u in kept)
+            sign = 1 if total >= 0 else -1
+            same = [(w, float(u[i, j])) for w, u in zip(weights, kept, strict=True)]
+            same = [(w, u) for w, u in same if u * sign > 0]
+            wanted[i, j] = sum(w * u for w, u in same) / max(len(same), 1)
+    assert torch.equal(merge_updates(updates, weights, "ties", 0.5), wanted)
+    whole = merge_updates(updates, weights, "dare_linear", 1.0)
+    assert torch.allclose(whole, updates[0] + 3 * updates[1])
+    draw = torch.Generator().manual_seed(5)
+    masks = [torch.bernoulli(torch.full((2, 3), 0.4), generator=draw) / 0.4 for _ in updates]
+    dropped = masks[0] * updates[0] + 3 * masks[1] * updates[1]
+    assert torch.allclose(merge_updates(updates, weights, "dare_linear", 0.4, 5), dropped)
+    opposed = [torch.tensor([[2.0]]), torch.tensor([[-2.0]])]
+    assert merge_updates(opposed, [1.0, 1.0], "ties", 1.0).tolist() == [[2.0]]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_of_new_tokens_are_the_mean(tied):
+    from trainkit.lora.adapters import resize_vocabulary, vocabulary_size
+
+    model = small()
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    old = vocabulary_size(model)
+    before = [model.model.embed_tokens.weight.clone(), model.lm_head.weight.clone()]
+    resize_vocabulary(model, old + 3)
+    after = [model.model.embed_tokens.weight, model.lm_head.weight]
+    for a, b in zip(after, before, strict=True):
+        assert len(a) == old + 3 and torch.equal(a[:old], b)
+        assert torch.allclose(a[old:], b.mean(0).expand(3, -1), atol=1e-6)
+    assert (after[0] is after[1]) == tied and vocabulary_size(model) == old + 3
+    assert resize_vocabulary(model, old + 3) is model and vocabulary_size(nn.Linear(1, 1)) == 0
+    with pytest.raises(ValueError, match=f"vocab_size = {old + 2}: the model has {old + 3} tokens"):
+        resize_vocabulary(model, old + 2)
