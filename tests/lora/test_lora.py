@@ -1443,3 +1443,61 @@ def test_rows_of_new_tokens_are_the_mean(tied):
     assert resize_vocabulary(model, old + 3) is model and vocabulary_size(nn.Linear(1, 1)) == 0
     with pytest.raises(ValueError, match=f"vocab_size = {old + 2}: the model has {old + 3} tokens"):
         resize_vocabulary(model, old + 2)
+
+
+def test_first_values_of_factors():
+    from trainkit.lora.inject import init_factors
+
+    torch.manual_seed(0)
+    W = torch.randn(30, 400)
+    A, B, start = init_factors(True, W, 8, 2.0)
+    assert 0.99 < A.abs().max() * 400**0.5 <= 1 and B.abs().sum() == 0 and not start
+    assert A.shape == (8, 400) and B.shape == (30, 8)
+    A, B, start = init_factors("gaussian", W, 8, 2.0)
+    assert float(A.std()) == pytest.approx(1 / 8, rel=0.05) and B.abs().sum() == 0 and not start
+    A, B, start = init_factors(False, W, 4, 2.0)
+    assert float(B.std()) == pytest.approx(1 / 4, rel=0.25) and A.abs().max() * 20 <= 1
+    left, _, right = torch.linalg.svd(W, full_matrices=False)
+    sizes = 30 / 2.0 ** torch.arange(30)
+    for how in ("pissa", "pissa_niter_4"):
+        A, B, start = init_factors(how, left * sizes @ right, 3, 2.0)
+        best = left[:, :3] * sizes[:3] @ right[:3]
+        assert torch.allclose(2.0 * (B @ A), best, atol=1e-3) and start
+        assert torch.allclose(A.norm(dim=1), B.norm(dim=0), atol=1e-3)
+    A, B, start = init_factors("olora", W, 3, 2.0)
+    assert torch.allclose(B.T @ B, torch.eye(3), atol=1e-5) and start
+    assert torch.allclose(B @ (B.T @ W), B @ A, atol=1e-4)
+    A, B, start = init_factors("orthogonal", W, 6, 2.0)
+    assert (B @ A).abs().max() < 1e-6 and not start and A.norm() > 1
+    assert float(A.std()) == pytest.approx(0.1 / 2**0.5, rel=0.1)
+    assert float(B.std()) == pytest.approx(0.1 / 2**0.5, rel=0.3)
+    for how, r, what in (("orthogonal", 5, "an even rank"), ("olora", 31, "has only 30 dir")):
+        with pytest.raises(ValueError, match=what):
+            init_factors(how, W, r, 2.0)
+    assert len(init_factors("pissa", W, 30, 1.0)[0]) == 30
+    with pytest.raises(ValueError, match="lora_alpha must not be 0"):
+        init_factors("pissa", W, 2, 0.0)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_dora_by_hand(dropout):
+    "Each row of the sum has its own length; what is dropped is dropped for the update alone."
+    torch.manual_seed(0)
+    config = LoRAConfig(r=2, lora_alpha=3, use_dora=True, lora_dropout=dropout, target_modules="0")
+    model = disturb(add_lora(nn.Sequential(nn.Linear(6, 5)), config))
+    layer, x = model[0], torch.randn(7, 6)
+    A, B = layer.factors("default")
+    length = layer.factor("lora_magnitude_vector", "default")
+    W, bias = layer.matrix(), layer.base_layer.bias
+    whole = W + 1.5 * B @ A
+    share = (length / whole.norm(dim=1)).detach()
+    torch.manual_seed(1)
+    y = model(x)
+    torch.manual_seed(1)
+    dropped = F.dropout(x, dropout)
+    wanted = x @ W.T + bias + (share - 1) * (dropped @ W.T) + share * (dropped @ A.T @ B.T * 1.5)
+    assert torch.allclose(y, wanted, atol=1e-5)
+    if not dropout:
+        assert torch.allclose(y, x @ (whole * share[:, None]).T + bias, atol=1e-5)
+    y = model.eval()(x)
+    assert torch.allclose(y, x @ (whole * share[:, None]).T + bias, atol=1e-5)
