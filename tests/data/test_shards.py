@@ -477,3 +477,13 @@ def test_shards_of_other_settings_are_kept(corpus, tmp_path):
     for wrong in (dict(num_proc=0), dict(shard_chars=0)):
         with pytest.raises(ValueError, match="= 0: must be at least 1"):
             tokenize_to_disk(["a"], corpus[1], tmp_path / "b", **wrong)
+
+
+def test_pieces_of_a_long_file_are_short(tmp_path):
+    "Of what was read only its end waits for more: no piece is much longer than asked for."
+    text = "some words of a line\n" * 4000
+    (tmp_path / "a.txt").write_text(text)
+    pieces = [piece for piece, _ in read_pieces(tmp_path / "a.txt", size=10_000)]
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= 10_000 + 4096 and len(pieces) >= 8
+    assert len(pieces[0]) >= 10_000 - 4096
