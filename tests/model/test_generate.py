@@ -1058,7 +1058,7 @@ def test_repetition_is_penalized_by_sign():
     assert penalize_repetition(logits, ids, 2.0).tolist() == wanted
 
 
-class Bytes:
+class ByteIds:
     "A tokenizer whose ids are bytes; what is no text becomes the sign for it."
 
     def decode(self, ids):
@@ -1068,12 +1068,12 @@ class Bytes:
 @pytest.mark.parametrize("prompt", [b"", b"Hello \xf0\x9f", bytes(range(60, 90))])
 def test_bytes_that_are_no_characters_are_shown_a_dozen_at_a_time(prompt):
     "The last four may still become one; a text that is whole is shown at once."
-    streamer = TextStreamer(Bytes(), prompt)
+    streamer = TextStreamer(ByteIds(), prompt)
     shown = [streamer.push(0xFF) for _ in range(40)]
     assert [i for i, text in enumerate(shown, 1) if text] == [16, 28, 40]
     assert {text for text in shown if text} == {"\ufffd" * 12}
     assert streamer.finish() == "\ufffd" * 4
-    streamer = TextStreamer(Bytes(), b"ab")
+    streamer = TextStreamer(ByteIds(), b"ab")
     shown = [streamer.push(byte) for byte in "aé日🏴b".encode()]
     assert shown == ["a", "", "é", "", "", "日", "", "", "", "🏴", "b"]
 
@@ -1089,6 +1089,6 @@ def test_bytes_that_are_no_characters_are_shown_a_dozen_at_a_time(prompt):
     ],
 )
 def test_what_may_begin_a_stop_is_held_back(stops, pieces, rest):
-    streamer = TextStreamer(Bytes(), b"", stops)
+    streamer = TextStreamer(ByteIds(), b"", stops)
     assert [streamer.push(byte) for byte in b"abEN--"] == pieces
     assert streamer.finish() == rest
