@@ -659,3 +659,72 @@ def test_the_memory_of_this_process_is_what_the_system_says():
     assert peak is not None and peak > 0.99 * expected
     reset = estimate.peak_memory_used(forget=True)
     assert reset == pytest.approx(expected, rel=0.05)
+
+
+# --- what a run's watch notes
+
+
+def watched(monkeypatch):
+    watch, asked = estimate.MemoryWatch(), []
+    monkeypatch.setattr(watch, "predict", lambda *args: asked.append(args[1:]))
+    watch.before, watch.shared = 1, False
+    return watch, asked
+
+
+@pytest.mark.parametrize(
+    "labels, more, as_text",
+    [
+        ([[5, 5, 5], [5, 5, 5]], {}, True),
+        ([[-100, 5, 5], [-100, 5, 5]], {}, True),  # Of the first token nothing is learned anyway
+        ([[5, 5, 5], [5, 5, -100]], {}, False),
+        ([[5, 5, 5], [5, -101, 5]], {}, True),
+        ([[5, 5, 5], [5, 5, 5]], dict(attention_mask=torch.ones(2, 3)), False),
+    ],
+)
+def test_the_largest_batch_of_a_run_is_predicted_at_its_end(labels, more, as_text, monkeypatch):
+    "Of running text its size is enough."
+    watch, asked = watched(monkeypatch)
+    batch = dict(input_ids=torch.ones(2, 3).long(), labels=torch.tensor(labels), **more)
+    small = tensors(1, 5)
+    monkeypatch.setattr(estimate, "peak_memory_used", lambda: 2**30 + 1)
+    monkeypatch.setattr(estimate, "memory_used", lambda: 7)
+    trainer = run_of()
+    for batches in ([small, batch], [small]):
+        trainer.step_batches = batches
+        watch.on_step(trainer, {})
+    assert (watch.most, watch.largest, watch.batch is batch) == (6, (2, 3), True)
+    assert (watch.measured, watch.held) == (2**30, 7)
+    watch.on_end(trainer, {})
+    watch.on_end(trainer, dict(reason="an error: of some kind"))
+    assert asked == [(2, 3, None if as_text else batch)]
+    watch.known[2, 3, 6] = None
+    watch.on_end(trainer, dict(reason="an error: of some kind"))
+    assert len(asked) == 2
+    watch.before = 0
+    watch.on_end(trainer, {})
+    assert len(asked) == 2
+
+
+def test_the_peak_of_a_run_is_not_lower_than_before_it(monkeypatch):
+    watch, asked = watched(monkeypatch)
+    watch.highest, watch.predicted, watch.measured = 3 * 2**30, 2**29, None
+    for seen, noted in ((2.0, 3.0), (4.0, 4.0)):
+        record = dict(memory_peak_gib=seen)
+        watch.on_log(run_of(), record)
+        assert record == dict(memory_peak_gib=noted, step_memory_predicted_gib=0.5)
+        record = dict(peaks=dict(memory_peak_gib=seen))
+        watch.on_end(run_of(), record)
+        assert record == dict(peaks=dict(memory_peak_gib=noted), step_memory_predicted_gib=0.5)
+    assert asked == []  # No batch came
+    monkeypatch.setattr(estimate, "trim_malloc", lambda: None)
+    monkeypatch.setattr(estimate, "memory_used", lambda: 50)
+    monkeypatch.setattr(estimate, "peak_memory_used", lambda forget=False: 80)
+    watch.before, watch.highest, watch.held = 10, 70, 0
+    watch.restart(run_of())
+    assert (watch.before, watch.highest) == (10, 80)
+    watch.held = 30
+    watch.restart(run_of())
+    assert watch.before == 10 + 50 - 30
+    watch.held = 60
+    watch.restart(run_of())
+    assert watch.before == 30
