@@ -31,6 +31,7 @@ from trainkit.align.reference import (
     precompute_reference,
 )
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+from trainkit.tokenizer.chat import set_template
 from trainkit.train.config import TrainConfig
 from trainkit.train.trainer import Trainer
 from trainkit.align.kto import UnpairedBatches, collate_unpaired, kto_objective
@@ -1191,3 +1192,30 @@ def test_unpaired_rows_are_joined_with_the_answer_before():
         collate_unpaired(rows[:1])
     assert len(collate_unpaired(rows[:1], compared=False)["labels"]) == 2
     assert len(collate_unpaired(rows[:2])["liked"]) == 2
+
+
+def test_of_a_conversation_with_an_opinion_the_last_answer_is_learned():
+    text = "system user assistant Is it so? No. And now? Yes. <>|_ "
+    tok = BPETokenizer.train(
+        [text * 9], 290, special_tokens=["<|im_start|>", "<|im_end|>"], progress=False
+    )
+    set_template(tok, "chatml")
+
+    def turn(role, content):
+        return dict(role=role, content=content)
+
+    prompt = [turn("user", "Is it so?"), turn("assistant", "No."), turn("user", "And now?")]
+    row = dict(prompt=prompt, completion=[turn("assistant", "Yes.")], label=False)
+    (out,) = tokenize_unpaired([row], tok)
+    before, answer = (tok.decode(out[part].tolist()) for part in ("prompt", "completion"))
+    assert "No." in before and before.endswith("<|im_start|>assistant\n")
+    assert answer == "Yes.<|im_end|>" and out["labels"].tolist() == out["completion"].tolist()
+    assert out["length"] == len(out["prompt"]) + len(out["completion"]) and out["label"] is False
+    size = out["length"]
+    assert len(tokenize_unpaired([row], tok, size, truncation="drop")) == 1
+    with pytest.raises(ValueError, match="no row is left of 1"), pytest.warns(UserWarning):
+        tokenize_unpaired([row], tok, len(out["completion"]) - 1, truncation="drop")
+    with pytest.warns(UserWarning, match="Of 1 rows 1 prompts lost their beginning"):
+        (cut,) = tokenize_unpaired([row], tok, size - 1, truncation="prompt")
+    assert cut["prompt"].tolist() == out["prompt"][1:].tolist() and cut["length"] == size - 1
+    assert cut["completion"].tolist() == out["completion"].tolist()
