@@ -29,7 +29,7 @@ from trainkit.tokenizer.chat import (
 )
 from trainkit.data.tokenization import length_report, tokenize_examples
 from trainkit.data.dataloader import pack, packing_efficiency
-from trainkit.tokenizer import chat as chats
+from trainkit.tokenizer import chat as conversions
 from trainkit.tokenizer import chat_template
 from trainkit.tokenizer.chat_template import _WORKERS, TEMPLATES, render_text, render_texts
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
@@ -1388,15 +1388,15 @@ def test_marks_stand_in_each_control_token_and_in_what_may_become_one():
 
 def test_a_tokenizer_is_converted_once_until_it_gets_a_token(monkeypatch):
     "After enough characters, all calls together; then it is asked for nothing but its length."
-    monkeypatch.setattr(chats, "CONVERT_AFTER_CHARS", 12)
+    monkeypatch.setattr(conversions, "CONVERT_AFTER_CHARS", 12)
     theirs = TOK.to_hf()
-    assert chats._as_ours(theirs, ["abcdef", "ghijk"]) is None
-    same = chats._as_ours(theirs, ["x"])
+    assert conversions._as_ours(theirs, ["abcdef", "ghijk"]) is None
+    same = conversions._as_ours(theirs, ["x"])
     assert is_bpe_tokenizer(same) and not is_bpe_tokenizer(theirs)
-    assert chats._as_ours(theirs, ["a text"]) is same
+    assert conversions._as_ours(theirs, ["a text"]) is same
     theirs.add_tokens(["<|new|>"], special_tokens=True)
-    assert chats._as_ours(theirs, ["abcdef"]) is None  # Counted anew
-    other = chats._as_ours(theirs, ["ghijkl"])
+    assert conversions._as_ours(theirs, ["abcdef"]) is None  # Counted anew
+    other = conversions._as_ours(theirs, ["ghijkl"])
     assert other is not same and "<|new|>" in other.special_tokens
     (ids, touched) = encode_spans(["a<|new|>b"], [[(1, 8)]], theirs)[0]
     assert ids.tolist() == theirs("a<|new|>b", add_special_tokens=False)["input_ids"]
