@@ -1501,3 +1501,22 @@ def test_dora_by_hand(dropout):
         assert torch.allclose(y, x @ (whole * share[:, None]).T + bias, atol=1e-5)
     y = model.eval()(x)
     assert torch.allclose(y, x @ (whole * share[:, None]).T + bias, atol=1e-5)
+
+
+def test_the_config_that_peft_reads():
+    "The rank and alpha of most layers, the others by name; a transposed matrix says so."
+    from transformers.pytorch_utils import Conv1D
+
+    from trainkit.lora.adapters import peft_config
+
+    config = peft_config(low_rank([2, 4, 4], lora_alpha=6, alpha_pattern={"0": 3}), base="here")
+    assert (config["r"], config["lora_alpha"], config["fan_in_fan_out"]) == (4, 6, False)
+    assert config["rank_pattern"] == {"0": 2} and config["alpha_pattern"] == {"0": 3}
+    assert config["target_modules"] == ["0", "1", "2"] and config["modules_to_save"] is None
+    assert config["base_model_name_or_path"] == "here" and config["init_lora_weights"] is True
+    rooted = peft_config(low_rank([4, 4, 9], lora_alpha=6, use_rslora=True))
+    assert rooted["lora_alpha"] == 6 and rooted["alpha_pattern"] == {} and rooted["use_rslora"]
+    turned = add_lora(nn.Sequential(Conv1D(5, 6)), LoRAConfig(r=2, target_modules="0"))
+    assert peft_config(turned)["fan_in_fan_out"] is True
+    half = low_rank([2, 2], lora_alpha=2.5)
+    assert peft_config(half)["lora_alpha"] == 2.5
