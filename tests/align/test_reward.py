@@ -197,3 +197,24 @@ def test_a_family_without_a_class_for_rewards_is_refused_before_training():
     )
     with pytest.raises(ValueError, match="family 'granite'"):
         check_reward_class(transformers.GraniteForCausalLM(theirs))
+
+
+def test_scores_begin_small_and_a_tie_is_half_right():
+    "The standard deviation of trl's head: of a width d it is the root of 1 / (d + 1)."
+    model = tiny()
+    width = model.get_input_embeddings().weight.shape[1]
+    torch.manual_seed(7)
+    scorer = RewardModel(model)
+    torch.manual_seed(7)
+    torch.nn.Linear(width, 1, bias=False)  # Which draws numbers that are not used
+    wanted = torch.randn(1, width) / (width + 1) ** 0.5
+    assert torch.allclose(scorer.score.weight, wanted, atol=1e-6)
+    same = dict(prompt=[1, 2], chosen=[3, 4], rejected=[3, 4])
+    better = dict(prompt=[1, 2], chosen=[5, 6], rejected=[7])
+    rewards, share = score_pairs(scorer, [same, better, same], batch_size=2)
+    assert rewards.shape == (3, 2) and torch.allclose(rewards[0], rewards[2], atol=1e-5)
+    ahead = float(rewards[1, 0] > rewards[1, 1])
+    assert share == pytest.approx((0.5 + ahead + 0.5) / 3)
+    swapped = dict(prompt=[1, 2], chosen=[7], rejected=[5, 6])
+    other = score_pairs(scorer, [same, swapped, same])[1]
+    assert other == pytest.approx((0.5 + (1 - ahead) + 0.5) / 3)

@@ -1401,3 +1401,15 @@ def test_a_tokenizer_is_converted_once_until_it_gets_a_token(monkeypatch):
     (ids, touched) = encode_spans(["a<|new|>b"], [[(1, 8)]], theirs)[0]
     assert ids.tolist() == theirs("a<|new|>b", add_special_tokens=False)["input_ids"]
     assert touched == [(1, 2)]
+
+
+def test_of_several_chats_the_wrong_one_is_named():
+    good = [dict(role="user", content="a"), dict(role="assistant", content="b")]
+    wrong = [dict(role="user", content=f"a{SPECIAL_MARK}"), dict(role="assistant", content="b")]
+    tok = READY["chatml"]
+    for talks, start in (
+        ([wrong], "a message contains"),
+        ([good, wrong], "conversation 1: a mes"),
+    ):
+        with pytest.raises(ValueError, match=f"^{start}"):
+            render_batch(talks, tok, check_eos=False)
