@@ -1004,7 +1004,23 @@ def test_harmony_opens_where_its_ranks_are():
 
 @pytest.mark.parametrize(
     ("text", "any_case", "end"),
-    [("'ſx", True, 3), ("'ſx", False, 0), ("'Sx", True, 2), ("'re", True, 3), ("'lx", True, 0)],
+    [
+        *[
+            ("'ſx", True, 3),
+            ("'ſx", False, 0),
+            ("'Sx", True, 2),
+            ("'re", True, 3),
+            ("'lx", True, 0),
+        ],
+        *[
+            ("'VE", True, 3),
+            ("'vE", True, 3),
+            ("'VE", False, 0),
+            ("'rA", True, 0),
+            ("'LL", True, 3),
+        ],
+        *[("'T", True, 2), ("'D", True, 2), ("'M", True, 2), ("'m", False, 2), ("'", True, 0)],
+    ],
 )
 def test_where_a_contraction_ends(text, any_case, end):
     "A long s counts as an s where case does not count, and has two bytes."
