@@ -12,15 +12,18 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from trainkit.align.dpo import LOSSES, USED_BY, DPOConfig, dpo_objective, preference_loss
+from trainkit.align.dpo import DIVERGENCES, LOSSES, USED_BY, Converged, DPOConfig, Pair
+from trainkit.align.dpo import _desensitize, _dpo_metrics, _other_answers, dpo_objective, exact_kl
+from trainkit.align.dpo import preference_loss, reward_metrics
 from trainkit.config import ConfigError
+from trainkit.align import logprobs
 from trainkit.align.logprobs import pair_log_probs, shares_prompts
 from trainkit.lora.inject import LoRAConfig
 from trainkit.lora.inject import add_lora
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.train.optim import OptimConfig
-from trainkit.align.preference_data import PairBatches, collate_pairs, tokenize_pairs
+from trainkit.align.preference_data import SIDES, PairBatches, collate_pairs, tokenize_pairs
 from trainkit.align.reference import (
     AdapterDisabledReference,
     Reference,
@@ -28,9 +31,11 @@ from trainkit.align.reference import (
     precompute_reference,
 )
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+from trainkit.tokenizer.chat import set_template
 from trainkit.train.config import TrainConfig
 from trainkit.train.trainer import Trainer
-from trainkit.align.kto import UnpairedBatches, kto_objective, tokenize_unpaired
+from trainkit.align.kto import UnpairedBatches, collate_unpaired, kto_objective
+from trainkit.align.kto import tokenize_unpaired
 
 warnings.filterwarnings("ignore")
 RNG = torch.Generator().manual_seed(0)
@@ -934,3 +939,283 @@ def test_cpo_of_trl_is_the_same_number_here(loss):
     )
     ours = dpo_objective(None, DPOConfig(beta=0.1, **settings))(model, collate_pairs(pairs))
     assert float(ours.total) == pytest.approx(float(theirs), rel=1e-5)
+
+
+# --- the formulas in plain arithmetic, also for answers of a single token
+
+
+def logsig(x):
+    return -math.log1p(math.exp(-x))
+
+
+def sig(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def smooth(h, e):
+    return -(1 - e) * logsig(h) - e * logsig(-h)
+
+
+def log_odds(x):
+    return x - math.log(1 - math.exp(x))
+
+
+FORMULAS = {  # (chosen, rejected, their ratios, their tokens, the config) -> loss
+    "sigmoid": lambda c, r, cr, rr, n, m, k: smooth(k.beta * (cr - rr), k.label_smoothing),
+    "hinge": lambda c, r, cr, rr, n, m, k: max(0, 1 - k.beta * (cr - rr)),
+    "ipo": lambda c, r, cr, rr, n, m, k: (cr / n - rr / m - 1 / (2 * k.beta)) ** 2,
+    "robust": lambda c, r, cr, rr, n, m, k: (
+        (
+            -(1 - k.label_smoothing) * logsig(k.beta * (cr - rr))
+            + k.label_smoothing * logsig(-k.beta * (cr - rr))
+        )
+        / (1 - 2 * k.label_smoothing)
+    ),
+    "exo_pair": lambda c, r, cr, rr, n, m, k: sum(
+        sig(h) * (logsig(h) - math.log(share))
+        for h, share in (
+            (k.beta * (cr - rr), 1 - k.label_smoothing),
+            (-k.beta * (cr - rr), k.label_smoothing),
+        )
+    ),
+    "nca_pair": lambda c, r, cr, rr, n, m, k: (
+        -logsig(k.beta * cr) - logsig(-k.beta * cr) / 2 - logsig(-k.beta * rr) / 2
+    ),
+    "bco_pair": lambda c, r, cr, rr, n, m, k: -logsig(k.beta * cr) - logsig(-k.beta * rr),
+    "sppo_hard": lambda c, r, cr, rr, n, m, k: (cr - 0.5 / k.beta) ** 2 + (rr + 0.5 / k.beta) ** 2,
+    "apo_zero": lambda c, r, cr, rr, n, m, k: 1 - sig(k.beta * cr) + sig(k.beta * rr),
+    "apo_down": lambda c, r, cr, rr, n, m, k: sig(k.beta * cr) + 1 - sig(k.beta * (cr - rr)),
+    "discopop": lambda c, r, cr, rr, n, m, k: (
+        -logsig(k.beta * (cr - rr)) * (1 - sig(k.beta * (cr - rr) / k.discopop_tau))
+        + math.exp(-k.beta * (cr - rr)) * sig(k.beta * (cr - rr) / k.discopop_tau)
+    ),
+    "sigmoid_norm": lambda c, r, cr, rr, n, m, k: -logsig(k.beta * (cr / n - rr / m)),
+    "kto": lambda c, r, cr, rr, n, m, k: (
+        (
+            k.desirable_weight * (1 - sig(k.beta * (cr - 0.4)))
+            + k.undesirable_weight * (1 - sig(k.beta * (0.4 - rr)))
+        )
+        / 2
+    ),
+    "orpo": lambda c, r, cr, rr, n, m, k: -k.beta * logsig(log_odds(c / n) - log_odds(r / m)),
+    "simpo": lambda c, r, cr, rr, n, m, k: smooth(
+        k.beta * (c / n - r / m) - k.simpo_gamma, k.label_smoothing
+    ),
+    "cpo": lambda c, r, cr, rr, n, m, k: smooth(k.beta * (c - r), k.label_smoothing),
+    "sft": lambda c, r, cr, rr, n, m, k: -c * 4 / 14,
+    "aot": lambda c, r, cr, rr, n, m, k: None,
+    "aot_unpaired": lambda c, r, cr, rr, n, m, k: None,
+}
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_every_loss_by_hand(name):
+    assert {*FORMULAS} == {*LOSSES}
+    chosen, rejected = [-1.0, -4.5, -0.3, -2.0], [-2.0, -0.4, -3.0, -6.0]
+    before, behind = [-1.5, -3.0, -0.9, -2.0], [-1.7, -1.0, -2.0, -4.5]
+    n, m = [1, 4, 2, 7], [3, 1, 5, 2]
+    config = SimpleNamespace(
+        beta=0.3,
+        label_smoothing=0.2,
+        f_divergence_type="reverse_kl",
+        discopop_tau=0.4,
+        desirable_weight=1.5,
+        undesirable_weight=0.7,
+        simpo_gamma=0.25,
+    )
+    tensors = (torch.tensor(x, dtype=torch.float64) for x in (chosen, rejected, before, behind))
+    pair = Pair(config, *tensors, torch.tensor(n), torch.tensor(m), 0.4)
+    found = LOSSES[name](pair, config).tolist()
+    columns = zip(chosen, rejected, before, behind, n, m, strict=True)
+    wanted = [FORMULAS[name](c, r, c - x, r - y, a, b, config) for c, r, x, y, a, b in columns]
+    if name == "aot":
+        ours = sorted(c - r for c, r in zip(chosen, rejected, strict=True))
+        theirs = sorted(c - r for c, r in zip(before, behind, strict=True))
+        wanted = [smooth(0.3 * (a - b), 0.2) for a, b in zip(ours, theirs, strict=True)]
+    if name == "aot_unpaired":
+        ours = sorted(c - x for c, x in zip(chosen, before, strict=True))
+        theirs = sorted(r - y for r, y in zip(rejected, behind, strict=True))
+        wanted = [smooth(0.3 * (a - b), 0.2) for a, b in zip(ours, theirs, strict=True)]
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("t", [-3.0, -0.2, 0.0, 0.7, 100.0])
+def test_scores_of_divergences_by_hand(t):
+    wanted = dict(reverse_kl=t, forward_kl=1 - math.exp(-t))
+    wanted["js_divergence"] = math.log(2 / (1 + math.exp(-t)))
+    for name, score in wanted.items():
+        found = DIVERGENCES[name](torch.tensor(t, dtype=torch.float64), None)
+        assert float(found) == pytest.approx(score, rel=1e-9)
+    for power in (0.5, 1 + 1e-7, 1 + 1e-5, 2.0):
+        config = SimpleNamespace(f_alpha_divergence_coef=power)
+        found = DIVERGENCES["alpha_divergence"](torch.tensor(t, dtype=torch.float64), config)
+        a = power - 1
+        score = t if a < 1e-6 and a > 0 else (math.exp(min(a * t, 80)) - 1) / a
+        assert float(found) == pytest.approx(score, rel=1e-9)
+
+
+def test_tokens_that_only_the_longer_answer_has_count_less():
+    both = SimpleNamespace(
+        chosen=torch.tensor([-5.0, -1.0]),
+        rejected=torch.tensor([-2.0, -7.0]),
+        chosen_shared=torch.tensor([-3.0, -1.0]),
+        rejected_shared=torch.tensor([-2.0, -4.0]),
+    )
+    plain = _desensitize(both, SimpleNamespace(ld_alpha=None))
+    assert [x.tolist() for x in plain] == [[-5, -1], [-2, -7]]
+    less = _desensitize(both, SimpleNamespace(ld_alpha=0.25))
+    assert [x.tolist() for x in less] == [[-3.5, -1], [-2, -4.75]]
+
+
+def test_metrics_of_pairs_by_hand():
+    chosen, rejected = torch.tensor([1.0, 2, 3, 0]), torch.tensor([0.0, 2, 4, -1])
+    found = reward_metrics(chosen, rejected)
+    assert {name.split("/")[1]: (float(s), n) for name, (s, n) in found.items()} == dict(
+        chosen=(6, 4), rejected=(5, 4), margins=(1, 4), accuracies=(2.5, 4), ties=(1, 4)
+    )
+    torch.manual_seed(0)
+    p, q = torch.randn(2, 5, 11)
+    kl = F.kl_div(q.log_softmax(1), p.log_softmax(1), reduction="none", log_target=True).sum(1)
+    assert torch.allclose(exact_kl(p, q), kl, atol=1e-6)
+    batch = dict(prompt_input_ids=torch.arange(3), chosen_labels=torch.arange(3))
+    other = _other_answers(batch | dict(rejected_labels=torch.arange(3)))
+    assert [x.tolist() for x in other.values()] == [[0, 1, 2], [2, 0, 1], [2, 0, 1]]
+    with pytest.raises(ValueError, match="2 pairs at least"):
+        _other_answers(dict(prompt_input_ids=torch.arange(1)))
+    assert len(_other_answers(dict(prompt_input_ids=torch.arange(2)))) == 1
+
+
+@pytest.mark.parametrize("losses, tokens", [(["simpo"], True), (["sigmoid"], False)])
+def test_logged_rewards_of_single_tokens(losses, tokens):
+    "Losses of means over tokens have rewards of means."
+    values = [torch.tensor(x) for x in ([-1.0, -6.0], [-3.0, -2.0], [-2.0, -3.0], [-1.0, -4.0])]
+    n, m = torch.tensor([1, 3]), torch.tensor([2, 1])
+    config = DPOConfig(loss_type=losses, beta=0.5)
+    now, then = (
+        SimpleNamespace(chosen=a, rejected=b, chosen_tokens=n, rejected_tokens=m, logits=None)
+        for a, b in (values[:2], values[2:])
+    )
+    found = _dpo_metrics(Pair(config, *values, n, m), now, then)
+    ratios = [(1.0, -3.0), (-2.0, 2.0)]
+    lengths = [(1, 3), (2, 1)] if tokens else [(1, 1), (1, 1)]
+    for name, pair, size in zip(("chosen", "rejected"), ratios, lengths, strict=True):
+        wanted = sum(0.5 * r / k for r, k in zip(pair, size, strict=True))
+        assert float(found[f"rewards/{name}"][0]) == pytest.approx(wanted)
+    read = {name: tuple(map(float, value)) for name, value in found.items()}
+    assert read["logps/chosen"] == (-7, 2) and read["logps/rejected"] == (-5, 2)
+    assert read["logps/ref_chosen"] == (-5, 2) and read["logps/ref_rejected"] == (-5, 2)
+    assert read["loss/policy"] == (7, 4) and read["loss/reference"] == (5, 4)
+    assert read["kl/sampled"] == (-2, 7)
+
+
+@pytest.mark.parametrize(
+    "values, flat",
+    [
+        ([1, 2], False),
+        ([5, 1], False),  # Too few
+        ([1, 2, 2], False),
+        ([2, 2, 2], True),
+        ([4, 5, 1], True),  # A gain of a quarter is none
+        ([4, 5.5, 1], False),
+        ([1, 4, 4, 5.5], False),
+        ([1, 4, 4, 4.5], True),
+        ([-4, -3, -4], True),
+        ([-4, -2.5, -4], False),
+    ],
+)
+def test_a_run_has_converged_when_its_last_evaluations_gain_nothing(values, flat):
+    assert Converged(patience=2, threshold=0.25).flat(values) == flat
+    assert Converged("eval_loss", 2, 0.25).flat([-value for value in values]) == flat
+
+
+# --- log-probabilities of pairs against one answer at a time
+
+
+@pytest.mark.parametrize("flat", [0, 10_000])
+@pytest.mark.parametrize("share", [True, False])
+def test_pairs_are_read_as_one_answer_at_a_time(share, flat, monkeypatch):
+    "Prompts and answers of one token and of more; two tokens of an answer are not learned."
+    monkeypatch.setattr(logprobs, "MAX_FLAT_TOKENS", flat)
+    model = ours().eval()
+    sizes = [(1, 1, 4), (5, 3, 1), (2, 6, 6), (7, 2, 3)]
+    rng = np.random.default_rng(3)
+    pairs = [
+        {side: rng.integers(3, 96, n) for side, n in zip(SIDES, row, strict=True)} for row in sizes
+    ]
+    batch = collate_pairs(pairs)
+    batch["chosen_labels"][2, 1:3] = -100
+    with torch.no_grad():
+        found = pair_log_probs(model, batch, share, keep_logits=True)
+        for i, pair in enumerate(pairs):
+            parts, counts = [], []
+            for side in ("chosen", "rejected"):
+                ids = np.concatenate((pair["prompt"], pair[side]))
+                logits = model(torch.from_numpy(ids)[None]).logits[0].log_softmax(-1)
+                first = len(pair["prompt"])
+                each = logits[first - 1 : -1].gather(1, torch.from_numpy(pair[side])[:, None])[:, 0]
+                each = each[batch[f"{side}_labels"][i, : len(each)] != -100]
+                parts.append(each)
+                counts.append(len(each))
+                assert float(getattr(found, side)[i]) == pytest.approx(float(each.sum()), abs=1e-4)
+                assert int(getattr(found, f"{side}_tokens")[i]) == len(each)
+            for side, each in zip(("chosen", "rejected"), parts, strict=True):
+                part = float(each[: min(counts)].sum())
+                shared = getattr(found, f"{side}_shared")[i]
+                assert float(shared) == pytest.approx(part, abs=1e-4)
+    assert len(found.logits) == len(found.first_chosen) == sum(b + c for _, b, c in sizes) - 2
+    assert int(found.first_chosen.sum()) == sum(b for _, b, _ in sizes) - 2
+
+
+def test_unpaired_rows_are_joined_with_the_answer_before():
+    rows = [
+        dict(prompt=[1], completion=[2, 3], labels=[-100, 3], label=1),
+        dict(prompt=[4, 5], completion=[6], labels=[6], label=0),
+        dict(prompt=[7], completion=[8, 9, 10], labels=[8, 9, 10], label=True),
+    ]
+    batch = collate_unpaired(rows, pad_id=50)
+    assert batch["liked"].tolist() == [True, False, True]
+    assert batch["input_ids"].tolist() == [
+        [1, 2, 3, 50],
+        [4, 5, 6, 50],
+        [7, 8, 9, 10],
+        [1, 8, 9, 10],
+        [4, 5, 2, 3],
+        [7, 6, 50, 50],
+    ]
+    assert batch["attention_mask"].sum(1).tolist() == [3, 3, 4, 4, 4, 2]
+    learned = [row[row != -100].tolist() for row in batch["labels"]]
+    assert learned == [[3], [6], [8, 9, 10], [8, 9, 10], [3], [6]]
+    assert (
+        batch["labels"][batch["labels"] != -100] == batch["input_ids"][batch["labels"] != -100]
+    ).all()
+    with pytest.raises(ValueError, match="needs 2 rows"):
+        collate_unpaired(rows[:1])
+    assert len(collate_unpaired(rows[:1], compared=False)["labels"]) == 2
+    assert len(collate_unpaired(rows[:2])["liked"]) == 2
+
+
+def test_of_a_conversation_with_an_opinion_the_last_answer_is_learned():
+    text = "system user assistant Is it so? No. And now? Yes. <>|_ "
+    tok = BPETokenizer.train(
+        [text * 9], 290, special_tokens=["<|im_start|>", "<|im_end|>"], progress=False
+    )
+    set_template(tok, "chatml")
+
+    def turn(role, content):
+        return dict(role=role, content=content)
+
+    prompt = [turn("user", "Is it so?"), turn("assistant", "No."), turn("user", "And now?")]
+    row = dict(prompt=prompt, completion=[turn("assistant", "Yes.")], label=False)
+    (out,) = tokenize_unpaired([row], tok)
+    before, answer = (tok.decode(out[part].tolist()) for part in ("prompt", "completion"))
+    assert "No." in before and before.endswith("<|im_start|>assistant\n")
+    assert answer == "Yes.<|im_end|>" and out["labels"].tolist() == out["completion"].tolist()
+    assert out["length"] == len(out["prompt"]) + len(out["completion"]) and out["label"] is False
+    size = out["length"]
+    assert len(tokenize_unpaired([row], tok, size, truncation="drop")) == 1
+    with pytest.raises(ValueError, match="no row is left of 1"), pytest.warns(UserWarning):
+        tokenize_unpaired([row], tok, len(out["completion"]) - 1, truncation="drop")
+    with pytest.warns(UserWarning, match="Of 1 rows 1 prompts lost their beginning"):
+        (cut,) = tokenize_unpaired([row], tok, size - 1, truncation="prompt")
+    assert cut["prompt"].tolist() == out["prompt"][1:].tolist() and cut["length"] == size - 1
+    assert cut["completion"].tolist() == out["completion"].tolist()

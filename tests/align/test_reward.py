@@ -197,3 +197,26 @@ def test_a_family_without_a_class_for_rewards_is_refused_before_training():
     )
     with pytest.raises(ValueError, match="family 'granite'"):
         check_reward_class(transformers.GraniteForCausalLM(theirs))
+
+
+def test_scores_begin_small_and_a_tie_is_half_right(monkeypatch):
+    "The standard deviation of trl's head: of a width d it is the root of 1 / (d + 1)."
+    model = tiny()
+    width = model.get_input_embeddings().weight.shape[1]
+    torch.manual_seed(7)
+    scorer = RewardModel(model)
+    torch.manual_seed(7)
+    torch.nn.Linear(width, 1, bias=False)  # Which draws numbers that are not used
+    wanted = torch.randn(1, width) / (width + 1) ** 0.5
+    assert torch.allclose(scorer.score.weight, wanted, atol=1e-6)
+    sides = "chosen_input_ids", "rejected_input_ids"
+    monkeypatch.setattr(
+        "trainkit.align.reward_model.pair_rewards",
+        lambda model, batch: [batch[side].sum(1).float() for side in sides],
+    )
+    answers = [([3, 4], [4, 3]), ([5], [2, 2]), ([1], [8]), ([6, 1], [7])]
+    pairs = [dict(prompt=[1, 2], chosen=c, rejected=r) for c, r in answers]
+    for batch_size in (1, 3, 9):
+        rewards, share = score_pairs(scorer, pairs, batch_size)
+        assert rewards.tolist() == [[7, 7], [5, 4], [1, 8], [7, 7]] and share == 0.5
+    assert score_pairs(scorer, pairs[:2])[1] == 0.75

@@ -4,13 +4,17 @@ import asyncio
 import copy
 import random
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from support.processes import await_here
 
-from trainkit.align.rl import group_relative, leave_one_out
+from trainkit.align.episodes import Answer, Episode
+from trainkit.align.rl import _averaging, _metrics, clipped_surrogate, clipped_value_loss, discount
+from trainkit.align.rl import gae, group_relative, leave_one_out, masked_mean, whiten
+from trainkit.align.rl import zero_std_groups
 from trainkit.data.dataloader import Batches
 from trainkit.model.generation import generate
 from trainkit.eval.stats import compare
@@ -1071,3 +1075,334 @@ def test_the_terms_of_ppo_have_their_weights():
         "policy_loss": 1.0,
         "value_loss": 0.25,
     }
+
+
+# --- the formulas of reinforcement learning, number by number
+
+
+def random_mask(rows=6, length=9):
+    "Answers with questions before them and between them, one of a single token, one of none."
+    mask = torch.zeros(rows, length)
+    for row, places in enumerate(((1, 2, 3), (4,), (), (2, 3, 6, 7, 8), (0, 8), (5, 6, 7))):
+        mask[row, list(places)] = 1
+    return mask
+
+
+def test_advantages_within_a_group_by_hand():
+    nan = float("nan")
+    rewards = torch.tensor([1.0, 4, 2, 0.5, 0.5, 0.5, nan, 3, 5, nan, nan, 7])
+    groups, taught = rewards.view(4, 3).tolist(), []
+    relative, alone, known = [], [], [r for r in rewards.tolist() if r == r]
+    for group in groups:
+        judged = [r for r in group if r == r]
+        mean = sum(judged) / len(judged)
+        for r in group:
+            relative.append(r - mean if r == r else 0)
+            others = sum(judged) - r if r == r else 0
+            alone.append(r - others / (len(judged) - 1) if r == r and len(judged) > 1 else 0)
+            taught.append(len({*judged}) == 1)
+    assert group_relative(rewards, 3, "none").tolist() == pytest.approx(relative)
+    spread = float(np.std(known, ddof=1)) + 1e-4
+    batch = [r / spread for r in relative]
+    assert group_relative(rewards, 3, "batch").tolist() == pytest.approx(batch, rel=1e-5)
+    own = []
+    for i, group in enumerate(groups):
+        judged = [r for r in group if r == r]
+        std = float(np.std(judged, ddof=1)) if len(judged) > 1 else 1
+        own += [r / (std + 1e-4) for r in relative[3 * i : 3 * i + 3]]
+    assert group_relative(rewards, 3).tolist() == pytest.approx(own, rel=1e-5)
+    small = group_relative(torch.tensor([0.0, 2e-4]), 2).tolist()  # 1e-4 counts beside its 1.4e-4
+    assert small == pytest.approx([-1 / (2**0.5 + 1), 1 / (2**0.5 + 1)], rel=1e-5)
+    assert leave_one_out(rewards, 3).tolist() == pytest.approx(alone)
+    assert zero_std_groups(rewards, 3).tolist() == taught
+
+
+@pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.9, 0.8), (0.5, 0.0)])
+def test_returns_and_advantages_by_hand(gamma, lam):
+    "Each answer's tokens in a row, whatever stands between them."
+    torch.manual_seed(0)
+    mask, rewards = random_mask(), torch.randn(6, 9)
+    values = torch.randn(6, 9)
+    advantages, returns = gae(rewards, values, mask, gamma, lam)
+    discounted = discount(rewards, mask, gamma)
+    expected, sums = torch.zeros(6, 9), torch.zeros(6, 9)
+    for row in range(6):
+        places = mask[row].nonzero().flatten().tolist()
+        for i, t in enumerate(places):
+            for n, later in enumerate(places[i:]):
+                after = values[row, places[i + n + 1]] if i + n + 1 < len(places) else 0
+                delta = rewards[row, later] + gamma * after - values[row, later]
+                expected[row, t] += (gamma * lam) ** n * delta
+                sums[row, t] += gamma**n * rewards[row, later]
+    assert torch.allclose(advantages, expected, atol=1e-5)
+    assert torch.allclose(returns, expected + values * mask, atol=1e-5)
+    assert torch.allclose(discounted, sums, atol=1e-5)
+
+
+def test_means_and_averages_over_tokens_and_answers():
+    torch.manual_seed(0)
+    x, mask = torch.randn(6, 9), random_mask()
+    chosen = x[mask.bool()]
+    assert torch.allclose(masked_mean(x, mask), chosen.mean(), atol=1e-6)
+    assert masked_mean(x, mask * 0) == 0
+    one = torch.zeros(6, 9)
+    one[2, 3] = 1
+    assert torch.allclose(masked_mean(x, one), x[2, 3])
+    for shift in (True, False):
+        single = whiten(x, one, shift)
+        assert torch.allclose(single, one * 0 if shift else x * one, atol=1e-6)
+        assert whiten(x, mask * 0, shift).abs().sum() == 0
+        pair = torch.tensor([[3.0, 3.0002, 9.0]])
+        white = whiten(pair, torch.tensor([[1.0, 1, 0]]), shift)  # 1e-8 beside a variance of 2e-8
+        bound = 1e-4 / (3e-8) ** 0.5
+        rest = 0 if shift else 3.0001
+        assert white[0].tolist() == pytest.approx([rest - bound, rest + bound, 0], abs=0.01)
+    batch = dict(labels=torch.where(mask.bool(), 5, -100))
+    rows = [x[i][mask[i].bool()] for i in range(6)]
+    for loss_type, total, count in (
+        ("grpo", sum(row.mean() for row in rows if len(row)), 6),
+        ("dapo", chosen.sum(), 14),
+        ("cispo", chosen.sum(), 14),
+        ("dr_grpo", chosen.sum() / 12, 6),
+    ):
+        add, counting = _averaging(SimpleNamespace(max_completion_length=12, loss_type=loss_type))
+        assert torch.allclose(add(x, mask), total, atol=1e-5) and counting(batch) == count
+
+
+def test_clipped_losses_by_hand():
+    numbers = (-0.9, -0.3, -0.1, 0.0, 0.1, 0.25, 0.8)
+    for log_ratio in numbers:
+        for advantage in (-2.0, 0.0, 3.0):
+            for low, high in ((0.2, None), (0.2, 0.3), (0.1, 0.0)):
+                ratio = np.exp(log_ratio)
+                bounded = min(max(ratio, 1 - low), 1 + (low if high is None else high))
+                expected = max(-ratio * advantage, -bounded * advantage)
+                found = clipped_surrogate(
+                    torch.tensor([[log_ratio]]), torch.tensor([[advantage]]), low, high
+                )
+                assert float(found) == pytest.approx(expected, rel=1e-5)
+    for value in numbers:
+        for old in (-0.5, 0.0, 0.4):
+            for bound in (0, 0.2, 0.7):
+                moved = old + min(max(value - old, -bound), bound) if bound else value
+                expected = max((value - 1) ** 2, (moved - 1) ** 2) / 2
+                found = clipped_value_loss(*map(torch.tensor, (value, old, 1.0)), bound)
+                assert float(found) == pytest.approx(expected, rel=1e-5)
+    assert float(clipped_surrogate(torch.tensor(0.5), torch.tensor(1.0))) == pytest.approx(-1.2)
+    assert float(clipped_value_loss(*map(torch.tensor, (1.0, 0.0, 1.0)))) == pytest.approx(0.32)
+
+
+@pytest.mark.parametrize("loss_type, epsilon", [("grpo", 0.0), ("cispo", 1.0)])
+def test_a_ratio_on_the_border_is_not_clipped(loss_type, epsilon):
+    "Nor is a token without advantage."
+    labels = torch.tensor([[-100, 5, 5], [-100, 5, 5], [-100, 5, 5]])
+    config = RLConfig("grpo", loss_type=loss_type, epsilon=epsilon, epsilon_high=epsilon)
+    scores = SimpleNamespace(entropy=torch.ones(3, 3) * (labels != -100))
+    batch = dict(labels=labels, advantages=torch.tensor([-1.0, 1.0, 0.0]))
+    for log_ratio, clipped in ((0.0, 0), (0.5, 2), (-0.5, 0 if loss_type == "cispo" else 2)):
+        found = _metrics(batch, scores, torch.full((3, 3), log_ratio), config)
+        assert tuple(map(int, found["clip_fraction"])) == (clipped, 6)
+        assert float(found["ratio"][0]) == pytest.approx(6 * np.exp(log_ratio))
+        assert tuple(map(int, found["completion_length"])) == (6, 3)
+
+
+# --- rounds of answers and their batches
+
+
+def small(**knobs):
+    torch.manual_seed(0)
+    config = ModelConfig(vocab_size=13, d_model=16, n_heads=2, n_layers=1, d_ff=32, max_seq_len=64)
+    return Transformer(config.replace(**knobs) if knobs else config)
+
+
+def rounds(prompts=7, reward=lambda completion_ids, **_: [0.0] * len(completion_ids), **knobs):
+    "Prompt i is i + 1 tokens long."
+    batch_size = knobs.pop("batch_size", None)
+    config = RLConfig(**{"method": "grpo", "max_completion_length": 5, **knobs})
+    model = ActorCritic(small()) if config.method == "ppo" else small()
+    ids = [[i] * (i + 1) for i in range(prompts)]
+    return Rollouts(model, None, ids, reward, config, batch_size)
+
+
+def test_an_epoch_takes_each_prompt_once_and_each_answer_once_an_iteration(monkeypatch):
+    source = rounds(num_prompts=3, num_generations=2, num_iterations=2, batch_size=4)
+    assert source.sizes() == [4, 4, 2] and len(source) == 10
+    order = source.order(0)
+    assert [len(part) for part in order] == [3, 3, 1] and order != source.order(1)
+    assert sorted(sum(order, [])) == [*range(7)]
+
+    def collect(which, seed):
+        assert which == source.order(source.epoch)[len(asked) % 3]
+        asked.append(seed)
+        rows = torch.tensor([[i, k] for i in which for k in range(2)])
+        return dict(labels=rows, attention_mask=torch.ones_like(rows))
+
+    asked = []
+    monkeypatch.setattr(source, "collect", collect)
+    for epoch in range(2):
+        batches = [[tuple(row) for row in batch["labels"].tolist()] for batch in source]
+        assert [*map(len, batches)] == [4, 2, 4, 2, 4, 2, 4, 2, 2, 2]
+        start = 0
+        for part in source.order(epoch):
+            every = sorted((i, k) for i in part for k in range(2))
+            count = -(-len(every) // 4)
+            first, second = batches[start : start + count], batches[start + count :][:count]
+            assert sorted(sum(first, [])) == sorted(sum(second, [])) == every
+            assert len(every) == 2 or first != second
+            start += 2 * count
+        assert (source.epoch, source.index) == (epoch + 1, 0)
+    assert len({*asked}) == 6
+
+
+def test_the_largest_batch_is_of_the_longest_prompts_and_answers():
+    source = rounds(num_prompts=2, num_generations=3, batch_size=5)
+    batch = source.largest()
+    assert batch["input_ids"].shape == (5, 7 + 5) and len(source.largest(2)["labels"]) == 2
+    lengths = (batch["labels"] == -100).sum(1) - (~batch["attention_mask"].bool()).sum(1)
+    assert lengths.tolist() == [7, 7, 7, 6, 6] and len(source.largest(99)["labels"]) == 5
+    assert {*batch} == {
+        *("input_ids", "labels", "attention_mask", "reward", "advantages", "old_log_probs")
+    }
+    assert batch["advantages"].shape == (5,)
+    few = rounds(2, num_prompts=4, num_generations=3).largest()
+    assert len(few["labels"]) == 6 and "old_log_probs" not in few
+    plain = rounds(num_prompts=2, num_generations=3, top_p=0.9, beta=0.1).largest()
+    assert plain["kept"].shape == (6, 12, 2) and plain["ref_log_probs"].shape == (6, 12)
+    assert rounds(num_prompts=1, num_generations=2, top_k=5).largest()["kept"].min() == 255
+    critic = rounds(method="ppo", num_prompts=2, num_generations=1).largest()
+    assert critic["advantages"].shape == critic["values"].shape == critic["returns"].shape
+
+
+@pytest.mark.parametrize(
+    "knobs, answers, needed",
+    [
+        ({}, 8, False),
+        ({}, 9, True),
+        (dict(num_iterations=2), 8, True),
+        (dict(old_log_probs="sampler"), 8, True),
+        (dict(method="ppo", num_generations=1), 1, True),
+        (dict(beta=0.1), 8, False),
+        (dict(beta=0.1, method="rloo"), 8, True),  # The divergence is paid out of the reward
+    ],
+)
+def test_when_the_log_probabilities_before_the_step_are_computed(knobs, answers, needed):
+    assert rounds(batch_size=8, **knobs)._needs_old_log_probs(answers) is needed
+
+
+@pytest.mark.parametrize("rows, longest, packed", [(8, 32, False), (9, 32, True), (9, 31, False)])
+def test_from_how_many_rows_and_tokens_weights_are_rearranged(rows, longest, packed):
+    source = rounds(max_completion_length=longest)
+    usable = torch.backends.mkldnn.is_available()
+    assert source._weights_copy(rows, source.policy) == ("packed" if packed and usable else None)
+    assert source.widths(1) == {(source.batch_size, n + 1 + longest) for n in range(7)}
+    few = rounds(max_completion_length=longest, batch_size=2)
+    assert few.widths(2) == {(2, n + 1 + longest) for n in range(4)}
+
+
+def test_the_memory_of_a_round_is_taken_with_its_number_of_rows(monkeypatch):
+    from trainkit.align import rollouts
+
+    def decode(policy, prompts, sampling, fast):
+        asked.append((len(prompts), len(prompts[0]), sampling.max_new_tokens, fast))
+        for token in range(5):
+            taken.append(token)
+            yield token
+
+    asked, taken = [], []
+    monkeypatch.setattr(rollouts, "decode_rows", decode)
+    source = rounds(num_prompts=3, num_generations=2)
+    source.begin(source.model, source.largest())
+    rounds(2, num_prompts=3, num_generations=2).begin(source.model, pack_answers([[1]], [[2, 3]]))
+    assert asked == [(6, 7, 5, False), (4, 1, 2, False)] and taken == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("most", range(3))
+def test_questions_that_teach_nothing_are_replaced_in_their_place(most, monkeypatch):
+    "Answers to even prompts are all alike; those that come instead stand where the others stood."
+
+    def reward(completion_ids, **_):
+        return [float(ids[0] % 2 * ids[1]) for ids in completion_ids]
+
+    source = rounds(20, reward, num_prompts=4, num_generations=3, dynamic_sampling=most)
+    asked = []
+
+    def play(rows, seed):
+        asked.append(rows[::3])
+        episodes = [Episode([*source.prompt_ids[i]]) for i in rows]
+        for k, (episode, row) in enumerate(zip(episodes, rows, strict=True)):
+            episode.write(Answer([row % 12, k % 3], [0.0] * 2, []))
+        return episodes
+
+    monkeypatch.setattr(source, "_play", play)
+    first = [1, 2, 4, 3]
+    source.collect(first, 7)
+    everything = sum(asked, [])
+    assert len({*everything}) == len(everything)  # None is asked twice
+    expected = [*first]
+    for more in asked[1:]:
+        places = [i for i, prompt in enumerate(expected) if prompt % 2 == 0]
+        assert len(more) == len(places) and len(asked) <= most + 1
+        good = [prompt for prompt in more if prompt % 2]
+        for place, prompt in zip(places, good, strict=False):
+            expected[place] = prompt
+    assert [len(sample["prompt"]) - 1 for sample in source.samples] == [
+        prompt for prompt in expected for _ in range(3)
+    ]
+    assert [sample["reward"] for sample in source.samples] == [
+        float(prompt % 2 * k) for prompt in expected for k in range(3)
+    ]
+    assert most == 0 or len(asked) > 1
+
+
+@pytest.mark.parametrize("whitened", [False, True])
+def test_rewards_of_ppo_are_paid_at_the_last_token(whitened):
+    "The price of the divergence where it is, the rewards of an environment at each answer."
+    torch.manual_seed(0)
+    source = rounds(
+        method="ppo",
+        num_generations=1,
+        gamma=0.9,
+        lam=0.8,
+        whiten_rewards=whitened,
+        whiten_advantages=whitened,
+    )
+    mask, values = random_mask(), torch.randn(6, 9)
+    price, steps = torch.randn(6, 9) * mask, torch.randn(6, 9) * mask
+    rewards = torch.tensor([1.0, -2, 3, 4, float("nan"), 6])
+    for paid in (None, steps):
+        found = source.compare(dict(values=values * mask), mask, rewards, price, paid)
+        judged = mask.clone()
+        judged[4] = 0
+        tokens = -price.clone()
+        for row in (0, 1, 3, 5):
+            last = int(mask[row].nonzero().max())
+            tokens[row, last] += rewards[row] - (0 if paid is None else paid[row].sum())
+            tokens[row] += 0 if paid is None else paid[row] * mask[row]
+        if whitened:
+            tokens = whiten(tokens, judged, shift=False)
+        advantages, returns = gae(tokens, values * mask, judged, 0.9, 0.8)
+        if whitened:
+            advantages = whiten(advantages, judged)
+        returns[4] = values[4] * mask[4]
+        assert torch.allclose(found["advantages"], advantages, atol=1e-5)
+        assert torch.allclose(found["returns"], returns, atol=1e-5)
+
+
+@pytest.mark.parametrize("start, index, baseline, left", [(0, 5, 3.0, 3), (0, 4, 2.0, 1)])
+def test_a_place_before_the_last_round_has_the_baseline_of_then(start, index, baseline, left):
+    source = rounds(method="reinforce", num_prompts=1, num_generations=1)
+    source.baselines = [(0, 0, 1.0), (0, 3, 2.0), (0, 5, 2.5)]
+    source.baseline, source.index = 3.0, index
+    state = source.state_dict()
+    fresh = rounds(method="reinforce", num_prompts=1, num_generations=1)
+    fresh.load_state_dict(state)
+    assert (fresh.baseline, len(fresh.baselines), fresh.index) == (baseline, left, index)
+
+
+def test_no_room_for_a_prompt_is_an_error():
+    model = small()
+    with pytest.raises(ValueError, match="takes the whole context of the model"):
+        Rollouts(model, None, [[1]], lambda **_: [], RLConfig(max_completion_length=64))
+    Rollouts(model, None, [[1]], lambda **_: [], RLConfig(max_completion_length=63))
+    with pytest.raises(ValueError, match="there are no prompts"):
+        Rollouts(model, None, [], lambda **_: [])

@@ -1,6 +1,8 @@
 "Batches, packing and curricula: no leak, no loss, and a resume at any batch."
 
 import hashlib
+import math
+import random
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from trainkit.data.dataloader import Batches, collate, token_blocks
 from trainkit.data.shards import TokenRows
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
-from trainkit.data.dataloader import STRATEGIES, assign, flatten_examples, pack
+from trainkit.data.dataloader import STRATEGIES, assign, encode_rows, flatten_examples
+from trainkit.data.dataloader import group_by_length, pack, packing_efficiency
 
 
 def model(**changes) -> Transformer:
@@ -329,3 +332,216 @@ def test_a_batch_has_rows_of_one_task():
     for wrong in (dict(tasks=tasks), dict(tasks=["a"], shuffle=False)):
         with pytest.raises(ValueError, match="give one for each, and shuffle=False"):
             Batches(rows, 2, **wrong)
+
+
+# --- packing and cutting against the slow way
+
+
+def pack_slowly(lengths, capacity, strategy):
+    "Each document in turn looks at every row; of rows with equal room, best fit takes the last."
+    order = range(len(lengths))
+    if strategy == "best_fit":
+        order = sorted(order, key=lambda i: -lengths[i])
+    rows, rooms, opened = [], [], []
+    for i in order:
+        n = lengths[i]
+        fitting = [row for row, room in enumerate(rooms) if room >= n]
+        if strategy == "greedy":
+            fitting = [row for row in fitting if row == len(rows) - 1]
+        elif strategy == "best_fit" and fitting:
+            least = min(rooms[row] for row in fitting)
+            fitting = [row for row in opened if rooms[row] == least][-1:]
+        if not fitting:
+            rows.append([])
+            rooms.append(capacity)
+        row = fitting[0] if fitting else len(rows) - 1
+        rows[row].append(i)
+        rooms[row] -= n
+        opened = [other for other in opened if other != row] + [row]
+    return rows
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "first_fit", "best_fit"])
+def test_packing_is_the_slow_way_s(strategy):
+    draw = random.Random(strategy)
+    for capacity in (1, 2, 5, 17, 64):
+        for count in (1, 2, 3, 8, 9, 40):
+            lengths = [draw.randint(1, capacity) for _ in range(count)]
+            rows = assign(lengths, capacity, strategy)
+            assert rows == pack_slowly(lengths, capacity, strategy)
+            packed = [dict(input_ids=[0] * sum(lengths[i] for i in row)) for row in rows]
+            share = sum(lengths) / (capacity * len(rows))
+            assert packing_efficiency(packed, capacity) == pytest.approx(share)
+    for wrong in (0, 6):
+        with pytest.raises(ValueError, match=f"example 1 has {wrong} tokens, and must have"):
+            assign([5, wrong], 5, strategy)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_batches_are_cut_where_the_next_row_would_be_too_much(padding_free, drop_last):
+    draw = np.random.default_rng(0)
+    for count in (1, 6, 7, 30):
+        order, lengths = draw.permutation(count), draw.integers(1, 9, count)
+        for batch_size in (1, 3, 6, 40):
+            plain = [[*order[i : i + batch_size]] for i in range(0, count, batch_size)]
+            if drop_last:
+                plain = [batch for batch in plain if len(batch) == batch_size]
+            found = cut_batches(order, batch_size, drop_last=drop_last)
+            assert [[*batch] for batch in found] == plain
+            for most in (8, 9, 16, 25):
+                wanted = [[]]
+                for row in order:
+                    more = [lengths[i] for i in (*wanted[-1], row)]
+                    places = sum(more) if padding_free else max(more) * len(more)
+                    if len(more) > batch_size or places > most:
+                        wanted.append([])
+                    wanted[-1].append(row)
+                if drop_last and len(wanted) > 1:
+                    wanted.pop()
+                found = cut_batches(order, batch_size, lengths, most, padding_free, drop_last)
+                assert [[*batch] for batch in found] == wanted
+
+
+def test_rows_of_like_length_are_sorted_in_windows():
+    order, lengths = np.array([4, 0, 3, 1, 2]), np.array([5, 7, 6, 5, 9])
+    assert group_by_length(order, lengths, 3).tolist() == [4, 0, 3, 1, 2]
+    assert group_by_length(order, lengths, 2).tolist() == [4, 0, 1, 3, 2]
+    assert group_by_length(order, lengths, 9).tolist() == [4, 1, 2, 0, 3]
+    rows = [dict(input_ids=[0] * n) for n in np.random.default_rng(0).integers(1, 99, 320)]
+    batches = Batches(rows, 2, group_by_length=True, shuffle=False)
+    sizes = [len(rows[i]["input_ids"]) for i in batches.order(0)]
+    for start in (0, 100, 200, 300):
+        assert sizes[start : start + 100] == sorted(sizes[start : start + 100], reverse=True)
+    assert sizes[99] < sizes[100]
+
+
+@pytest.mark.parametrize("length, start", [(2, 0), (3, 1), (7, 5), (8, 5), (9, 0), (50, 0)])
+def test_a_line_is_cut_so_that_each_token_is_predicted_once(length, start):
+    ids = np.arange(40 + start)
+    rows = [row.tolist() for row in token_blocks(ids, length)]
+    assert [row[0] for row in rows] == [0, *(row[-1] for row in rows[:-1])]
+    assert sum((row[1:] for row in rows), []) == [*range(1, len(ids))]
+    assert all(len(row) == length for row in rows[:-1]) and 2 <= len(rows[-1]) <= length
+    assert [row.tolist() for row in token_blocks(ids[:2], length)] == [[0, 1]]
+    with pytest.raises(ValueError, match="1 token: too few to train on, 2 are needed"):
+        token_blocks(ids[:1], length)
+    with pytest.raises(ValueError, match="max_length = 1: a row needs at least 2 tokens"):
+        token_blocks(ids, 1)
+
+
+@pytest.mark.parametrize("limits", [[3, 3, 4, 6, 99], [2, 5, math.inf], [4] * 40, [math.inf]])
+@pytest.mark.parametrize("batch_size, most", [(1, None), (3, None), (3, 9), (4, 8)])
+def test_running_text_is_cut_into_even_pieces(limits, batch_size, most):
+    "No piece is longer than the limit of its batch, and each token is predicted once."
+
+    class Limits:
+        def limit(self, step, lengths):
+            assert lengths.max() == 8
+            return limits[min(step, len(limits) - 1)]
+
+    order, lengths = np.array([2, 0, 3, 1, 4]), np.array([8, 2, 7, 3, 5])
+    batches = cut_rows(order, lengths, Limits(), batch_size, 0, most)
+    pieces = []
+    for number, batch in enumerate(batches):
+        if batch.ndim == 1:  # Whole rows
+            assert limits[min(number, len(limits) - 1)] == math.inf
+            pieces += [(int(row), 0, int(lengths[row])) for row in batch]
+            continue
+        limit = min(limits[min(number, len(limits) - 1)], 8)
+        room = batch_size if most is None else max(1, min(batch_size, most // limit))
+        assert len(batch) == room or number == len(batches) - 1
+        assert max(stop - start for _, start, stop in batch) <= limit
+        pieces += [tuple(map(int, piece)) for piece in batch]
+    wanted = {int(row): [*range(1, lengths[row])] for row in order}
+    found = {row: [] for row in wanted}
+    for row, start, stop in pieces:
+        found[row] += range(start + 1, stop)
+    assert found == wanted and [*dict.fromkeys(row for row, *_ in pieces)] == order.tolist()
+    if limits == [4] * 40:  # Seven to predict are 3, 2 and 2, not 3, 3 and 1
+        assert [stop - start for row, start, stop in pieces if row == 0] == [4, 3, 3]
+    assert all(map(len, batches))
+    full = cut_rows(order, lengths, Limits(), batch_size, 0, most, True)
+    assert len(full) in (len(batches), len(batches) - 1)
+
+
+@pytest.mark.parametrize("most", [None, 8, 24])
+@pytest.mark.parametrize("steps", [2, 100])
+def test_an_epoch_may_end_before_the_curriculum_does(steps, most):
+    curriculum = CurriculumConfig(start_length=3, end_length=8, steps=steps)
+    rows = [np.arange(n) for n in (8, 2, 7, 3, 5)]
+    batches = Batches(rows, 2, curriculum=curriculum, max_tokens=most)
+    for _ in range(3):
+        learned = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
+        assert min(learned) > 0 and sum(learned) == 25 - 5
+
+
+def test_sizes_of_the_batches_that_come():
+    rows = [dict(input_ids=[0] * n) for n in (3, 9, 4, 4, 7)]
+    batches = Batches(rows, 2, shuffle=False)
+    assert batches.widths(1) == {(2, 9)} and batches.widths(3) == {(2, 9), (2, 4), (1, 7)}
+    assert batches.widths(2) == {(2, 9), (2, 4)} and batches.widths(9) == batches.widths(3)
+    assert batches.largest()["input_ids"].shape == (2, 9)
+    assert batches.largest(1)["input_ids"].shape == (1, 9)
+    assert batches.largest(9)["input_ids"].shape == (2, 9)
+    assert len(batches) == batches.batches_of(7) == 3
+    few = Batches(rows, 3, max_tokens=12)
+    counts = [len(few.plan(epoch)) for epoch in range(6)]
+    few._plan = -1, []
+    assert [few.batches_of(epoch) for epoch in range(6)] == counts and len({*counts}) > 1
+    first = next(iter(batches))
+    assert torch.equal(batches.peek()["input_ids"], batches.join(rows[2:4])["input_ids"])
+    batches.index = 3
+    assert torch.equal(batches.peek()["input_ids"], first["input_ids"])
+    with pytest.raises(ValueError, match="5 rows cannot fill one batch of 6"):
+        Batches(rows, 6, drop_last=True)
+    assert len(Batches(rows, 5, drop_last=True)) == 1
+    Batches(rows, 2, max_tokens=9)
+    with pytest.raises(ValueError, match="a row has 9 tokens, more than max_tokens = 8"):
+        Batches(rows, 2, max_tokens=8)
+    with pytest.raises(ValueError, match="batch_size = 0: must be at least 1"):
+        Batches(rows, 0)
+
+
+def test_texts_are_encoded_a_few_at_a_time():
+    class Counting:
+        eos_token_id, vocab_size = 7, 65_536
+
+        def encode_batch(self, texts, allowed_special):
+            sizes.append(len(texts))
+            return [[*text.encode()] for text in texts]
+
+    sizes = []
+    ids = encode_rows([dict(text=text) for text in ("ab", "", "c", "d", "e")], Counting(), 2)
+    assert ids.tolist() == [97, 98, 7, 7, 99, 7, 100, 7, 101, 7] and ids.dtype == np.uint16
+    assert sizes == [2, 2, 1]
+    Counting.vocab_size = 65_537
+    assert encode_rows([], Counting()).dtype == np.uint32
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4])
+def test_the_easiest_rows_come_first_in_the_shuffled_order(batch_size):
+    "What may come is what the curriculum allows, and at least enough for a batch."
+
+    class Rising:
+        def limit(self, progress, levels):
+            assert levels.tolist() == sorted(levels.tolist())
+            return math.inf if progress * batch_size >= 8 else levels[int(progress * batch_size)]
+
+    draw = np.random.default_rng(1)
+    order, difficulty = draw.permutation(14), draw.integers(0, 6, 14)
+    for done in (0, 3, 8):
+        found = easy_first(order, difficulty, Rising(), batch_size, done).tolist()
+        left, wanted = [*order.tolist()], []
+        levels = np.sort(difficulty)
+        for start in range(0, 14, batch_size):
+            at = done + start
+            limit = math.inf if at >= 8 else levels[at]
+            want = min(batch_size, 14 - start)
+            allowed = [i for i in left if difficulty[i] <= limit]
+            if len(allowed) < want:
+                hardest = sorted(left, key=lambda i: (difficulty[i], i))[:want]
+                allowed = [i for i in left if i in hardest]
+            wanted += allowed[:want]
+            left = [i for i in left if i not in wanted]
+        assert found == wanted and sorted(found) == [*range(14)]

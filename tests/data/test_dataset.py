@@ -22,6 +22,9 @@ from support.processes import ROOT
 from trainkit.config import ConfigError
 from trainkit.data.dataset import (
     DataConfig,
+    _find_kind,
+    _remedy,
+    chunk_examples,
     clean_examples,
     clean_text,
     load_examples,
@@ -31,7 +34,7 @@ from trainkit.data.dataset import (
     split_key,
     stream_examples,
 )
-from trainkit.data.mixture import add_prefix, mix
+from trainkit.data.mixture import add_prefix, mix, shares, whole_parts
 from trainkit.data.readers import read_rows, write_examples
 from trainkit.data.schema import KINDS, as_example, example_kind, to_messages
 from trainkit.parallel import cached, in_order
@@ -504,6 +507,7 @@ def test_short_rows_are_dropped_with_and_without_cleaning(tmp_path, clean, least
     parts, facts = load_splits(config)
     assert len(parts["train"]) == left and facts.cleaning.get("too_short", 0) == 3 - left
     assert (parts["train"][0]["prompt"] == " a\x00 ") == (left == 3 and not clean)
+    assert bool(facts.cleaning) == (clean or least > 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -1346,3 +1350,218 @@ def test_each_dataset_is_read_as_its_entry_says(two):
 def test_a_mixture_that_contradicts_itself(values, words):
     with pytest.raises(ConfigError, match=words):
         DataConfig(**values)
+
+
+# --- the edges of loading, splitting, cutting and mixing
+
+
+def test_texts_are_cut_at_the_last_mark_of_the_second_half():
+    "A mark in the middle is too early; a blank line goes before a line end, that before a space."
+    for text, pieces in (
+        ("a" * 10, None),
+        ("a" * 11, ["a" * 10, "a"]),
+        ("a" * 25, ["a" * 10, "a" * 10, "a" * 5]),
+        ("aaaaa bbbbbbb", ["aaaaa bbbb", "bbb"]),
+        ("aaaaaa bbbbbb", ["aaaaaa ", "bbbbbb"]),
+        ("aaaaaa b ccccc", ["aaaaaa b ", "ccccc"]),
+        ("aaaaaa\nb ccccc", ["aaaaaa\n", "b ccccc"]),
+        ("aaaaaa\n\nb cccc", ["aaaaaa\n\n", "b cccc"]),
+        ("aaaaaa\n\nb\nc d eeeeeee", ["aaaaaa\n\n", "b\nc d eeee", "eee"]),
+    ):
+        row = dict(text=text, source="book", part=3)
+        expected = [row] if pieces is None else []
+        for number, piece in enumerate(pieces or ()):
+            expected.append(dict(text=piece, source=f"book#{number}", part=3))
+        assert chunk_examples([row], 10) == expected, text
+    assert [row["text"] for row in chunk_examples([dict(text="ab c")], 1)] == [*"ab c"]
+    with pytest.raises(ValueError, match="max_chars = 0: must be at least 1"):
+        chunk_examples([dict(text="a")], 0)
+
+
+@pytest.mark.parametrize(
+    "places, fraction, advice",
+    [
+        ([0.13, 0.13, 0.5], 0.05, "share=0.14 sets 1 of their 2 questions or texts apart; with 59"),
+        ([0.14, 0.145, 0.5], 0.1, "share=0.15 sets 2 of their 3 questions or texts apart; with 29"),
+        ([0.05], 0.2, "share=0.21 sets 1 of their 1 questions or texts apart; with 14"),
+        ([0.495], 0.05, "share=0.5 sets 1 of their 1 questions or texts apart; with 59"),
+        ([0.5], 0.05, "with 59"),
+        ([0.005], 0.002, "share=0.01 sets 1 of their 1 questions or texts apart; with 1,497"),
+    ],
+)
+def test_the_share_that_would_reach_the_first_row(places, fraction, advice):
+    assert _remedy(places, fraction, "share") == (
+        f"{advice} of them (max_examples) and share={fraction:g} a part is empty one time in twenty"
+    )
+
+
+def test_the_part_that_is_empty_is_named_with_its_own_share():
+    texts = sorted((f"row {i}" for i in range(40)), key=hash_position)[10:20]
+    rows = [dict(text=text) for text in texts]
+    places = [hash_position(text) for text in texts]
+    with pytest.warns(UserWarning) as warned:
+        split_examples(rows, 0.1, test_fraction=0.1)
+    alone = "since the text of each alone decides its side. "
+    assert str(warned[0].message) == (
+        f"10 rows leave none to evaluate on, {alone}{_remedy(places, 0.1)}; or give a file of its "
+        f"own to evaluate on (eval_file). 10 rows leave none for the test, {alone}"
+        + _remedy([1 - place for place in places], 0.1, "test_fraction")
+    )
+    with pytest.warns(UserWarning, match="^1 row leaves none to evaluate on"):
+        split_examples(rows[:1], 0.1)
+
+
+@pytest.mark.parametrize("count, more", [(2, ""), (3, ""), (4, "(and 1 "), (6, "(and 3 ")])
+def test_three_values_with_nothing_to_evaluate_on_are_named(count, more):
+    texts = sorted((f"row {i}" for i in range(60)), key=hash_position)
+    rows = [dict(text=text, task="common") for text in texts[:-count]]
+    rows += [dict(text=text, task=f"rare {i}") for i, text in enumerate(texts[-count:])]
+    with pytest.warns(UserWarning) as warned:
+        split_examples(rows, 0.3, by="task")
+    said = str(warned[0].message)
+    assert said.count("is set apart to evaluate on") == min(count, 3)
+    assert said.endswith(f"{more}more of the kind)") if more else "of the kind" not in said
+
+
+def test_a_row_on_the_border_of_two_parts():
+    rows = [dict(text=f"text {i}") for i in range(40)]
+    places = sorted(hash_position(row["text"]) for row in rows)
+    parts = split_examples(rows, places[8], test_fraction=1 - places[30])
+    found = [sorted(hash_position(row["text"]) for row in part) for part in parts]
+    assert found == [places[8:30], places[:8], places[30:]]
+    for share in (0.0, 1.0, -0.1):
+        with pytest.raises(ValueError, match=f"eval_fraction = {share}: must be between 0 and 1"):
+            split_examples(rows, share)
+    for share in (-0.1, 0.9):
+        with pytest.raises(ValueError, match=f"test_fraction = {share}: must be between 0 and"):
+            split_examples(rows, 0.1, test_fraction=share)
+    with pytest.raises(ValueError, match="no rows to split"):
+        split_examples([])
+
+
+def test_the_first_question_of_a_conversation_decides():
+    def talk(*turns):
+        return dict(messages=[dict(role=role, content=content) for role, content in turns])
+
+    system, user, more = ("system", "S"), ("user", "Q  one"), ("user", "Q two")
+    first, last = ("assistant", "A one"), ("assistant", "A two")
+    for turns, key in (
+        ((user, first), "q one"),
+        ((system, user, first, more, last), "q one"),
+        ((first, user, last, more, first), "q one"),
+        ((user, system, more, first), "q one q two"),
+        ((first, last), "a one"),
+        ((user, more), "q one q two"),
+    ):
+        assert split_key(talk(*turns)) == key
+    assert split_key(dict(instruction="Do", input="this", output="x")) == "do this"
+
+
+def test_the_last_turn_of_a_labelled_chat_is_judged(tmp_path):
+    turns = [dict(role=r, content=r) for r in ("system", "user", "assistant")]
+    for count in (2, 3):
+        (row,) = load_examples([dict(messages=turns[-count:], kto_tag=True)], "unpaired")
+        assert (row["prompt"], row["completion"]) == (turns[-count:-1], turns[-1:])
+    with pytest.raises(ValueError, match="messages"):
+        load_examples([dict(messages=turns[-1:], kto_tag=True)], "unpaired")
+
+
+def test_reading_stops_at_the_number_of_characters():
+    rows = [dict(text="abcde"), dict(text="fghij"), dict(text="klm")]
+    for most, texts in (
+        (4, ["abcd"]),
+        (5, ["abcde"]),
+        (6, ["abcde", "f"]),
+        (10, ["abcde", "fghij"]),
+        (99, ["abcde", "fghij", "klm"]),
+    ):
+        assert [row["text"] for row in load_examples(rows, max_chars=most)] == texts
+    pairs = [dict(prompt="ab", completion="cd"), dict(prompt="e", completion="f")] * 2
+    assert [len(load_examples(pairs, max_chars=most)) for most in (1, 4, 5, 6, 7)] == [
+        1,
+        1,
+        2,
+        2,
+        3,
+    ]
+
+
+def test_how_far_the_kind_is_looked_for():
+    "A wrong row does not end the search, nor what only seems to be of a kind; 1,000 rows do."
+    good, wrong = dict(prompt="a", completion="b"), dict(prompt="x", completion=5)
+    rows = load_skipping([wrong, good, good])
+    assert (len(rows), rows.report.skipped) == (2, 1)
+    unsure = dict(prompt="q", completion=None)
+    raw = ((f"row {n}", "here", None, unsure) for n in range(1, 2000))
+    kind, read = _find_kind(raw, None)
+    assert (kind, len(read)) == ("prompt", 1000)
+    with pytest.raises(ValueError) as told:
+        load_examples([wrong, dict(prompt="y", completion=6)], "prompt_completion", on_bad="skip")
+    assert "none of 2 rows is an example. row 1" in str(told.value) and "row 2" not in str(
+        told.value
+    )
+    pair = dict(prompt="a", chosen="b", rejected="c")
+    with pytest.raises(ValueError, match=r"\(the first row is of kind preference\)"):
+        [*stream_examples([pair, good], preferred=("preference", "messages"))]
+
+
+def test_columns_that_differ_in_capitals_only_keep_their_names():
+    (row,) = load_examples([{"Prompt": "a", "Completion ": "b"}])
+    assert (row["prompt"], row["completion"]) == ("a", "b")
+    (row,) = load_examples([{"text": "a", "Prompt": "b", "PROMPT": "c"}])
+    assert (row["Prompt"], row["PROMPT"]) == ("b", "c")
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.5, 1, 2, 3.0])
+def test_shares_are_powers_of_sizes(temperature):
+    sizes = [10**6, 10**5, 30, 1]
+    powers = [(n / 10**6) ** (1 / temperature) for n in sizes]
+    expected = [power / sum(powers) for power in powers]
+    assert shares(sizes, temperature=temperature) == pytest.approx(expected, rel=1e-12)
+    assert shares(sizes, [0, 3, 1, 0]) == [0, 0.75, 0.25, 0]
+    for weights in ([-1, 2, 1, 1], [0, 0, 0, 0], [float("inf"), 1, 1, 1]):
+        with pytest.raises(ValueError, match="must be 0 or more, and not all 0"):
+            shares(sizes, weights)
+    with pytest.raises(ValueError, match="temperature = 0: must be above 0"):
+        shares(sizes, temperature=0)
+
+
+@pytest.mark.parametrize(
+    "total, parts, counts",
+    [
+        (10, [0.25, 0.25, 0.5], [3, 2, 5]),
+        (10, [0.125, 0.4375, 0.4375], [1, 5, 4]),
+        (3, [0.125, 0.125, 0.75], [1, 0, 2]),
+        (3, [0.0625, 0.1875, 0.75], [0, 1, 2]),
+        (0, [0.5, 0.5], [0, 0]),
+        (7, [1.0], [7]),
+    ],
+)
+def test_what_is_left_goes_to_the_largest_remainders(total, parts, counts):
+    assert whole_parts(total, parts) == counts
+
+
+def test_a_mixture_says_what_comes_several_times():
+    data = {name: [dict(text=f"{name}{i}") for i in range(n)] for name, n in (("a", 4), ("b", 2))}
+    with warnings.catch_warnings(action="error"):
+        rows = mix(data)  # Each exactly once
+        one = mix(data, dict(a=1, b=0), total=1)
+    assert sorted(row["text"] for row in rows) == ["a0", "a1", "a2", "a3", "b0", "b1"]
+    assert str(rows.report) == (
+        "a: 4 of 4 rows, 66.67% of the mixture\nb: 2 of 2 rows, 33.33% of the mixture"
+    )
+    assert one.report.parts["a"] == dict(rows=4, used=1, share=1.0, epochs=0.25)
+    assert one.report.parts["b"] == dict(rows=2, used=0, share=0.0, epochs=0.0)
+    with pytest.warns(UserWarning, match=r"several times: a \(1.2 times\), b \(2.5 times\)$"):
+        rows = mix(data, [1, 1], total=10, prefixes=dict(b="B: "))
+    assert str(rows.report) == (
+        "a: 5 of 4 rows, 50.00% of the mixture, each 1.2 times\n"
+        "b: 5 of 2 rows, 50.00% of the mixture, each 2.5 times"
+    )
+    assert {row["text"][:2] for row in rows} == {"a0", "a1", "a2", "a3", "B:"}
+    with pytest.raises(ValueError, match="total = -1: must be 0 or more"):
+        mix(data, total=-1)
+    with pytest.raises(ValueError, match=r"no rows in \['c'\]"):
+        mix({**data, "c": []})
+    with pytest.raises(ValueError, match="1 weights for 2 datasets"):
+        mix(data, [1])

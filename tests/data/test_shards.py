@@ -342,3 +342,148 @@ def test_a_compressed_text_without_its_end_is_named(corpus, tmp_path, packed):
     )
     with pytest.raises(ValueError, match=rf"x.txt.{packed}: not a whole .{packed} file"):
         tokenize_to_disk(tmp_path / f"x.txt.{packed}", corpus[1], tmp_path / "s", progress=False)
+
+
+# --- rows, slices and units, without a tokenizer
+
+
+def test_rows_of_a_line_of_ids():
+    "Each begins with the last token of the one before, so that every token is predicted once."
+    line = np.arange(100, 130)
+    for length in (2, 3, 7, 29, 30, 31):
+        for start, stop in ((0, 30), (0, 2), (5, 19), (28, 30), (3, 4 + length)):
+            if stop > 30:
+                continue
+            rows = shards.TokenRows(line, length, start, stop)
+            starts = range(start, stop - 1, length - 1)
+            expected = [line[at : min(at + length, stop)].tolist() for at in starts]
+            assert [row.tolist() for row in rows] == expected and len(rows) == len(expected)
+            assert rows.lengths.tolist() == [*map(len, expected)]
+            assert [row.tolist() for row in rows[-2:]] == expected[-2:]
+            assert rows[-1].tolist() == expected[-1]
+            for wrong in (len(rows), -len(rows) - 1):
+                with pytest.raises(IndexError, match=f"of {len(rows)}"):
+                    rows[wrong]
+    for start, stop in ((0, 1), (-1, 5), (29, 30), (5, 6), (0, 31), (30, 32)):
+        with pytest.raises(ValueError, match="at least 2 are needed to train on"):
+            shards.TokenRows(line, 4, start, stop)
+    with pytest.raises(ValueError, match="max_length = 1: a row needs at least 2 tokens"):
+        shards.TokenRows(line, 1, 0, 30)
+
+
+def write_small(folder, sizes, dtype="<u2"):
+    ids = np.arange(sum(sizes))
+    parts = np.split(ids, np.cumsum(sizes)[:-1])
+    records = [shards.write_shard(folder, i, part, dtype) for i, part in enumerate(parts)]
+    shards.write_index(folder, records[::-1], dtype)
+    return ids, records
+
+
+def test_slices_of_several_shards(tmp_path):
+    ids, records = write_small(tmp_path, [3, 1, 4, 2])
+    line = open_shards(tmp_path, verify=True)
+    assert [record["tokens"] for record in records] == [3, 1, 4, 2] and len(line) == 10
+    places = [None, *range(-11, 12)]
+    for start in places:
+        for stop in places:
+            assert line[start:stop].tolist() == ids[start:stop].tolist()
+    assert [line[i] for i in range(-10, 10)] == [*ids, *ids]
+    for wrong in (10, -11):
+        with pytest.raises(IndexError, match="of 10"):
+            line[wrong]
+    with pytest.raises(ValueError, match="this one has 2"):
+        line[::2]
+    rows = line.rows(4, 1, 8)
+    assert [row.tolist() for row in rows] == [[1, 2, 3, 4], [4, 5, 6, 7]]
+    assert [row.tolist() for row in line.rows(9)] == [[*range(9)], [8, 9]]
+    assert "10 tokens of 2 bytes in 4 files" in repr(line)
+
+
+def test_damage_is_found_by_size_or_by_checksum(tmp_path):
+    _, (first, second) = write_small(tmp_path, [3, 2], "<u4")
+    assert verify_shards(tmp_path) == []
+    data = (tmp_path / second["file"]).read_bytes()
+    (tmp_path / second["file"]).write_bytes(data[:-1] + b"\1")
+    wrong = f"{second['file']} is damaged: wrong checksum"
+    assert shards.shard_damage(tmp_path, second, 4) == wrong
+    assert shards.shard_damage(tmp_path, second, 4, deep=False) == ""
+    assert verify_shards(tmp_path) == [wrong]
+    (tmp_path / second["file"]).write_bytes(data + b"\1")
+    wrong = f"{second['file']} has 9 bytes instead of 8"
+    assert shards.shard_damage(tmp_path, second, 4, deep=False) == wrong
+    (tmp_path / first["file"]).unlink()
+    assert verify_shards(tmp_path) == [f"{first['file']} is missing", wrong]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+def test_a_text_that_is_read_in_pieces_is_the_text(tmp_path, size):
+    "Whatever falls between two of them: a character, a mark at the start, a bad byte's line."
+    text = "\ufeffab\né日🏴 \ufeffcd\n" * 3
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    assert "".join(shards._read_chunks(tmp_path / "a.txt", "utf-8", size)) == text[1:]
+    pieces = [*read_pieces(tmp_path / "a.txt", size=size)]
+    assert "".join(piece for piece, _ in pieces) == text[1:]
+    assert [end for _, end in pieces] == [False] * (len(pieces) - 1) + [True]
+    for data, line in ((b"\xff", 1), (b"a\n\xff", 2), (b"\n\n\nb\xff\n", 4)):
+        (tmp_path / "b.txt").write_bytes(data)
+        with pytest.raises(ValueError, match=f"line {line}: byte 0xff is not utf-8.*latin-1"):
+            [*shards._read_chunks(tmp_path / "b.txt", "utf-8", size)]
+
+
+@pytest.mark.parametrize(
+    "size, units",
+    [
+        (1, (1, 1000, "kB")),
+        (1000, (1, 1000, "kB")),
+        (1001, (2, 1000, "kB")),
+        (9_999_999, (10_000, 1000, "kB")),
+        (10_000_000, (10, 10**6, "MB")),
+        (10_000_001, (11, 10**6, "MB")),
+    ],
+)
+def test_the_unit_of_the_bar(tmp_path, size, units):
+    with open(tmp_path / "a.txt", "wb") as file:
+        file.truncate(size)
+    assert shards._bar_units(tmp_path / "a.txt", None) == units
+    (tmp_path / "a.txt.gz").write_bytes(b"")
+    assert shards._bar_units(tmp_path / "a.txt.gz", None) == (None, 10**6, "MB")
+    assert shards._bar_units(["a"], None) == (None, 10**6, "MB")
+
+
+@pytest.mark.parametrize("largest, dtype", [(65_536, "<u2"), (65_537, "<u4")])
+def test_ids_take_two_bytes_where_they_fit(largest, dtype):
+    class Wide:
+        eos_token_id = 7
+
+        def __len__(self):
+            return largest
+
+        def __call__(self, texts, **options):
+            assert options == dict(add_special_tokens=False, split_special_tokens=True)
+            return dict(input_ids=[[*text.encode()] for text in texts])
+
+    ids = encode_texts(["ab", "", "c"], Wide())
+    assert ids.tolist() == [97, 98, 7, 7, 99, 7] and ids.dtype == dtype
+    ids = encode_texts(["ab", "", "c", "d"], Wide(), [False, True, False, True])
+    assert ids.tolist() == [97, 98, 7, 99, 100, 7]
+
+
+def test_shards_of_other_settings_are_kept(corpus, tmp_path):
+    tokenize = tokenize_to_disk(["one two " * 9] * 3, corpus[1], tmp_path, 1, 100, progress=False)
+    with pytest.raises(FileExistsError, match=r"another shard_chars \(100, now 101\)"):
+        tokenize_to_disk(["one two " * 9] * 3, corpus[1], tmp_path, 1, 101, progress=False)
+    assert [r["documents"] for r in tokenize.index["shards"]] == [2, 1]
+    assert [r["text_bytes"] for r in tokenize.index["shards"]] == [144, 72]
+    for wrong in (dict(num_proc=0), dict(shard_chars=0)):
+        with pytest.raises(ValueError, match="= 0: must be at least 1"):
+            tokenize_to_disk(["a"], corpus[1], tmp_path / "b", **wrong)
+
+
+def test_pieces_of_a_long_file_are_short(tmp_path):
+    "Of what was read only its end waits for more: no piece is much longer than asked for."
+    text = "some words of a line\n" * 4000
+    (tmp_path / "a.txt").write_text(text)
+    pieces = [piece for piece, _ in read_pieces(tmp_path / "a.txt", size=10_000)]
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= 10_000 + 4096 and len(pieces) >= 8
+    assert len(pieces[0]) >= 10_000 - 4096

@@ -1,10 +1,21 @@
 "Numbers about text, compared with the programs that papers use."
 
+import math
 import random
 
+import numpy as np
 import pytest
+import torch
 
 from trainkit.eval.metrics import (
+    Running,
+    calibration,
+    calibration_error,
+    distinct_n,
+    greedy_match,
+    idf_weights,
+    stop_rate,
+    verified,
     bleu,
     chrf,
     compute_metrics,
@@ -122,3 +133,92 @@ def test_words_in_ascii_are_those_of_rouge_score():
 )
 def test_the_last_number_is_read_whole(text, number):
     assert last_number(text) == number
+
+
+# --- metrics by plain arithmetic
+
+
+def test_runs_of_words_by_hand():
+    texts = ["a b a b a", "a b", "", "c"]
+    assert distinct_n(texts, 1) == 3 / 8 and distinct_n(texts, 2) == 2 / 5
+    assert distinct_n(texts) == 2 / 5 and distinct_n(texts, 5) == 1.0
+    assert math.isnan(distinct_n(texts, 6))
+    assert repetition(texts, 2) == [0.5, 0.0, 0.0, 0.0] and repetition(texts, 6) == [0.0] * 4
+    assert repetition(["a b c d a b c d"]) == [1 - 4 / 5]
+    assert stop_rate([[1, 2], [2], [3], []], 2) == 0.5
+    assert stop_rate([torch.tensor([1, 2]), [3]], [3, 2]) == 1.0
+    with pytest.raises(ValueError, match="there are no texts"):
+        stop_rate([], 2)
+
+
+def test_words_in_common_by_hand():
+    for answer, reference, f1, exact in (
+        ("cat dog cat", "cat cat cat bird", 2 * 2 / 7, 0),
+        ("The cat!", "cat", 1.0, 1),
+        ("", "the", 1.0, 1),
+        ("", "cat", 0.0, 0),
+        ("cat", "", 0.0, 0),
+        ("dog", "cat", 0.0, 0),
+    ):
+        assert token_f1([answer], [reference]) == [pytest.approx(f1)]
+        assert exact_match([answer], [reference]) == [exact]
+    assert token_f1(["cat"], [["dog", "cat bird", "cat"]]) == [1.0]
+    assert verified(["a", "b"], [1, 2], lambda p, row: p == "a" and row == 1) == [1.0, 0.0]
+    with pytest.raises(ValueError, match="1 predictions and 2 rows"):
+        verified(["a"], [1, 2], lambda p, row: True)
+
+
+def test_calibration_by_hand():
+    confidence, correct = [0.05, 0.25, 0.3, 0.5, 0.99, 1.0, 0.0], [0, 1, 0, 1, 1, 0, 1]
+    rows = calibration(confidence, correct, 4)
+    assert [n for *_, n in rows] == [2, 2, 1, 2]  # A border belongs to the bin above it
+    assert [row[0] for row in rows] == pytest.approx([0.025, 0.275, 0.5, 0.995])
+    assert [row[1] for row in rows] == [0.5, 0.5, 1, 0.5]
+    error = (2 * 0.475 + 2 * 0.225 + 0.5 + 2 * 0.495) / 7
+    assert calibration_error(confidence, correct, 4) == pytest.approx(error)
+    assert calibration([1.0], [1]) == [(1.0, 1.0, 1)] and calibration_error([], []) == 0
+    assert [n for *_, n in calibration([0.09, 0.1, 0.95], [1, 1, 1])] == [1, 1, 1]
+    for wrong in (-0.01, 1.01):
+        with pytest.raises(ValueError, match=f"confidence {wrong} is no probability"):
+            calibration([wrong], [1])
+    with pytest.raises(ValueError, match="1 probabilities and 2 answers"):
+        calibration([0.5], [1, 1])
+
+
+def test_means_of_metrics_and_of_a_stream():
+    def lengths(predictions, references):
+        return [len(p) for p in predictions]
+
+    again = lambda predictions, references: torch.tensor([1.0, 4.0])  # noqa: E731
+    again.__name__ = "lengths"
+    nothing = lambda predictions, references: dict(none=[], one=2, sign="x")  # noqa: E731
+    found = compute_metrics(["ab", "abcde"], ["ab", "x"], ["exact_match", lengths, again, nothing])
+    assert math.isnan(found.pop("none"))
+    assert found == dict(exact_match=0.5, lengths=3.5, lengths_2=2.5, one=2)
+    stream = Running()
+    stream.update(dict(a=2.0, b=[1.0, 2.0, 6.0]))
+    stream.update(dict(a=5.0, b=np.array([3.0]), c=[]), count=3)
+    assert stream.compute() == dict(a=17 / 4, b=3.0)
+
+
+def test_tokens_take_their_best_partner():
+    torch.manual_seed(0)
+    cosine = torch.rand(4, 3, 5) * 2 - 1
+    weights, ref_weights = torch.rand(4, 3), torch.rand(4, 5)
+    real, ref_real = torch.ones(4, 3).bool(), torch.ones(4, 5).bool()
+    real[0, 2], ref_real[1, 3:] = False, False
+    weights[~real], ref_weights[~ref_real] = 0, 0
+    weights[2], ref_weights[3] = 0, 0
+    found = greedy_match(cosine, weights, ref_weights, real, ref_real)
+    for row in range(4):
+        n, m = int(real[row].sum()), int(ref_real[row].sum())
+        w, v, part = weights[row, :n], ref_weights[row, :m], cosine[row, :n, :m]
+        p = r = f = 0.0
+        if row < 2:
+            p = float((part.max(1).values * w).sum() / w.sum())
+            r = float((part.max(0).values * v).sum() / v.sum())
+            f = 2 * p * r / (p + r)
+        assert [float(x[row]) for x in found] == pytest.approx([p, r, f], abs=1e-6)
+    weight = idf_weights([[1, 2, 2], [2, 3], [2]])
+    wanted = {None: math.log(4), 1: math.log(2), 2: 0.0, 3: math.log(2)}
+    assert weight == pytest.approx(wanted)

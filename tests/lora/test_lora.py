@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import shutil
 import warnings
 from contextlib import nullcontext
@@ -1279,3 +1280,243 @@ def test_all_is_all_linear():
     model = small()
     wanted = target_layers(model, LoRAConfig(target_modules="all-linear"))
     assert target_layers(model, load_config(LoRAConfig, {"lora_target": "all"})) == wanted
+
+
+def low_rank(ranks, **knobs):
+    "Linear layers of 7 x 6, each with an update of its own rank."
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(6, 7) for _ in ranks])
+    pattern = {str(i): r for i, r in enumerate(ranks)}
+    config = LoRAConfig(r=2, target_modules="all-linear", rank_pattern=pattern, **knobs)
+    return disturb(add_lora(model, config))
+
+
+def test_ranks_grow_and_shrink_where_they_must():
+    from trainkit.lora.rank import shrink_rank, spectrum
+
+    model = low_rank([2, 4, 5])
+
+    def ranks():
+        return [len(m.factors("default")[0]) for m in adapted(model).values()]
+
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    for p in model.parameters():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    optimizer.step()
+    updates = [m.update("default") for m in adapted(model).values()]
+    grow_rank(model, 4, optimizer)
+    assert ranks() == [4, 4, 5]
+    for m, before in zip(adapted(model).values(), updates, strict=True):
+        assert torch.allclose(m.update("default"), before, atol=1e-6)
+    first = adapted(model)["0"]
+    for factor, old in zip(
+        first.factors("default"), (slice(2), (slice(None), slice(2))), strict=True
+    ):
+        state = optimizer.state[factor]["exp_avg"]
+        assert state.shape == factor.shape and (state[old] != 0).all()
+        assert int((state != 0).sum()) == state[old].numel()
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {
+        id(p) for p in model.parameters() if p.requires_grad
+    }
+    grow_rank(model, 5)
+    assert ranks() == [5, 5, 5] and ranks() == [len(s) for s in spectrum(model).values()]
+    grow_rank(model, 5)
+    with pytest.raises(ValueError, match="r = 4: the rank is 5 already"):
+        grow_rank(model, 4)
+    values = spectrum(model)
+    for name, m in adapted(model).items():
+        exact = torch.linalg.svdvals(m.update("default"))[:5]
+        assert torch.allclose(values[name], exact, atol=1e-5)
+    report = shrink_rank(model, 1)
+    for name, m in adapted(model).items():
+        exact = values[name]
+        rest = exact[1:].square().sum()
+        assert report[name].bound == pytest.approx(float(exact[1]), rel=1e-4)
+        assert report[name].norm == pytest.approx(float(rest.sqrt()), rel=1e-4)
+        assert report[name].share == pytest.approx(float(rest / exact.square().sum()), rel=1e-4)
+        assert torch.allclose(torch.linalg.svdvals(m.update("default"))[0], exact[0], atol=1e-5)
+    assert shrink_rank(model, 1) == {} and ranks() == [1, 1, 1]
+    with pytest.raises(ValueError, match="r = 0: must be at least 1"):
+        shrink_rank(model, 0)
+
+
+def test_effective_ranks_and_intruders_by_hand():
+    from trainkit.lora.rank import effective_rank, intruder_dimensions
+
+    for values, rank in (([3.0], 1), ([2, 2, 2], 3)):
+        assert effective_rank(values) == pytest.approx(rank)
+    assert effective_rank([3, 1, 0]) == pytest.approx(4 / 3**0.75)
+    assert effective_rank(torch.tensor([1.0, 1e-9])) == pytest.approx(1, abs=1e-6)
+    config = LoRAConfig(r=1, lora_alpha=1, target_modules="0")
+    model = add_lora(nn.Sequential(nn.Linear(5, 5, bias=False)), config)
+    layer = model[0]
+    A, B = layer.factors("default")
+    with torch.no_grad():
+        layer.base_layer.weight.copy_(torch.diag(torch.tensor([5.0, 4, 3, 2, 1])))
+        A.copy_(torch.tensor([[0.0, 0, 0, 0, 1]]))
+        B.copy_(torch.tensor([[10.0], [10], [10], [10], [0]]))
+    assert intruder_dimensions(model, 1, 0.4) == {"0": 0}
+    assert intruder_dimensions(model, 1, 0.6) == {"0": 1}
+    counts = [intruder_dimensions(model, top, 0.99)["0"] for top in (1, 2, 5)]
+    assert counts == sorted(counts) and counts[0] == 1
+
+
+def test_how_alike_two_models_predict():
+    from trainkit.lora.merge import agreement
+
+    p = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]])
+    q = torch.tensor([[0.25, 0.5, 0.25], [0.2, 0.2, 0.6]])
+    found = agreement(p.log()[None], q.log()[None] + 3)
+    kl = 0.5 * math.log(2) - 0.25 * math.log(2) + 0.2 * math.log(0.5) + 0.8 * math.log(4 / 3)
+    assert found.kl == pytest.approx(kl / 2, rel=1e-5)
+    assert (found.same, found.tokens) == (0.5, 2)
+    assert agreement(p.log(), p.log()).kl == 0.0
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5, 0.25])
+def test_gradients_of_an_adapted_layer_are_autograds(dropout):
+    "With the same numbers dropped, which are drawn first."
+    from trainkit.lora.inject import _Adapted
+
+    torch.manual_seed(0)
+    shapes = dict(x=(9, 6), weight=(5, 6), bias=(5,), A=(2, 6), B=(5, 2))
+    inputs = {k: torch.randn(s, requires_grad=k != "weight") for k, s in shapes.items()}
+    push = torch.randn(9, 5)
+    torch.manual_seed(1)
+    y = _Adapted.apply(*inputs.values(), 0.7, dropout)
+    found = torch.autograd.grad((y * push).sum(), [inputs[k] for k in ("x", "bias", "A", "B")])
+    torch.manual_seed(1)
+    keep = 1 - dropout
+    noise = torch.empty(9, 6).bernoulli_(keep) / keep if dropout else 1.0
+    x, weight, bias, A, B = inputs.values()
+    wanted_y = x @ weight.T + bias + 0.7 * ((x * noise) @ A.T @ B.T)
+    wanted = torch.autograd.grad((wanted_y * push).sum(), [x, bias, A, B])
+    assert torch.allclose(y, wanted_y, atol=1e-5)
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_updates_of_several_adapters_by_hand():
+    "TIES keeps the larger half of each, and of each place those with the sign of most."
+    from trainkit.lora.adapters import merge_updates
+
+    updates = [
+        torch.tensor([[4.0, -1, 0.5], [-3, 2, 0]]),
+        torch.tensor([[1.0, 5, -6], [-2, 0, 0.1]]),
+    ]
+    weights = [1.0, 3.0]
+    kept = [torch.tensor([[4.0, 0, 0], [-3, 2, 0]]), torch.tensor([[0.0, 5, -6], [-2, 0, 0]])]
+    wanted = torch.zeros(2, 3)
+    for i in range(2):
+        for j in range(3):
+            total = sum(float(u[i, j]) for u in kept)
+            sign = 1 if total >= 0 else -1
+            same = [(w, float(u[i, j])) for w, u in zip(weights, kept, strict=True)]
+            same = [(w, u) for w, u in same if u * sign > 0]
+            wanted[i, j] = sum(w * u for w, u in same) / max(len(same), 1)
+    assert torch.equal(merge_updates(updates, weights, "ties", 0.5), wanted)
+    whole = merge_updates(updates, weights, "dare_linear", 1.0)
+    assert torch.allclose(whole, updates[0] + 3 * updates[1])
+    draw = torch.Generator().manual_seed(5)
+    masks = [torch.bernoulli(torch.full((2, 3), 0.4), generator=draw) / 0.4 for _ in updates]
+    dropped = masks[0] * updates[0] + 3 * masks[1] * updates[1]
+    assert torch.allclose(merge_updates(updates, weights, "dare_linear", 0.4, 5), dropped)
+    opposed = [torch.tensor([[2.0]]), torch.tensor([[-2.0]])]
+    assert merge_updates(opposed, [1.0, 1.0], "ties", 1.0).tolist() == [[2.0]]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_of_new_tokens_are_the_mean(tied):
+    from trainkit.lora.adapters import resize_vocabulary, vocabulary_size
+
+    model = small()
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    old = vocabulary_size(model)
+    before = [model.model.embed_tokens.weight.clone(), model.lm_head.weight.clone()]
+    resize_vocabulary(model, old + 3)
+    after = [model.model.embed_tokens.weight, model.lm_head.weight]
+    for a, b in zip(after, before, strict=True):
+        assert len(a) == old + 3 and torch.equal(a[:old], b)
+        assert torch.allclose(a[old:], b.mean(0).expand(3, -1), atol=1e-6)
+    assert (after[0] is after[1]) == tied and vocabulary_size(model) == old + 3
+    assert resize_vocabulary(model, old + 3) is model and vocabulary_size(nn.Linear(1, 1)) == 0
+    with pytest.raises(ValueError, match=f"vocab_size = {old + 2}: the model has {old + 3} tokens"):
+        resize_vocabulary(model, old + 2)
+
+
+def test_first_values_of_factors():
+    from trainkit.lora.inject import init_factors
+
+    torch.manual_seed(0)
+    W = torch.randn(30, 400)
+    A, B, start = init_factors(True, W, 8, 2.0)
+    assert 0.99 < A.abs().max() * 400**0.5 <= 1 and B.abs().sum() == 0 and not start
+    assert A.shape == (8, 400) and B.shape == (30, 8)
+    A, B, start = init_factors("gaussian", W, 8, 2.0)
+    assert float(A.std()) == pytest.approx(1 / 8, rel=0.05) and B.abs().sum() == 0 and not start
+    A, B, start = init_factors(False, W, 4, 2.0)
+    assert float(B.std()) == pytest.approx(1 / 4, rel=0.25) and A.abs().max() * 20 <= 1
+    left, _, right = torch.linalg.svd(W, full_matrices=False)
+    sizes = 30 / 2.0 ** torch.arange(30)
+    for how in ("pissa", "pissa_niter_4"):
+        A, B, start = init_factors(how, left * sizes @ right, 3, 2.0)
+        best = left[:, :3] * sizes[:3] @ right[:3]
+        assert torch.allclose(2.0 * (B @ A), best, atol=1e-3) and start
+        assert torch.allclose(A.norm(dim=1), B.norm(dim=0), atol=1e-3)
+    A, B, start = init_factors("olora", W, 3, 2.0)
+    assert torch.allclose(B.T @ B, torch.eye(3), atol=1e-5) and start
+    assert torch.allclose(B @ (B.T @ W), B @ A, atol=1e-4)
+    A, B, start = init_factors("orthogonal", W, 6, 2.0)
+    assert (B @ A).abs().max() < 1e-6 and not start and A.norm() > 1
+    assert float(A.std()) == pytest.approx(0.1 / 2**0.5, rel=0.1)
+    assert float(B.std()) == pytest.approx(0.1 / 2**0.5, rel=0.3)
+    for how, r, what in (("orthogonal", 5, "an even rank"), ("olora", 31, "has only 30 dir")):
+        with pytest.raises(ValueError, match=what):
+            init_factors(how, W, r, 2.0)
+    assert len(init_factors("pissa", W, 30, 1.0)[0]) == 30
+    with pytest.raises(ValueError, match="lora_alpha must not be 0"):
+        init_factors("pissa", W, 2, 0.0)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_dora_by_hand(dropout):
+    "Each row of the sum has its own length; what is dropped is dropped for the update alone."
+    torch.manual_seed(0)
+    config = LoRAConfig(r=2, lora_alpha=3, use_dora=True, lora_dropout=dropout, target_modules="0")
+    model = disturb(add_lora(nn.Sequential(nn.Linear(6, 5)), config))
+    layer, x = model[0], torch.randn(7, 6)
+    A, B = layer.factors("default")
+    length = layer.factor("lora_magnitude_vector", "default")
+    W, bias = layer.matrix(), layer.base_layer.bias
+    whole = W + 1.5 * B @ A
+    share = (length / whole.norm(dim=1)).detach()
+    torch.manual_seed(1)
+    y = model(x)
+    torch.manual_seed(1)
+    dropped = F.dropout(x, dropout)
+    wanted = x @ W.T + bias + (share - 1) * (dropped @ W.T) + share * (dropped @ A.T @ B.T * 1.5)
+    assert torch.allclose(y, wanted, atol=1e-5)
+    if not dropout:
+        assert torch.allclose(y, x @ (whole * share[:, None]).T + bias, atol=1e-5)
+    y = model.eval()(x)
+    assert torch.allclose(y, x @ (whole * share[:, None]).T + bias, atol=1e-5)
+
+
+def test_the_config_that_peft_reads():
+    "The rank and alpha of most layers, the others by name; a transposed matrix says so."
+    from transformers.pytorch_utils import Conv1D
+
+    from trainkit.lora.adapters import peft_config
+
+    config = peft_config(low_rank([2, 4, 4], lora_alpha=6, alpha_pattern={"0": 3}), base="here")
+    assert (config["r"], config["lora_alpha"], config["fan_in_fan_out"]) == (4, 6, False)
+    assert config["rank_pattern"] == {"0": 2} and config["alpha_pattern"] == {"0": 3}
+    assert config["target_modules"] == ["0", "1", "2"] and config["modules_to_save"] is None
+    assert config["base_model_name_or_path"] == "here" and config["init_lora_weights"] is True
+    rooted = peft_config(low_rank([4, 4, 9], lora_alpha=6, use_rslora=True))
+    assert rooted["lora_alpha"] == 6 and rooted["alpha_pattern"] == {} and rooted["use_rslora"]
+    turned = add_lora(nn.Sequential(Conv1D(5, 6)), LoRAConfig(r=2, target_modules="0"))
+    assert peft_config(turned)["fan_in_fan_out"] is True
+    half = low_rank([2, 2], lora_alpha=2.5)
+    assert peft_config(half)["lora_alpha"] == 2.5

@@ -1,7 +1,10 @@
 "Memory: predictions against torch's own tracker on real tensors, and memory that is given back."
 
+import re
 import threading
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +13,12 @@ from torch import nn
 from support.peak import run_measured
 from support.processes import in_child
 from trainkit.train.optim import AdamW8bit
-from trainkit.memory import tracker
+from trainkit.memory import estimate, tracker
 from trainkit.memory.offload import OffloadedOptimizer
 from trainkit.memory.tracker import Ledger
 from trainkit.memory.estimate import (
+    batch_size,
+    computed_tokens,
     free_memory,
     measure_memory,
     memory_report,
@@ -379,3 +384,347 @@ def test_small_parameters_of_the_8_bit_optimizer_are_adamw_s():
             optimizer.step()
         both.append(weight.detach())
     assert torch.allclose(*both, atol=1e-6)
+
+
+# --- the parts of a run's prediction, one by one
+
+
+def tensors(rows, width, *more, name="input_ids"):
+    return {name: torch.ones(rows, width, dtype=torch.long), **dict(more)}
+
+
+class Batches:
+    "Batches that know their rows: each is joined to a tensor as wide as its widest row."
+
+    def __init__(self, plan, rows=range(1, 40)):
+        self._plan, self.plans, self.rows = "kept", plan, [*rows]
+
+    def plan(self, epoch):
+        assert epoch == 0
+        self._plan = "drawn"
+        return self.plans
+
+    def join(self, rows):
+        return tensors(len(rows), max(rows))
+
+
+def run_of(batches=None, device="cpu", folder=None, epoch_length=0, total_steps=10, **config):
+    defaults = dict(
+        gradient_accumulation_steps=1,
+        per_device_train_batch_size=6,
+        async_save=None,
+        save_strategy="steps",
+        save_steps=5,
+        eval_strategy="steps",
+        eval_steps=5,
+    )
+    return SimpleNamespace(
+        config=SimpleNamespace(**{**defaults, **config}),
+        accelerator=SimpleNamespace(device=torch.device(device)),
+        train_batches=batches,
+        eval_batches=batches,
+        folder=folder,
+        epoch_length=epoch_length,
+        total_steps=total_steps,
+        model=nn.Linear(3, 5),
+    )
+
+
+@pytest.mark.parametrize("count", [1, 5, 6, 7, 20, 24, 46, 100])
+def test_a_long_run_leaves_small_blocks_between_its_steps(count):
+    "A step is 4 events, its update is the last; each later step leaves its part of the blocks."
+    step = [(2, 4), (-1, 0), (2, 0), (3, 9)]
+    events = [(1, 8), *step]
+    steps = estimate._several_steps(events, [0, 0, 1, 4, 5], False, [7, 5], (), count)
+    played = max(5, min(count, 24))
+    left = min(4 * max(0, count - 6), 160)
+    out, number = [(0, 4), (-1, 0), (0, 0), (1, 8)], 2
+    sizes = iter([600, 1500, 3000, 5000] * 40)
+    for i in range(2, played + 1):
+        for _ in range(left * (i - 1) // played - left * (i - 2) // played):
+            out.append((number, next(sizes)))
+            number += 1
+        out += [(number, 4), (-1, 0), (number, 0), (number + 1, 9)]
+        number += 2
+        if i == 2:
+            out += [(number, 7), (number + 1, 5)]
+            number += 2
+    assert steps == out
+
+
+def test_a_run_that_updates_in_the_backward_pass_has_two_whole_steps():
+    first, second, other = [(1, 8), (2, 4), (2, 0)], [(3, 4), (3, 0)], [(4, 6), (1, 3), (4, 0)]
+    events = [(0, 5), *first, *second, *other]
+    marks = [1, 1, 4, 4, 6]
+    steps = estimate._several_steps(events, marks, True, [], [], 5)
+    assert steps[:3] == [(0, 8), (1, 4), (1, 0)]
+    assert [size for _, size in steps[3:]] == [6, 3, 0, 4, 0] * 4
+    apart = estimate._several_steps(events, [*marks[:4], 6], True, [], [9], 6)
+    assert [size for _, size in apart] == [8, 4, 0, *[6, 3, 0, 4, 0] * 2, 6, 3, 0]
+
+
+@pytest.mark.parametrize(
+    "rows, width, calls",
+    [
+        (512, 1024, [64, 128]),  # Just large enough, in tokens and in rows
+        (511, 1024, None),
+        (700, 1000, [65, 130]),
+        (8, 2**17, [1, 2]),
+        (7, 2**17, None),
+        (6000, 0, None),
+    ],
+)
+def test_a_huge_batch_is_predicted_from_two_smaller_ones(rows, width, calls, monkeypatch):
+    asked = []
+
+    def predict(trainer, count, tokens, batch, resident):
+        asked.append(count)
+        assert (tokens, resident) == (width, False)
+        assert batch is None or batch_size(batch) == (count, width)
+        return SimpleNamespace(peak=1000 + 7 * count + (count == few))
+
+    few = calls and calls[0]
+    monkeypatch.setattr(estimate, "predict_run", predict)
+    known = run_of(SimpleNamespace(largest=lambda count: tensors(count, width)))
+    for trainer, tokens in ((run_of(), width), (known, None)):
+        asked.clear()
+        found = estimate.extrapolate(trainer, rows, tokens)
+        assert asked == (calls or [])
+        if calls:
+            assert found == 1001 + 7 * few + (7 * few - 1) * (rows - few) // few
+        else:
+            assert found is None
+
+
+@pytest.mark.parametrize(
+    "device, rows, tokens, needs, says",
+    [
+        ("cpu", 8, 32, 10**9, None),
+        (
+            "cpu",
+            8,
+            32,
+            2 * 10**9,
+            "of 8 x 32 tokens needs 2 GB, as predicted, and 1 GB are free on this machine: "
+            "take train.per_device_train_batch_size = 4 or less",
+        ),
+        ("cpu", 2, 0, 2 * 10**9, "of 2 rows needs .*_batch_size = 1 or less"),
+        ("cpu", 1, 1024, 10**9 + 1, "of 1 x 1,024 tokens .* take shorter rows"),
+        ("cpu", 8, 32, 2 * 10**9 + 1, MemoryError),
+        (
+            "cuda",
+            9,
+            32,
+            3 * 10**9,
+            "and this GPU has 2 GB: take train.per_device_train_batch_size = 3 or less",
+        ),
+    ],
+)
+def test_what_a_step_needs_is_compared_with_what_is_free(
+    device, rows, tokens, needs, says, monkeypatch
+):
+    said = []
+    monkeypatch.setattr(estimate, "room", lambda trainer: (2 * 10**9, 10**9))
+    if says is MemoryError:
+        with pytest.raises(MemoryError, match="this machine has 2 GB.*watch_memory = false"):
+            estimate.check_size(run_of(device=device), rows, tokens, needs, said.append)
+    else:
+        estimate.check_size(run_of(device=device), rows, tokens, needs, said.append)
+    assert len(said) == (says not in (None, MemoryError))
+    if said:
+        assert re.search(says, said[0]), said
+
+
+def test_the_room_of_a_run_is_what_is_free_and_its_own_model(monkeypatch):
+    monkeypatch.setattr(estimate, "available_memory", lambda: (1000, 300))
+    assert estimate.room(run_of()) == (1000, 300 + 4 * (3 * 5 + 5))
+
+
+def test_sizes_of_batches():
+    pair = tensors(4, 3) | tensors(4, 7, name="chosen_input_ids")
+    pair |= tensors(4, 2, name="rejected_input_ids")
+    assert batch_size(tensors(4, 3)) == (4, 3) and batch_size(pair) == (4, 12)
+    assert batch_size({}) == batch_size(dict(input_ids=torch.ones(3))) == (0, 0)
+    assert (computed_tokens(tensors(4, 3)), computed_tokens(pair)) == (12, 48)
+    mask = torch.tensor([[1, 1, 0]] * 4)
+    assert computed_tokens(pair | dict(chosen_attention_mask=mask)) == 8
+    assert computed_tokens(pair | dict(chosen_attention_mask=0 * mask)) == 48
+    assert computed_tokens(tensors(4, 3) | dict(attention_mask=mask)) == 12
+    for rows, expected in (([1] * 4, 4), ([1] * 99, 6), ([1] * 6, 6), ([], 6), (iter([1]), 6)):
+        assert estimate.rows_at_once(run_of(SimpleNamespace(rows=rows))) == expected
+    assert estimate.rows_at_once(run_of(SimpleNamespace(batch_size=3, rows=[1] * 9))) == 3
+
+
+@pytest.mark.parametrize(
+    "expected, more",
+    [
+        (True, {}),
+        (False, dict(folder=None)),
+        (False, dict(async_save=False)),
+        (False, dict(save_strategy="no")),
+        (False, dict(save_steps=10)),
+        (True, dict(save_steps=9)),
+        (True, dict(save_strategy="epoch", save_steps=99, epoch_length=9)),
+        (False, dict(save_strategy="epoch", save_steps=1, epoch_length=10)),
+        (False, dict(save_strategy="epoch", save_steps=1)),
+    ],
+)
+def test_whether_a_run_computes_while_it_saves(expected, more):
+    assert estimate._saves(run_of(**{"folder": "runs", **more})) is expected
+
+
+def test_the_other_batches_of_a_step_or_a_run():
+    "Row i is i + 1 tokens wide; the largest batch is the first one."
+    plan = [[9, 9], [1, 2], [3, 9], [1, 2], [0], [4, 5], [6, 7], [7, 8], [2, 3]]
+    largest = tensors(2, 10)
+
+    def widths(steps, count=1, batch=largest):
+        batches = Batches(plan)
+        others = estimate._others(
+            run_of(batches, total_steps=steps, gradient_accumulation_steps=count), batch
+        )
+        assert batches._plan == "kept" or not others
+        return [batch_size(other) for other in others]
+
+    assert widths(7) == widths(15, batch=None) == []
+    assert widths(8) == [(2, 3)]  # The first two batches
+    assert widths(16) == [(2, 3)] and widths(24) == [(2, 3), (1, 1), (2, 6)]
+    assert widths(40) == [(2, 3), (1, 1), (2, 6), (2, 8)] == widths(999)
+    assert widths(8, 2) == [(2, 3)] and widths(1, 3) == [(2, 3)]  # Of a step, the first batches
+    assert widths(1, 4) == [(2, 3), (2, 3)] == widths(1, 9)
+    batches = Batches(plan)
+    batches.cut = True
+    assert estimate._others(run_of(batches, total_steps=99), largest) == []
+    assert estimate._others(run_of(object(), total_steps=99), largest) == []
+
+
+def test_the_sizes_of_batches_that_are_evaluated():
+    plan = [[0, 1], [2, 3], [0, 1], [4, 5], [6, 7], [8]]
+    batches = Batches(plan)
+    found = estimate._evaluated(run_of(batches))
+    assert [batch_size(batch) for batch in found] == [(1, 9), (2, 2), (2, 4), (2, 6)]
+    assert batches._plan == "kept"
+    for more, count in (
+        (dict(eval_strategy="no"), 0),
+        (dict(eval_steps=10), 0),
+        (dict(eval_steps=9), 4),
+        (dict(eval_strategy="epoch", eval_steps=10), 4),
+        (dict(batches=object()), 0),
+    ):
+        assert len(estimate._evaluated(run_of(**{"batches": batches, **more}))) == count
+
+
+def test_the_products_of_a_run_are_counted(monkeypatch):
+    "Of 3 products one has the vocabulary in a shape: of it each pass has another."
+    monkeypatch.setattr(estimate, "bound_kernels", lambda: 50)
+    shapes = (((3, 4), (4, 7)), ((3, 90), (90, 4)), ((5, 6), (6, 3)))
+    products = {("mm", (left, (1, 1)), (right, (1, 1))) for left, right in shapes}
+    trainer = run_of(SimpleNamespace(widths=lambda passes: {*range(passes // 2)}), total_steps=6)
+    trainer.model.config = SimpleNamespace(vocab_size=90)
+    assert estimate.kernels_kept(trainer, tensors(2, 3), products) == 1 * 6 + 2 * 3
+    trainer.config.gradient_accumulation_steps = 2
+    assert estimate.kernels_kept(trainer, tensors(2, 3), products) == 1 * 12 + 2 * 6
+    assert estimate.kernels_kept(trainer, tensors(2, 3, ("liked", 1)), products) == 3 * 12
+    assert estimate.kernels_kept(trainer, tensors(2, 3, name="x"), products) == 3 * 12
+    trainer.total_steps = 100
+    assert estimate.kernels_kept(trainer, tensors(2, 3), products) == 50
+
+
+@pytest.mark.parametrize(
+    "sizes, expected",
+    [
+        ([500_000, 700_000, 600_000], 600_000),
+        ([10, 900_000, 141_000], 141_000),
+        ([140_001, 10, 900_000], 140_001),
+        ([140_000, 10, 900_000], 560_000),  # malloc tells too little
+        ([0, 0, 0], 560_000),
+    ],
+)
+def test_the_code_of_a_product_is_measured_three_times(sizes, expected, monkeypatch):
+    used = iter([total for size in sizes for total in (1000, 1000 + size)])
+    monkeypatch.setattr(estimate, "onednn_pays", lambda: True)
+    monkeypatch.setattr(estimate, "malloc_used", lambda: next(used))
+    assert estimate.product_memory.__wrapped__() == expected
+    monkeypatch.setattr(estimate, "onednn_pays", lambda: False)
+    assert estimate.product_memory.__wrapped__() == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux counts it")
+def test_the_memory_of_this_process_is_what_the_system_says():
+    import psutil
+
+    expected = psutil.Process().memory_info().rss
+    assert estimate.memory_used() == pytest.approx(expected, rel=0.05)
+    peak = estimate.peak_memory_used()
+    assert peak is not None and peak > 0.99 * expected
+    reset = estimate.peak_memory_used(forget=True)
+    assert reset == pytest.approx(expected, rel=0.05)
+
+
+# --- what a run's watch notes
+
+
+def watched(monkeypatch):
+    watch, asked = estimate.MemoryWatch(), []
+    monkeypatch.setattr(watch, "predict", lambda *args: asked.append(args[1:]))
+    watch.before, watch.shared = 1, False
+    return watch, asked
+
+
+@pytest.mark.parametrize(
+    "labels, more, as_text",
+    [
+        ([[5, 5, 5], [5, 5, 5]], {}, True),
+        ([[-100, 5, 5], [-100, 5, 5]], {}, True),  # Of the first token nothing is learned anyway
+        ([[5, 5, 5], [5, 5, -100]], {}, False),
+        ([[5, 5, 5], [5, -101, 5]], {}, True),
+        ([[5, 5, 5], [5, 5, 5]], dict(attention_mask=torch.ones(2, 3)), False),
+    ],
+)
+def test_the_largest_batch_of_a_run_is_predicted_at_its_end(labels, more, as_text, monkeypatch):
+    "Of running text its size is enough."
+    watch, asked = watched(monkeypatch)
+    batch = dict(input_ids=torch.ones(2, 3).long(), labels=torch.tensor(labels), **more)
+    small = tensors(1, 5)
+    monkeypatch.setattr(estimate, "peak_memory_used", lambda: 2**30 + 1)
+    monkeypatch.setattr(estimate, "memory_used", lambda: 7)
+    trainer = run_of()
+    for batches in ([small, batch], [small]):
+        trainer.step_batches = batches
+        watch.on_step(trainer, {})
+    assert (watch.most, watch.largest, watch.batch is batch) == (6, (2, 3), True)
+    assert (watch.measured, watch.held) == (2**30, 7)
+    watch.on_end(trainer, {})
+    watch.on_end(trainer, dict(reason="an error: of some kind"))
+    assert asked == [(2, 3, None if as_text else batch)]
+    watch.known[2, 3, 6] = None
+    watch.on_end(trainer, dict(reason="an error: of some kind"))
+    assert len(asked) == 2
+    watch.before = 0
+    watch.on_end(trainer, {})
+    assert len(asked) == 2
+
+
+def test_the_peak_of_a_run_is_not_lower_than_before_it(monkeypatch):
+    watch, asked = watched(monkeypatch)
+    watch.highest, watch.predicted, watch.measured = 3 * 2**30, 2**29, None
+    for seen, noted in ((2.0, 3.0), (4.0, 4.0)):
+        record = dict(memory_peak_gib=seen)
+        watch.on_log(run_of(), record)
+        assert record == dict(memory_peak_gib=noted, step_memory_predicted_gib=0.5)
+        record = dict(peaks=dict(memory_peak_gib=seen))
+        watch.on_end(run_of(), record)
+        assert record == dict(peaks=dict(memory_peak_gib=noted), step_memory_predicted_gib=0.5)
+    assert asked == []  # No batch came
+    monkeypatch.setattr(estimate, "trim_malloc", lambda: None)
+    monkeypatch.setattr(estimate, "memory_used", lambda: 50)
+    monkeypatch.setattr(estimate, "peak_memory_used", lambda forget=False: 80)
+    watch.before, watch.highest, watch.held = 10, 70, 0
+    watch.restart(run_of())
+    assert (watch.before, watch.highest) == (10, 80)
+    watch.held = 30
+    watch.restart(run_of())
+    assert watch.before == 10 + 50 - 30
+    watch.held = 60
+    watch.restart(run_of())
+    assert watch.before == 30

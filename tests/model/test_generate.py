@@ -935,3 +935,160 @@ def test_invalid_bytes_are_released_in_time():
         streamer = TextStreamer(tokenizer)
         text = "".join(streamer.push(byte) for byte in data) + streamer.finish()
         assert text == data.decode(errors="replace") and tokenizer.longest < 60
+
+
+# --- the parts of fast decoding
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 9])
+@pytest.mark.parametrize("sizes", [[63], [64], [65], [130, 64, 7], [1, 200]])
+def test_products_of_several_layers_are_joined(rows, sizes):
+    from trainkit.model.decoding import joint_product
+
+    torch.manual_seed(0)
+    weights = [torch.randn(size, 12) for size in sizes]
+    product = joint_product(weights, rows)
+    for _ in range(2):  # The second call writes over the memory of the first
+        x = torch.randn(rows, 12)
+        wanted = torch.cat([x @ w.T for w in weights], 1)
+        assert torch.allclose(product(x), wanted, atol=1e-5)
+
+
+def test_weights_of_8_bits_are_the_nearest():
+    "Of a weight, 127 steps in each direction; a row of zeros stays one."
+    from trainkit.model.decoding import PRODUCTS
+
+    torch.manual_seed(0)
+    weight = torch.randn(32, 64) * torch.logspace(-2, 1, 32)[:, None]
+    weight[5] = 0
+    x = torch.randn(3, 64).bfloat16().float()
+    largest = weight.abs().amax(1, keepdim=True)
+    steps = torch.round(weight / largest.clamp(min=1e-8) * 127)
+    wanted = x @ (steps * (largest / 127).bfloat16().float()).T
+    found = PRODUCTS["int8"](weight.clone(), 3)(x).float()
+    assert torch.allclose(found, wanted, rtol=0.01, atol=0.01 * float(wanted.abs().mean()))
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_the_quick_norm_is_the_norm(eps):
+    from trainkit.model.decoding import quick_norm
+    from trainkit.model.transformer import RMSNorm
+
+    torch.manual_seed(0)
+    norm = RMSNorm(24, eps)
+    torch.nn.init.normal_(norm.weight)
+    for x in (torch.randn(3, 24), 1e-3 * torch.randn(2, 24)):
+        assert torch.allclose(quick_norm(norm)(x), norm(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(position="learned", norm="layernorm", tie_embeddings=True),
+        dict(logit_softcap=3.0, scale_embeddings=True, attn_softcap=5.0, sandwich_norm=True),
+        dict(layer_windows=[3, 0], layer_rope_theta=[100.0, 10_000.0], qk_norm=True),
+    ],
+)
+def test_a_step_of_fixed_shapes_is_the_model(shape):
+    "Rows with 0, 2 and 4 empty places at their left, against rows without a cache."
+    from trainkit.model.decoding import CompiledStep, fixed_step
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=30, d_model=32, n_heads=4, n_kv_heads=2, n_layers=2, d_ff=40)
+    model = Transformer(ModelConfig(**sizes, max_seq_len=24, **shape)).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    ids, gaps = torch.randint(30, (3, 14)), torch.tensor([0, 2, 4])
+    mask = (torch.arange(6) >= gaps[:, None]).long()
+    with torch.no_grad():
+        step = CompiledStep(model.config, model.lm_head.weight, 3, 16, "eager")
+        model(ids[:, :6], attention_mask=mask, past_key_values=step.cache)
+        for t in range(6, 14):
+            position = torch.tensor([t])
+            found = fixed_step(model, ids[:, t], position, gaps, *step.tensors())
+            for row, gap in enumerate(gaps.tolist()):
+                wanted = model(ids[row : row + 1, gap : t + 1]).logits[0, -1]
+                assert torch.allclose(found[row], wanted, atol=1e-4), (t, row)
+
+
+# --- sampling and streaming against the slow way
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("size", [1, 5, 127, 128, 129, 1500])
+def test_what_is_cut_off_before_drawing(size, flat):
+    "A flat distribution of many tokens needs more of them than are looked at first."
+    torch.manual_seed(size)
+    logits = torch.randn(3, size) * (0.01 if flat else 3)
+    probabilities = logits.double().softmax(-1)
+    for row, p in zip(logits, probabilities, strict=True):
+        ranked = sorted(range(size), key=lambda i: -float(p[i]))  # noqa: B023
+        for most in (1, 3, size, size + 1):
+            kept = keep_top_k(row[None], most)[0].isfinite().nonzero()[:, 0].tolist()
+            assert sorted(kept) == sorted(ranked[:most])
+        for share in (0.1, 0.5, 0.95):
+            total, wanted = 0.0, []
+            for i in ranked:
+                if total >= share:
+                    break
+                wanted.append(i)
+                total += float(p[i])
+            kept = keep_top_p(row[None], share)[0]
+            found = kept.isfinite().nonzero()[:, 0].tolist()
+            assert abs(len(found) - len(wanted)) <= (size > 1000)  # In 32 bits
+            assert {*found} <= {*ranked[: len(found)]} and torch.equal(kept[found], row[found])
+            low = (p >= share * p.max() * (1 - 1e-6)).nonzero()[:, 0].tolist()
+            assert keep_min_p(row[None], share)[0].isfinite().nonzero()[:, 0].tolist() == low
+    assert torch.equal(keep_top_p(logits, 1.0), logits)
+    assert torch.equal(keep_min_p(logits, 0.0), logits)
+
+
+def test_a_nucleus_ends_where_its_mass_is_reached():
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+    for share, kept in ((0.4, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.76, 3), (0.99, 4)):
+        assert int(keep_top_p(logits, share).isfinite().sum()) == kept
+    for share, kept in ((0.2, 4), (0.5, 2), (0.51, 1), (1.0, 1)):
+        assert int(keep_min_p(logits, share).isfinite().sum()) == kept
+
+
+def test_repetition_is_penalized_by_sign():
+    logits = torch.tensor([[2.0, -2.0, 1.0, 0.0], [4.0, 6.0, -8.0, 1.0]])
+    ids = torch.tensor([[0, 1, 1], [2, 2, 2]])
+    wanted = [[1, -4, 1, 0], [4, 6, -16, 1]]
+    assert penalize_repetition(logits, ids, 2.0).tolist() == wanted
+
+
+class ByteIds:
+    "A tokenizer whose ids are bytes; what is no text becomes the sign for it."
+
+    def decode(self, ids):
+        return bytes(ids).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("prompt", [b"", b"Hello \xf0\x9f", bytes(range(60, 90))])
+def test_bytes_that_are_no_characters_are_shown_a_dozen_at_a_time(prompt):
+    "The last four may still become one; a text that is whole is shown at once."
+    streamer = TextStreamer(ByteIds(), prompt)
+    shown = [streamer.push(0xFF) for _ in range(40)]
+    assert [i for i, text in enumerate(shown, 1) if text] == [16, 28, 40]
+    assert {text for text in shown if text} == {"\ufffd" * 12}
+    assert streamer.finish() == "\ufffd" * 4
+    streamer = TextStreamer(ByteIds(), b"ab")
+    shown = [streamer.push(byte) for byte in "aé日🏴b".encode()]
+    assert shown == ["a", "", "é", "", "", "日", "", "", "", "🏴", "b"]
+
+
+@pytest.mark.parametrize(
+    "stops, pieces, rest",
+    [
+        (["END"], ["a", "b", "", "", "EN-", "-"], ""),
+        (["b"], ["a", "", "", "", "", ""], ""),
+        (["E", "N"], ["a", "b", "", "", "", ""], ""),
+        (["--"], ["a", "b", "E", "N", "", ""], ""),
+        (["-x", "--x"], ["a", "b", "E", "N", "", ""], "--"),
+    ],
+)
+def test_what_may_begin_a_stop_is_held_back(stops, pieces, rest):
+    streamer = TextStreamer(ByteIds(), b"", stops)
+    assert [streamer.push(byte) for byte in b"abEN--"] == pieces
+    assert streamer.finish() == rest

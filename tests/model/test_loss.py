@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainkit.model.transformer import chunked_cross_entropy
+from trainkit.model.transformer import check_ids, chunked_cross_entropy
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 
@@ -181,3 +181,13 @@ def test_products_go_to_onednn_only_where_that_was_measured_to_be_faster(
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(layers, "onednn_is_exact", lambda: True)
     assert layers.onednn_pays() == pays
+
+
+def test_ids_that_do_not_exist_are_named_with_their_range():
+    check_ids("ids", torch.tensor([[0, 9], [3, 4]]), 10, "look")
+    check_ids("ids", torch.zeros(0, 3, dtype=torch.long), 10, "look")
+    for wrong in (10, 25, -1):
+        with pytest.raises(ValueError, match=f"^ids contains {wrong}, but .* from 0 to 9: look$"):
+            check_ids("ids", torch.tensor([0, wrong, 9]), 10, "look")
+    with pytest.raises(ValueError, match="contains 12, but"):
+        check_ids("ids", torch.tensor([-4, 12]), 10, "look")

@@ -1,6 +1,7 @@
 "Guesses change how often a model is run, and never what it writes."
 
 import itertools
+import random
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from trainkit.interop.hf import load_pretrained
 from trainkit.lora.inject import LoRAConfig, add_lora
+from trainkit.model.attention import MAX_CROP
 from trainkit.model.config import ModelConfig
 from trainkit.model.generation import SamplingConfig, decode_rows, generate, stream
 from trainkit.model.kernels import PackedModel
@@ -233,3 +235,42 @@ def test_a_real_model_writes_the_same_text():
             own = Drafter(model, 4, weights="q4_0")
             assert generate(model, prompt, 24, assistant_model=own, **options) == plain
             assert own.accepted > 5
+
+
+# --- guesses by hand
+
+
+def repeat_slowly(ids, count, longest, shortest):
+    for size in range(longest, shortest - 1, -1):
+        for at in range(len(ids) - size - 1, -1, -1):
+            if 0 < size < len(ids) and ids[at : at + size] == ids[len(ids) - size :]:
+                return ids[at + size : at + size + count]
+    return []
+
+
+def test_what_followed_before_is_found_as_the_slow_way_finds_it():
+    draw = random.Random(0)
+    for _ in range(400):
+        ids = draw.choices(range(draw.randint(1, 4)), k=draw.randint(1, 9))
+        for longest, shortest in ((3, 2), (1, 1), (5, 3)):
+            wanted = repeat_slowly(ids, 4, longest, shortest)
+            assert repeat_ngram(ids, 4, longest, shortest) == wanted
+    assert repeat_ngram([1, 2, 3, 4, 1, 2], 9) == [3, 4, 1, 2]
+    assert repeat_ngram([5, 1, 6, 1], 9) == []  # One token is too little by itself
+
+
+def test_guesses_are_kept_in_proportion():
+    "With probability p / q; what comes instead is drawn from what q gave too little."
+    p = torch.tensor([[0.5, 0.25, 0.25, 0.0]]).repeat(6, 1)
+    q = torch.tensor([[0.25, 0.5, 0.25]]).repeat(6, 1)
+    ids = torch.tensor([0, 1, 1, 1, 2, 2])
+    u = torch.tensor([1.0, 0.5, 0.501, 0.01, 1.0, 0.2])
+    keep, rest = verify(p, Guess(ids, q, u))
+    assert keep.tolist() == [True, True, False, True, True, True]
+    assert torch.equal(rest.softmax(-1), torch.tensor([[1.0, 0, 0, 0]]).repeat(6, 1))
+    keep, rest = verify(p, Guess(ids[:1], p[:1], u[:1]))
+    assert keep.all() and torch.equal(rest[:1].exp(), p[:1])
+    for tokens in (0, MAX_CROP):
+        with pytest.raises(ValueError, match=f"{tokens} guesses in a pass: must be 1 to"):
+            Drafter(tokens=tokens)
+    Drafter(tokens=1), Drafter(tokens=MAX_CROP - 1)

@@ -111,3 +111,48 @@ def test_scales_of_a_superblock_are_searched():
     scale, codes = _fit_scales(x, weights)
     error = (weights * (x - scale * codes) ** 2).sum(0)
     assert error.max() < 1.75e-4 and error.mean() < 4.88e-5 and codes.max() <= 63
+
+
+def uneven_matrix():
+    "Rows of all sizes, with outliers, a mean, one sign, zeros, a constant group, tiny numbers."
+    draw = np.random.default_rng(0)
+    x = draw.standard_normal((24, 512)) * draw.uniform(0.02, 0.2, (24, 1))
+    x[:, ::37] *= 3
+    x[7] += 0.3
+    x[9] = np.abs(x[9])
+    x[11, :256] = 0
+    x[12, 32:64] = 0.05
+    x[13] *= 1e-6
+    return x.astype(np.float32), draw.uniform(0.3, 2, 512).astype(np.float32) ** 2
+
+
+MATRIX, IMPORTANCE = uneven_matrix()
+
+
+@pytest.mark.parametrize(
+    "kind, error, total, weighed_error, weighed_total",
+    [
+        ("Q4_0", 2.426177, 836891, 3.528856, 836137),
+        ("Q4_1", 1.273252, 927882, 1.816596, 924872),
+        ("Q5_0", 0.6030093, 993273, 0.8937602, 992458),
+        ("Q5_1", 0.2966153, 1118737, 0.4236784, 1119608),
+        ("Q4_K", 1.345764, 864032, 1.883575, 868781),
+        ("Q5_K", 0.3392152, 1063358, 0.4929703, 1061553),
+        ("Q6_K", 0.09670117, 1182237, 0.1358497, 1181414),
+    ],
+)
+def test_a_matrix_has_the_errors_and_bytes_that_it_had(
+    kind, error, total, weighed_error, weighed_total
+):
+    """The whole search for scales in two numbers each; another order of sums moves a few codes.
+
+    `error` is the sum of squared errors, `total` that of the bytes."""
+    for importance, wanted, bytes_wanted in (
+        (None, error, total),
+        (IMPORTANCE, weighed_error, weighed_total),
+    ):
+        packed = pack_blocks(MATRIX, kind, importance)
+        found = unpack_blocks(packed, kind).reshape(MATRIX.shape).astype(float)
+        squares = np.square(found - MATRIX) * (1 if importance is None else importance)
+        assert squares.sum() == pytest.approx(wanted, rel=1e-4)
+        assert packed.astype(np.int64).sum() == pytest.approx(bytes_wanted, rel=3e-5)

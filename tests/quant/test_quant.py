@@ -1033,3 +1033,75 @@ def test_where_the_fused_kernel_is_used(asked, interpreted, there, fuses, monkey
     monkeypatch.setenv("TRAINKIT_FUSED", asked)
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     assert linear.can_fuse(torch.ones(1)) == fuses
+
+
+# --- whole numbers by plain arithmetic
+
+
+def uneven():
+    "Rows of all sizes; one of zeros, one of a single sign, one with a number that is far away."
+    x = torch.randn(6, 35) * torch.tensor([1.0, 1e-3, 0.0, 5.0, 20.0, 1e-20])[:, None]
+    x[3] = x[3].abs() + 1
+    x[4, 7] = -300.0
+    return x
+
+
+@pytest.mark.parametrize("per", ["tensor", "row", "block"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_int8_by_hand(per, symmetric):
+    x = uneven()
+    groups = {"tensor": [x.flatten()], "row": [*x], "block": x.flatten().split(16)}[per]
+    codes, values = [], []
+    for group in groups:
+        numbers = group.double().tolist()
+        if symmetric:
+            step, zero = max(max(map(abs, numbers)), 1e-30) / 127, 0
+        else:
+            low, high = min(*numbers, 0.0), max(*numbers, 0.0)
+            step = max((high - low) / 255, 1e-30)
+            zero = round(-128 - low / step)
+        own = [min(max(round(n / step) + zero, -128), 127) for n in numbers]
+        codes += own
+        values += [(code - zero) * step for code in own]
+    found = quantize_int8(x, per, 16, symmetric)
+    # Where a number lies in the middle of two codes, rounding in 32 bits may choose the other
+    assert (found.codes.flatten() - torch.tensor(codes)).abs().max() <= 1
+    assert (found.codes.flatten() != torch.tensor(codes)).float().mean() < 0.01
+    back = dequantize_int8(found)
+    close = (back.flatten() - torch.tensor(values)).abs() < 1e-5 * (1 + x.abs().max())
+    assert close.float().mean() > 0.98 and back.shape == x.shape
+    shapes = dict(tensor=(), row=(6, 1), block=(14,))
+    assert found.step.shape == shapes[per] and found.blocksize == (16 if per == "block" else 0)
+    assert (dequantize_int8(quantize_int8(torch.zeros(3, 5), per, 16, symmetric)) == 0).all()
+
+
+@pytest.mark.parametrize("threshold", [0.0, 6.0])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_outliers_are_left_out_of_rows(rows, threshold):
+    "From the threshold on; the rows' steps are computed without them."
+    x = torch.randn(rows, 40).clamp(-3, 3)
+    x[0, 3], x[-1, 17], x[0, 20] = 6.0, -50.0, 5.9
+    codes, absmax, columns = quantize_rows(x, threshold)
+    assert columns.tolist() == ([3, 17] if threshold else [])
+    quiet = x.masked_fill(x.abs() >= 6, 0) if threshold else x
+    assert torch.equal(absmax, quiet.abs().amax(1))
+    wanted = (quiet * (127 / quiet.abs().amax(1))[:, None]).round()
+    wanted[:, columns] = 0
+    assert torch.equal(codes.float(), wanted)
+    weight = quantize_int8(torch.randn(7, 40))
+    largest, bias = 127 * weight.step[:, 0], torch.randn(7)
+    found = int8_linear(x, weight.codes, largest, bias, threshold)
+    steps = quiet.abs().amax(1) / 127
+    plain = (wanted * steps[:, None]) @ dequantize_int8(weight).T
+    plain += x[:, columns] @ dequantize_int8(weight)[:, columns].T + bias
+    assert torch.allclose(found, plain, rtol=1e-4, atol=1e-4)
+    assert int8_linear(x[None], weight.codes, largest, None, threshold).shape == (1, rows, 7)
+
+
+@pytest.mark.parametrize("width", [1, 1024, 1025, 3000])
+def test_products_of_bytes_in_floats_are_exact(width):
+    a = torch.randint(-128, 128, (5, width), dtype=torch.int8)
+    b = torch.randint(-128, 128, (300, width), dtype=torch.int8)
+    a[0], b[0] = -128, -128  # The largest sum there is
+    exact = a.long() @ b.long().T
+    assert torch.equal(FLOAT_PRODUCT(a, b).long(), exact)

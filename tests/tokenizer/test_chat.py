@@ -3,6 +3,7 @@
 import copy
 import json
 import mmap
+import random
 import re
 import struct
 import sys
@@ -16,8 +17,11 @@ from hypothesis import strategies as st
 from tokenizers.processors import ByteLevel
 
 from trainkit.tokenizer.chat import (
+    SPECIAL_MARK,
+    _Marker,
     encode_spans,
     find_template,
+    is_bpe_tokenizer,
     render,
     render_batch,
     resize_embeddings,
@@ -25,6 +29,7 @@ from trainkit.tokenizer.chat import (
 )
 from trainkit.data.tokenization import length_report, tokenize_examples
 from trainkit.data.dataloader import pack, packing_efficiency
+from trainkit.tokenizer import chat as conversions
 from trainkit.tokenizer import chat_template
 from trainkit.tokenizer.chat_template import _WORKERS, TEMPLATES, render_text, render_texts
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
@@ -1332,3 +1337,79 @@ def test_of_a_chat_that_begins_with_an_answer_only_the_answer_is_learned(name):
     tagged = tokenize_examples([dict(messages=chat)], READY[name], template=name)[0]
     plain = tokenize_examples([dict(messages=chat)], READY[name], template=source)[0]
     assert source != TEMPLATES[name].jinja and list(plain["labels"]) == list(tagged["labels"])
+
+
+# --- spans and marks against the slow way
+
+
+@pytest.mark.parametrize("nfc", [False, True])
+def test_spans_touch_the_tokens_that_hold_their_bytes(nfc):
+    rng = random.Random(0)
+    letters = "ab é日🏴\n" if nfc else "ab éé日🏴\n"
+    texts = ["".join(rng.choices(letters, k=n)) for n in (0, 1, 5, 30, 60)]
+    texts += ["<|a|>", "x<|a|>", "é<|a|><|bb|>日 b<|a|>", "<|a|>ab<|bb|>", "plain words " * 4]
+    marks = ["<|a|>", "<|bb|>"]
+    learned = BPETokenizer.train(texts * 3, 280, special_tokens=marks, progress=False)
+    learned.nfc = nfc
+    spans = []
+    for text in texts:
+        ends = [(rng.randint(0, len(text)), rng.randint(0, len(text))) for _ in range(6)]
+        spans.append([(min(pair), max(pair)) for pair in ends] + [(0, len(text))])
+    found = encode_spans(texts, spans, learned)
+    for text, pairs, (ids, touched) in zip(texts, spans, found, strict=True):
+        assert ids.tolist() == learned.encode(text, "all")
+        pieces = [learned.decode_bytes([i]) for i in ids.tolist()]
+        ends = np.cumsum([len(piece) for piece in pieces]).tolist()
+        starts = [0, *ends[:-1]]
+        assert b"".join(pieces) == text.encode()
+        for (a, b), (first, last) in zip(pairs, touched, strict=True):
+            low, high = len(text[:a].encode()), len(text[:b].encode())
+            assert first == sum(end <= low for end in ends)
+            assert last == sum(start < high for start in starts)
+
+
+def test_marks_stand_in_each_control_token_and_in_what_may_become_one():
+    rng = random.Random(1)
+    tokens = ["<|a|>", "<|ab|>", "[X]", "aba", "~"]
+    marker = _Marker(tokens)
+    for _ in range(300):
+        parts = rng.choices(["<|", "|>", "a", "b", "ab", "[X", "]", "~", "aba", " "], k=7)
+        text = "".join(parts[: rng.randint(0, 7)])
+        wanted = {i + 1 for i in range(len(text)) for t in tokens if text.startswith(t, i)}
+        for token in tokens:
+            for n in range(1, len(token)):
+                if n <= len(text) and text.endswith(token[:n]):
+                    wanted.add(len(text) - n + 1)
+        assert marker.places(text) == sorted(wanted)
+        marked = marker.mark(text)
+        assert marked.replace(SPECIAL_MARK, "") == text
+        assert not any(token in marked for token in tokens if len(token) > 1)
+
+
+def test_a_tokenizer_is_converted_once_until_it_gets_a_token(monkeypatch):
+    "After enough characters, all calls together; then it is asked for nothing but its length."
+    monkeypatch.setattr(conversions, "CONVERT_AFTER_CHARS", 12)
+    theirs = TOK.to_hf()
+    assert conversions._as_ours(theirs, ["abcdef", "ghijk"]) is None
+    same = conversions._as_ours(theirs, ["x"])
+    assert is_bpe_tokenizer(same) and not is_bpe_tokenizer(theirs)
+    assert conversions._as_ours(theirs, ["a text"]) is same
+    theirs.add_tokens(["<|new|>"], special_tokens=True)
+    assert conversions._as_ours(theirs, ["abcdef"]) is None  # Counted anew
+    other = conversions._as_ours(theirs, ["ghijkl"])
+    assert other is not same and "<|new|>" in other.special_tokens
+    (ids, touched) = encode_spans(["a<|new|>b"], [[(1, 8)]], theirs)[0]
+    assert ids.tolist() == theirs("a<|new|>b", add_special_tokens=False)["input_ids"]
+    assert touched == [(1, 2)]
+
+
+def test_of_several_chats_the_wrong_one_is_named():
+    good = [dict(role="user", content="a"), dict(role="assistant", content="b")]
+    wrong = [dict(role="user", content=f"a{SPECIAL_MARK}"), dict(role="assistant", content="b")]
+    tok = READY["chatml"]
+    for talks, start in (
+        ([wrong], "a message contains"),
+        ([good, wrong], "conversation 1: a mes"),
+    ):
+        with pytest.raises(ValueError, match=f"^{start}"):
+            render_batch(talks, tok, check_eos=False)

@@ -13,7 +13,9 @@ import sys
 import sysconfig
 import unicodedata
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -1002,9 +1004,229 @@ def test_harmony_opens_where_its_ranks_are():
 
 @pytest.mark.parametrize(
     ("text", "any_case", "end"),
-    [("'ſx", True, 3), ("'ſx", False, 0), ("'Sx", True, 2), ("'re", True, 3), ("'lx", True, 0)],
+    [
+        *[
+            ("'ſx", True, 3),
+            ("'ſx", False, 0),
+            ("'Sx", True, 2),
+            ("'re", True, 3),
+            ("'lx", True, 0),
+        ],
+        *[
+            ("'VE", True, 3),
+            ("'vE", True, 3),
+            ("'VE", False, 0),
+            ("'rA", True, 0),
+            ("'LL", True, 3),
+        ],
+        *[("'T", True, 2), ("'D", True, 2), ("'M", True, 2), ("'m", False, 2), ("'", True, 0)],
+    ],
 )
 def test_where_a_contraction_ends(text, any_case, end):
     "A long s counts as an s where case does not count, and has two bytes."
     data = text.encode()
     assert contraction_end(data, 0, len(data), any_case) == end
+
+
+# --- the loops that numba compiles, run by Python itself: numpy sees where an index is outside
+
+
+def wide(*arrays):
+    "Bytes as 64-bit integers: numpy would keep sums of bytes in a byte, as numba does not."
+    return [
+        x.astype(np.int64) if isinstance(x, np.ndarray) and x.dtype == np.uint8 else x
+        for x in arrays
+    ]
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    "Both modules with their loops as they are written."
+    from trainkit.tokenizer import bpe, encoder
+
+    encoding = SimpleNamespace(
+        fill_tables=encoder.fill_tables,
+        encode_kernel=lambda *args: encoder.encode_kernel(*wide(*args)),
+    )
+    monkeypatch.setattr(encoder, "_kernels", lambda: encoding)
+    monkeypatch.setattr(
+        bpe, "_kernels", lambda: SimpleNamespace(learn_kernel=bpe.learn_kernel), raising=True
+    )
+    counting = SimpleNamespace(count_kernel=lambda *args: bpe.count_kernel(*wide(*args)))
+    monkeypatch.setattr(bpe, "_word_kernels", lambda: counting)
+    with np.errstate(over="ignore"):  # Hashes are products without their high bits
+        yield
+
+
+def odd_words(rng, count):
+    "Words of few letters and all lengths, short ones often; some come again."
+    words = []
+    for _ in range(count):
+        letters = rng.choice(("ab", "abc", "abcdefgh", "é日a", "aA'ſsdmtlvre", "\n\r .,/1²"))
+        length = rng.choice((1, 2, 3, 5, 8, 9, 15, 16, 17, 24, 25, 40, 64, 65, 70, 130))
+        words.append("".join(rng.choices(letters, k=rng.randint(1, length))))
+        if rng.random() < 0.4:
+            words.append(rng.choice(words))
+    return words
+
+
+@pytest.mark.skipif("numba" not in BACKENDS, reason="needs numba")
+@pytest.mark.parametrize("name", [*PATTERNS, r"\w+|\W"])
+def test_loops_without_numba_encode_as_python_does(name, uncompiled):
+    rng = random.Random(name)
+    texts = [" ".join(odd_words(rng, 12)) for _ in range(12)]
+    texts += [
+        "",
+        "a",
+        "abab" * 40,
+        "ab" * 8,
+        "ab" * 8 + "c",
+        "it's we'LL 've'Re\n\n /x  \n  12345 ",
+    ]
+    learned = learn_merges(count_words(texts, name, backend="python"), 90, "python")
+    tokens = {token: i for i, token in enumerate(learned.tokens())}
+    for whole in (True, False):
+        options = learned.pairs, [*range(256, 256 + len(learned.pairs))], None, name, whole
+        plain, loops = (Encoder(tokens, *options, backend=kind) for kind in ("python", "numba"))
+        # Four places for recent words, so that one word takes the place of another
+        loops.recent.tables = np.empty(64, np.int32), np.zeros((4, 8), np.uint64)
+        expected = plain.encode(texts)
+        assert loops.encode(texts) == expected
+        flat, sizes = loops.encode_flat(texts[::-1])
+        assert sizes.tolist() == [len(ids) for ids in expected[::-1]]
+        assert flat.tolist() == sum(expected[::-1], [])
+        assert loops.encode(["abab"]) == plain.encode(["abab"]) and loops.backend == "numba"
+
+
+@pytest.mark.skipif("numba" not in BACKENDS, reason="needs numba")
+@pytest.mark.parametrize("name", PATTERNS)
+def test_loops_without_numba_count_as_python_does(name, uncompiled):
+    rng = random.Random(name)
+    texts = [" ".join(odd_words(rng, 20)) for _ in range(20)]
+    expected = count_words(texts, name, backend="python")
+    assert count_words(texts, name, backend="numba") == expected
+    assert expected == Counter(w for t in texts for w in regex.findall(PATTERNS[name], t))
+
+
+@pytest.mark.skipif("numba" not in BACKENDS, reason="needs numba")
+@pytest.mark.parametrize("count", [2047, 2048, 4097])
+def test_room_for_more_words_is_made(count, uncompiled):
+    words = [str(n) for n in range(1000, 1000 + count)]
+    counted = count_words([".".join(words), words[0], words[-1]], "gpt2", backend="numba")
+    assert counted == Counter(
+        {**dict.fromkeys(words, 1), words[0]: 2, words[-1]: 2, ".": count - 1}
+    )
+
+
+@pytest.mark.skipif("numba" not in BACKENDS, reason="needs numba")
+@pytest.mark.parametrize(
+    "letters", ["ab", "abc", "abcdefghijkl", "".join(map(chr, range(33, 120)))]
+)
+def test_loops_without_numba_learn_as_python_does(letters, uncompiled):
+    "Until no pair is left; with long words, whose pairs outgrow the first table."
+    rng = random.Random(letters)
+    for longest, number in ((3, 30), (12, 40), (260, 3), (1, 5)):
+        words = ("".join(rng.choices(letters, k=rng.randint(1, longest))) for _ in range(number))
+        counts = Counter({word: rng.randint(0, 9) for word in words})
+        plain, loops = (learn_merges(counts, 700, kind) for kind in ("python", "numba"))
+        assert (plain.pairs, plain.counts) == (loops.pairs, loops.counts)
+        few = learn_merges(counts, 3, "numba")
+        assert (few.pairs, few.counts) == (plain.pairs[:3], plain.counts[:3])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pairs_of_any_ranks_are_joined_in_order(seed):
+    "Also where a joined pair has a lower rank than its parts had; each loop against the slow way."
+    from trainkit.tokenizer import encoder
+    from trainkit.numba_utils import find_key
+
+    rng = random.Random(seed)
+    pairs = list({(rng.randrange(9), rng.randrange(9)) for _ in range(30)})
+    order = rng.sample(range(100), len(pairs))
+    ranks = dict(zip(pairs, order, strict=True))
+    made = {rank: rng.randrange(3, 9) for rank in order}
+    keys, table = np.full(128, -1, np.int64), np.full(128, 0x7FFFFFFF, np.int32)
+    with np.errstate(over="ignore"):
+        for (a, b), rank in ranks.items():
+            at = find_key(keys, a << 32 | b)
+            keys[at], table[at] = a << 32 | b, rank
+        for length in (1, 2, 3, 5, 17, 64, 201):
+            ids = [rng.randrange(9) for _ in range(length)]
+            slow = [*ids]
+            while known := [(ranks[p], i) for i, p in enumerate(pairwise(slow)) if p in ranks]:
+                rank, i = min(known)
+                slow[i : i + 2] = [made[rank]]
+            assert encoder.merge_word(ids, ranks, made) == slow
+            assert encoder._merge_long([*ids], ranks, made) == slow
+            joined = np.zeros(100, np.int64)
+            joined[[*made]] = [*made.values()]
+            firsts = np.array([ranks.get(p, 0x7FFFFFFF) for p in pairwise(ids)], np.int64)
+            for kernel, more in ((encoder.merge_short, (firsts,)), (encoder.merge_long, ())):
+                out = np.array([7, 7, *ids, 5], np.int64)
+                size = kernel(out, 2, length, keys, table, joined, *more)
+                assert out[2 : 2 + size].tolist() == slow and [*out[:2], out[-1]] == [7, 7, 5]
+
+
+def test_long_words_are_read_in_eights():
+    from trainkit.tokenizer import encoder
+
+    words = [bytes(range(1, n + 1)) for n in (1, 7, 8, 9, 15, 16, 17, 24, 25, 33)]
+    changed = [bytes([*w[:i], w[i] ^ 1, *w[i + 1 :]]) for w in words for i in range(len(w))]
+    parts = [*words, *changed, *words]
+    data, eights = encoder.as_eights(parts)
+    assert data.tobytes() == b"".join(parts)
+    starts, hashes = [0, *np.cumsum([*map(len, parts)]).tolist()], {}
+    with np.errstate(over="ignore"):
+        for i, a in enumerate(parts):
+            low, high = (int.from_bytes(a[at : at + 8], "little") for at in (0, 8))
+            assert encoder.word_key(eights, starts[i], len(a)) == (low, high)
+            hashes.setdefault(a, set()).add(int(encoder.hash_word(eights, starts[i], len(a))))
+            for j, b in enumerate(parts[: len(words)]):
+                if len(a) == len(b):
+                    same = encoder.same_word(eights, starts[i], eights, starts[j], len(a))
+                    assert same == (a == b)
+    assert all(len(found) == 1 for found in hashes.values())
+    assert len(set.union(*hashes.values())) == len(hashes)
+
+
+def test_learning_stops_at_the_number_of_characters():
+    from trainkit.tokenizer.bpe import _MOST
+
+    assert learn_merges({"ab": 2, "c": 9, "cd": 0}, _MOST - 256, "python").pairs == [(97, 98)]
+    with pytest.raises(ValueError, match="learns at most 1,113,856"):
+        learn_merges({"ab": 1}, _MOST - 255, "python")
+    assert learn_merges({"ab": 1}, 0, "python").pairs == []
+    with pytest.raises(ValueError, match="n_merges=-1: use 0 or more"):
+        learn_merges({"ab": 1}, -1)
+    with pytest.raises(ValueError, match="num_proc=0: use at least 1 process"):
+        count_words("a", num_proc=0)
+    assert count_words("a b", num_proc=1) == Counter({"a": 1, " b": 1})
+
+
+def test_texts_are_counted_in_blocks(monkeypatch):
+    import trainkit.tokenizer.bpe as words
+
+    monkeypatch.setattr(words, "_BLOCK", 6)
+    blocks = [*words._blocks(["ab", "cd", "ef", "gh", "ijkl mn op qr", "s"], "cl100k")]
+    assert blocks == [["ab", "cd", "ef"], ["gh", "ijkl mn"], [" op qr"], ["s"]]
+    assert [*words._blocks(["", "abcdef"], "cl100k")] == [["", "abcdef"]]
+    assert [*words._blocks(["ab cd ef gh"], r"\w+")] == [["ab cd ef gh"]]
+
+
+@pytest.mark.parametrize(
+    "size, pieces",
+    [
+        (2, ["ab", " cd", " efg", " h"]),
+        (3, ["ab cd", " efg", " h"]),
+        (5, ["ab cd", " efg h"]),
+        (9, ["ab cd efg", " h"]),
+        (10, ["ab cd efg h"]),
+        (11, ["ab cd efg h"]),
+    ],
+)
+def test_long_texts_are_cut_at_the_next_safe_place(size, pieces):
+    from trainkit.tokenizer.pretokenize import _with_gaps, safe_pieces
+
+    assert [*safe_pieces("ab cd efg h", "cl100k", size)] == pieces
+    assert _with_gaps("--ab, c", r"\w+|x*") == ["--", "ab", ", ", "c"]
+    assert _with_gaps("ab!", r"\w+") == ["ab", "!"] and _with_gaps("ab", r"\w+") == ["ab"]

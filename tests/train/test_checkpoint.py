@@ -9,20 +9,24 @@ import subprocess
 import sys
 import time
 import warnings
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.processes import FORK, in_child, serve
 from torch import nn
 
+from trainkit.train import checkpoint
 from trainkit.train.checkpoint import (
     FILES,
     load_checkpoint,
     checkpoint_problem,
     read_manifest,
     save_checkpoint,
+    write_tensors,
 )
 from trainkit.config import seed_everything
 from trainkit.train.checkpoint import run_lock
@@ -418,3 +422,144 @@ def test_a_checkpoint_that_was_only_not_renamed_is_kept(tmp_path):
     with run_lock(tmp_path):
         pass
     assert [path.name for path in home.iterdir()] == [whole.name]
+
+
+# --- files and folders in small pieces
+
+
+def slow_hash(data, size):
+    "Of the hashes of all pieces; of nothing there is one empty piece."
+    pieces = [data[i : i + size] for i in range(0, len(data), size)] or [b""]
+    return sha256(b"".join(sha256(piece).digest() for piece in pieces)).hexdigest()
+
+
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 32, 33, 500])
+def test_a_file_is_hashed_in_pieces(length, tmp_path, monkeypatch):
+    "However it comes in, and with more pieces than the cores have taken."
+    monkeypatch.setattr(checkpoint, "HASH_CHUNK", 16)
+    data = bytes(i * i % 251 for i in range(length))
+    (tmp_path / "x").write_bytes(data)
+    wanted = slow_hash(data, 16)
+    assert checkpoint.file_hash(tmp_path / "x") == wanted
+    for step in (1, 7, 16, 40, 1000):
+        digest = checkpoint.PieceHash()
+        for at in range(0, length, step):
+            digest.update(memoryview(data)[at : at + step])
+        assert digest.hexdigest() == wanted
+
+
+def test_tensors_are_written_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "HASH_CHUNK", 16)
+    syncs = []
+    monkeypatch.setattr(os, "fsync", syncs.append)
+    torch.manual_seed(0)
+    tensors = {
+        "b": torch.randn(5, 7),
+        "a": torch.randn(3).double(),
+        "c": torch.arange(9, dtype=torch.uint8),
+        "none": torch.zeros(0, 4),
+        "turned": torch.randn(4, 6).T,
+        "one": torch.tensor(3, dtype=torch.int16),
+    }
+    asked = []
+    facts = write_tensors(tmp_path / "x", tensors, lambda: asked.append(1) is not None)
+    data = (tmp_path / "x").read_bytes()
+    assert facts == dict(bytes=len(data), hash=slow_hash(data, 16))
+    back = load_file(tmp_path / "x")
+    assert {*back} == {*tensors} and all(torch.equal(back[k], t) for k, t in tensors.items())
+    sizes = [t.numel() * t.element_size() for t in tensors.values()]
+    head = 8 + int.from_bytes(data[:8], "little")
+    assert head % 8 == 0 and len(data) == head + sum(sizes)
+    assert len(asked) == sum(-(-size // 16) for size in (head, *sizes))
+    assert 1 <= len(syncs) <= len(data) // 64
+    with pytest.raises(InterruptedError):
+        write_tensors(tmp_path / "x", tensors, lambda: True)
+    with pytest.raises(TypeError, match="odd is torch.complex64"):
+        write_tensors(tmp_path / "x", dict(odd=torch.zeros(1, dtype=torch.complex64)))
+
+
+def some_checkpoints(folder, first, *steps):
+    path = save_checkpoint(folder, nn.Linear(1, 1), state=dict(step=first))
+    for step in steps:
+        shutil.copytree(path, folder / f"checkpoint-{step}")
+
+
+@pytest.mark.parametrize(
+    "limit, keep, left",
+    [
+        (None, [], [1, 2, 3, 10]),
+        (0, [], [1, 2, 3, 10]),
+        (4, [], [1, 2, 3, 10]),
+        (3, [], [2, 3, 10]),
+        (1, [], [10]),
+        (1, [1], [1, 10]),
+        (2, [1], [1, 10]),
+        (3, [1, 2], [1, 2, 10]),
+        (9, [], [1, 2, 3, 10]),
+    ],
+)
+def test_the_oldest_checkpoints_go(tmp_path, limit, keep, left):
+    some_checkpoints(tmp_path, 10, 2, 1, 3)
+    (tmp_path / "checkpoint-x").mkdir()
+    (tmp_path / "checkpoint-0").mkdir()  # Not whole: it does not count, and stays
+    gone = rotate_checkpoints(tmp_path, limit, [tmp_path / f"checkpoint-{n}" for n in keep])
+    steps = [int(path.name.split("-")[1]) for path in find_checkpoints(tmp_path)]
+    assert steps == [0, *left]
+    assert [int(path.name.split("-")[1]) for path in gone] == sorted({1, 2, 3, 10} - {*left})
+    with pytest.raises(ValueError, match="save_total_limit = -1: must be 0"):
+        rotate_checkpoints(tmp_path, -1)
+
+
+def test_an_abandoned_future_is_put_aside(tmp_path):
+    some_checkpoints(tmp_path, 1, 2, 3)
+    assert checkpoint.set_aside(tmp_path, 3) is None
+    assert checkpoint.set_aside(tmp_path, 1) == tmp_path / "abandoned-1"
+    assert sorted(path.name for path in (tmp_path / "abandoned-1").iterdir()) == [
+        "checkpoint-2",
+        "checkpoint-3",
+    ]
+    some_checkpoints(tmp_path, 2)
+    assert checkpoint.set_aside(tmp_path, 1) == tmp_path / "abandoned-2"
+    assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
+
+
+def test_what_differs_is_named_a_few_at_a_time():
+    saved = {f"w{i}": torch.zeros(2) for i in range(4)} | dict(both=torch.zeros(2, 3))
+    wanted = {f"v{i}": torch.zeros(2) for i in range(2)} | dict(both=torch.zeros(3))
+    with pytest.raises(ValueError, match="v0 is not in the checkpoint; and 2 more$"):
+        checkpoint.check_weights(saved, wanted)
+    saved.pop("w3"), wanted.pop("v1")
+    with pytest.raises(ValueError, match=r"both is \(2, 3\) float32 in the .* and \(3,\) float32"):
+        checkpoint.check_weights(saved, wanted)
+    for names, more in ((["a", "b", "c"], ""), (["a", "b", "c", "d"], ", …")):
+        text = checkpoint._other_groups([names], [["a"]])
+        assert text.endswith(f"only there: {', '.join(sorted({*names} - {'a'})[:3])}")
+        text = checkpoint._other_groups([["z"]], [names])
+        assert text.endswith(f"only there: z; only here: a, b, c{more}")
+    text = checkpoint._other_groups([["a", "b"]], [["a"], ["b"]])
+    assert "(1 there, 2 here)" in text
+    base = checkpoint.tensor_hashes({f"w{i}": torch.ones(i + 1) for i in range(4)})
+    for count, more in ((1, "w3 of this"), (2, "w2 and 1 more of"), (4, "w0 and 3 more of")):
+        weights = {f"w{i}": torch.ones(i + 1) for i in range(4 - count)}
+        assert f"than {more}" in checkpoint.base_problem(base, weights)
+    assert checkpoint.base_problem(base, {f"w{i}": torch.ones(i + 1) for i in range(4)}) == ""
+
+
+@pytest.mark.parametrize("free, asynchronous", [(199, False), (200, True)])
+def test_a_copy_is_made_where_two_fit(tmp_path, free, asynchronous, monkeypatch):
+    tensors = {"model.safetensors": dict(a=torch.zeros(5, 4), b=torch.zeros(8).byte())}
+    snapshot = checkpoint.Snapshot(1, tensors, b" " * 12, {}, {})
+    assert snapshot.bytes == 80 + 8 + 12
+    monkeypatch.setattr(checkpoint, "available_memory", lambda: (10**9, free))
+    monkeypatch.setattr(checkpoint.CheckpointWriter, "write", lambda *args: None)
+    writer = checkpoint.CheckpointWriter(tmp_path)
+    writer.save(snapshot)
+    writer.wait()
+    assert writer.asynchronous is asynchronous
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.0, None])
+def test_a_step_is_a_whole_number(step):
+    with pytest.raises(ValueError, match="must be a whole number from 0 up"):
+        checkpoint.take_snapshot(nn.Linear(1, 1), state=dict(step=step))
+    assert checkpoint.take_snapshot(nn.Linear(1, 1), state=dict(step=0)).step == 0

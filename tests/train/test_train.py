@@ -10,6 +10,7 @@ import warnings
 import weakref
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,10 +23,14 @@ from trainkit.data.dataloader import Batches, collate, pack
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.settings import CurriculumConfig
-from trainkit.train.optim import SCHEDULES, OptimConfig, make_schedule
+from trainkit.train import optim
+from trainkit.train.optim import SCHEDULES, Adafactor, AdamW8bit, Lion, Muon, OptimConfig
+from trainkit.train.optim import dynamic_code, make_optimizer, make_schedule, newton_schulz
+from trainkit.train.optim import param_groups, quantize_blocks
 from trainkit.train.config import Control, TrainConfig, TrainingError
-from trainkit.train.objectives import PLAIN_HEADS, Loss, body_and_head, lm_loss, objective
-from trainkit.train.step import accumulate, count_tokens, make_accelerator
+from trainkit.train.objectives import PLAIN_HEADS, Loss, body_and_head, lm_loss
+from trainkit.train.objectives import noisy_embeddings, objective
+from trainkit.train.step import accumulate, count_tokens, eval_loss, make_accelerator
 from trainkit.train.trainer import Trainer
 
 torch.set_num_threads(1)
@@ -1588,3 +1593,257 @@ def test_a_metric_that_no_evaluation_has_is_found_before_the_first_step():
     with pytest.raises(ConfigError, match="'accuracy': must be one of loss, seconds, tokens"):
         here.train()
     assert here.state.step == 0 and not here.history
+
+
+# --- optimizers against those of other libraries, and against plain arithmetic
+
+SHAPES = ((5, 7), (7, 5), (3, 4, 6), (4,), (1, 1))
+
+
+def trained(make, shapes=SHAPES, steps=4, scale=1.0):
+    "Parameters after a few steps with the same gradients."
+    generator = torch.Generator().manual_seed(1)
+    params = [nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
+    optimizer = make(params)
+    for _ in range(steps):
+        for p in params:
+            p.grad = scale * torch.randn(p.shape, generator=generator)
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+def alike(ours, theirs, rtol=1e-5):
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=1e-7)
+
+
+@pytest.mark.parametrize("scale", [0.01, 30.0])
+@pytest.mark.parametrize("knobs", [{}, dict(decay_rate=-0.5, clip_threshold=0.3, eps=1e-3)])
+def test_adafactor_is_transformers(scale, knobs):
+    from transformers.optimization import Adafactor as Theirs
+
+    eps = knobs.get("eps", 1e-30)
+    theirs = dict(knobs, lr=0.1, weight_decay=0.2, eps=(eps, 1e-3))
+    theirs |= dict(scale_parameter=False, relative_step=False)
+    alike(
+        trained(lambda params: Adafactor(params, 0.1, weight_decay=0.2, **knobs), scale=scale),
+        trained(lambda params: Theirs(params, **theirs), scale=scale),
+    )
+    state = Adafactor([torch.zeros(3, 4, 6)])
+    shapes = dict(exp_avg_sq_row=(3, 4), exp_avg_sq_col=(3, 6), exp_avg_sq=(3, 4, 6))
+    for name, shape in shapes.items():
+        assert state.state_shape(name, torch.zeros(3, 4, 6)) == shape
+
+
+def test_lion_by_hand():
+    generator = torch.Generator().manual_seed(1)
+    params = [torch.randn(s, generator=generator) for s in SHAPES]
+    means = [torch.zeros(s) for s in SHAPES]
+    for _ in range(4):
+        for p, mean in zip(params, means, strict=True):
+            grad = torch.randn(p.shape, generator=generator)
+            p *= 1 - 0.1 * 0.2
+            p -= 0.1 * torch.sign(0.8 * mean + 0.2 * grad)
+            mean.copy_(0.7 * mean + 0.3 * grad)
+    alike(trained(lambda params: Lion(params, 0.1, (0.8, 0.7), 0.2)), params)
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_is_torchs(adjust, nesterov):
+    shapes = ((5, 7), (7, 5), (6, 6))
+    ours = dict(nesterov=nesterov, adjust_lr_fn=adjust, ns_dtype=torch.bfloat16, momentum=0.8)
+    theirs = dict(nesterov=nesterov, adjust_lr_fn=adjust, momentum=0.8)
+    alike(
+        trained(lambda params: Muon(params, 0.1, 0.2, **ours), shapes),
+        trained(lambda params: torch.optim.Muon(params, 0.1, 0.2, **theirs), shapes),
+        rtol=0.05,
+    )
+    matrix = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+    for x in (matrix, matrix.T):
+        left, sizes, right = torch.linalg.svd(x / x.norm(), full_matrices=False)
+        for _ in range(3):
+            sizes = 3.4445 * sizes - 4.775 * sizes**3 + 2.0315 * sizes**5
+        assert torch.allclose(newton_schulz(x, 3), left @ sizes.diag() @ right, atol=1e-5)
+
+
+@pytest.mark.parametrize("knobs", [dict(weight_decay=0.0), dict(weight_decay=0.1), dict(eps=0.1)])
+def test_small_parameters_in_8_bits_take_adamw_s_steps(knobs):
+    options = dict(lr=0.1, betas=(0.8, 0.9), **knobs)
+    shapes = (*SHAPES, (4095,))
+    alike(
+        trained(lambda params: AdamW8bit(params, **options), shapes),
+        trained(lambda params: torch.optim.AdamW(params, **options), shapes),
+    )
+    for size, dtype in ((4095, torch.float32), (4096, torch.uint8)):
+        assert AdamW8bit([p := torch.zeros(size)])._start(p)["state1"].dtype == dtype
+
+
+def test_the_code_of_8_bits_is_that_of_bitsandbytes():
+    from bitsandbytes.functional import create_dynamic_map
+
+    for signed in (True, False):
+        code = dynamic_code(signed)
+        assert torch.allclose(code, create_dynamic_map(signed).float(), atol=1e-7)
+        lookup, numbers = optim._nearest(signed, torch.device("cpu"))
+        grid = torch.arange(2**16).double() / 32767.5 - 1
+        far = (numbers.double()[lookup.long()] - grid).abs()
+        nearest = torch.cat([(grid[:, None] - code.double()).abs().amin(1)])
+        assert torch.allclose(far, nearest, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 900])
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_loops_for_8_bits_give_the_same_bytes(size, signed):
+    "Run by Python, where numpy sees an index outside; with a block of zeros, and a tiny one."
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(size, generator=generator) * torch.logspace(-6, 3, size)
+    x = x if signed else x.abs()
+    x[256:512] *= 1e-36
+    x[512:768] = 0
+    codes, again = torch.zeros(2, size, dtype=torch.uint8)
+    absmax, found = torch.zeros(2, -(-size // 256))
+    quantize_blocks(x.clone(), signed, codes, absmax)
+    lookup, numbers = optim._nearest(signed, torch.device("cpu"))
+    bits = (t.view(torch.int32).numpy() for t in (x, found))
+    with np.errstate(all="ignore"):
+        optim.pack_state(x.numpy(), found.numpy(), *bits, lookup.numpy(), again.numpy())
+    assert torch.equal(found, absmax)
+    assert torch.equal(absmax, torch.stack([part.abs().max() for part in x.split(256)]))
+    plain, loop = torch.zeros(2, size)
+    optim.dequantize_blocks(codes, absmax, signed, plain)
+    optim.unpack_state(codes.numpy(), absmax.numpy(), numbers.numpy(), loop.numpy())
+    assert torch.equal(plain, loop)
+    scales = absmax.repeat_interleave(256)[:size]
+    assert ((plain - x).abs() <= 0.013 * scales + 1e-38).all()
+    tiny = scales < 3e-39
+    assert torch.equal(codes[~tiny], again[~tiny])
+    assert (codes[scales == 0] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_in_8_bits_by_hand(dtype, monkeypatch):
+    "Its numbers are those of the bytes; in pieces of two blocks, also of a matrix that is turned."
+    monkeypatch.setattr(optim, "UPDATE_CHUNK", 512)
+    size, rate, eps, decay, (beta1, beta2) = 4096 + 64, 0.1, 1e-3, 0.2, (0.8, 0.9)
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(size, generator=generator).to(dtype)
+    turned = nn.Parameter(weights.view(-1, 64).clone().T)
+    optimizer = AdamW8bit([turned], rate, (beta1, beta2), eps, decay, backend="python")
+    w = turned.detach().reshape(-1).float().clone()
+    means = []
+    for signed in (True, False):
+        codes = torch.zeros(size, dtype=torch.uint8)
+        means.append((signed, codes, torch.zeros(-(-size // 256))))
+    for step in (1, 2, 3):
+        grad = torch.randn(size, generator=generator).to(dtype)
+        turned.grad = grad.view(turned.shape)
+        optimizer.step()
+        g, values = grad.float(), []
+        for beta, value, (signed, codes, absmax) in zip(
+            (beta1, beta2), (g, g * g), means, strict=True
+        ):
+            old = dynamic_code(signed)[codes.long()] * absmax.repeat_interleave(256)[:size]
+            values.append(beta * old + (1 - beta) * value)
+            quantize_blocks(values[-1].clone(), signed, codes, absmax)
+        m, v = values
+        bottom = v.sqrt() / (1 - beta2**step) ** 0.5 + eps
+        w = w * (1 - rate * decay) - rate / (1 - beta1**step) * m / bottom
+        w = w.to(dtype).float()
+        assert torch.allclose(turned.detach().reshape(-1).float(), w, rtol=0.01, atol=1e-4)
+    assert optimizer.state[turned]["absmax1"].shape == (17,)
+    assert optimizer.state_shape("absmax1", turned) == (17,)
+
+
+@pytest.mark.parametrize(
+    "knobs, total, steps",
+    [
+        (dict(warmup_steps=0, warmup_ratio=0.1), 25, 3),
+        (dict(warmup_steps=0.2, warmup_ratio=0.1), 21, 5),
+        (dict(warmup_steps=1), 21, 1),
+        (dict(warmup_steps=7, warmup_ratio=0.5), 21, 7),
+        (dict(warmup_steps=7, lr_scheduler_type="constant"), 21, 0),
+        (dict(warmup_steps=7, lr_scheduler_type="constant_with_warmup"), 21, 7),
+    ],
+)
+def test_the_steps_of_the_warm_up(knobs, total, steps):
+    assert optim.warmup_steps(OptimConfig(**knobs), total) == steps
+
+
+def test_a_warm_up_that_fills_the_run_is_said():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    for total, warned in ((1, False), (2, True), (3, True), (4, False)):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            make_schedule(optimizer, OptimConfig(warmup_steps=3), total)
+        assert any("fills the whole run" in str(w.message) for w in said) == warned
+    with pytest.raises(ValueError, match="total_steps = 0: a run has at least 1 step"):
+        make_schedule(optimizer, OptimConfig(), 0)
+
+
+def test_a_rule_for_nothing_names_what_there_is():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, bias=False), nn.Linear(2, 5))
+    with pytest.raises(ValueError, match="name with 'x'; there are .*, .*, .* and 2 more$"):
+        make_optimizer(model, OptimConfig(lr_factors={"x": 2.0}))
+    groups = param_groups(model, 0.5, {"0": 2.0}, {"2": 0.1}, scale=lambda name: 4.0)
+    found = {name: (g["lr_factor"], g["weight_decay"]) for g in groups for name, _ in g["params"]}
+    assert found == {
+        "0.weight": (8.0, 0.125),
+        "0.bias": (8.0, 0.0),
+        "1.weight": (4.0, 0.125),
+        "2.weight": (4.0, 0.025),
+        "2.bias": (4.0, 0.025),
+    }
+
+
+def test_an_evaluation_is_the_mean_over_everything():
+    "Of each term and metric over its own items, whatever a batch has of them."
+
+    def sums(model, batch):
+        a, b = batch["a"], batch["b"]
+        terms = dict(first=(sum(a), len(a), 2.0), second=(sum(b), len(b), 0.5))
+        return Loss(terms, dict(largest=(max(a), 1), none=(0.0, 0), length=(10 * len(a), len(a))))
+
+    batches = [dict(a=[1.0, 2.0, 6.0], b=[4.0]), dict(a=[5.0], b=[1.0, 2.0]), dict(a=[9.0], b=[])]
+    found = eval_loss(make("own"), sums, batches, make_accelerator("no"))
+    assert math.isnan(found.pop("none"))
+    assert found == pytest.approx(
+        dict(
+            loss=2 * 23 / 5 + 0.5 * 7 / 3,
+            tokens=5,
+            first=23 / 5,
+            second=7 / 3,
+            largest=20 / 3,
+            length=10,
+        )
+    )
+    alone = eval_loss(make("own"), sums, [batches[2]], make_accelerator("no"))
+    assert (alone["loss"], alone["tokens"]) == (18, 1) and math.isnan(alone["second"])
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_noise_of_embeddings_has_its_bounds(scaled):
+    "Uniform up to alpha / root(tokens times width), before Gemma's scale; none in evaluation."
+    model = Own()
+    embedding = model.embed
+    model.get_input_embeddings = lambda: embedding
+    model.config = SimpleNamespace(scale_embeddings=scaled)
+    ids = torch.randint(97, (40, 25))
+    plain = embedding(ids).detach()
+    with noisy_embeddings(model, 5.0):
+        noise = embedding(ids).detach() - plain
+        with torch.no_grad():
+            assert torch.equal(embedding(ids), plain)
+        embedding.eval()
+        assert torch.equal(embedding(ids), plain)
+        embedding.train()
+    most = 5 / (25 * 16) ** 0.5 / (4 if scaled else 1)
+    assert (
+        0.99 * most < noise.max() <= most * 1.0001 and -most * 1.0001 <= noise.min() < -0.99 * most
+    )
+    assert abs(float(noise.mean())) < 0.02 * most and torch.equal(embedding(ids), plain)
+    with noisy_embeddings(nn.Linear(1, 1), None):
+        pass
+    with pytest.raises(ValueError, match="neftune_noise_alpha = 5: Linear has no get_input"):
+        with noisy_embeddings(nn.Linear(1, 1), 5.0):
+            pass

@@ -218,7 +218,7 @@ def cut_batches(
             longest = n
             total = n
             rows = 1
-    batches = [order[a:b] for a, b in pairwise([*borders, len(order)])]
+    batches = [order[a:b] for a, b in pairwise([*borders, len(order)]) if a < b]
     return batches[:-1] if drop_last and len(batches) > 1 else batches
 
 # %% ../../nbs/02_data/16_curriculum.ipynb #easy-first

@@ -350,7 +350,7 @@ def read_pieces(
                 # cut near its end: the rest is short
                 for chunk in _read_chunks(file, encoding, size):
                     text = rest + chunk
-                    *done, rest = safe_pieces(text, pattern, max(size // 2, len(text) - 4096))
+                    *done, rest = safe_pieces(text, pattern, max(1, size // 2, len(text) - 4096))
                     yield from ((piece, False) for piece in done)
                 yield rest, True
         return

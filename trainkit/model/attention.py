@@ -240,7 +240,7 @@ class Spans:
             allowed = make_mask(queries, keys, self.window, device=like.device)
             if allowed is None:
                 every = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=like.device)
-                allowed = every.tril()
+                allowed = every.tril(keys - queries)
             self.masks[key] = like.new_zeros(allowed.shape).masked_fill_(~allowed, -math.inf)
         return self.masks[key]
 
