@@ -974,6 +974,8 @@ class DataFacts:
     train_chars: int = 0
     eval_chars: int = 0
     test_chars: int = 0
+    train_bytes: int = 0  # Of text in shards, whose characters nobody counts
+    eval_bytes: int = 0
     renamed: dict[str, str] = field(default_factory=dict)  # Usual name -> the column in the file
     mixture: MixReport | None = None  # Of several datasets
 

@@ -643,12 +643,14 @@ def _blocks_of_each(
 
 
 def _text_plan(data: DataFacts, tokenizer: BPETokenizer, tokens: int) -> list[str]:
-    "Lines about the text to train on."
+    "Lines about the text to train on: its characters, or the bytes of shards."
+    size, held, unit = data.train_chars, data.eval_chars, "characters"
+    if data.train_bytes:
+        size, held, unit = data.train_bytes, data.eval_bytes, "bytes"
     return [
-        f"Text       {data.path}: {data.train_chars:,} "
-        f"characters to train on, {data.eval_chars:,} held out",
+        f"Text       {data.path}: {size:,} {unit} to train on, {held:,} held out",
         f"Tokenizer  {tokenizer.vocab_size:,} tokens, "
-        f"{data.train_chars / max(1, tokens):.1f} characters a token; {tokens:,} tokens of text",
+        f"{size / max(1, tokens):.1f} {unit} a token; {tokens:,} tokens of text",
     ]
 
 
@@ -701,12 +703,14 @@ def prepare_shards(
     recent = shards[max(0, cut - 2 * _HELD_OUT) : cut]
     held = shards[cut:]
     rows = [[dict(text=text) for text in decode(ids)] for ids in (recent, held)]
+    held_bytes = len(tokenizer.decode_bytes(held, skip_special_tokens=True))
     data = DataFacts(
         str(shards.folder),
         "text",
         shards.index["shards"][0]["text_sha256"],
-        train_chars=sum(r["text_bytes"] for r in shards.index["shards"]),
         eval_chars=sum(len(r["text"]) for r in rows[1]),
+        train_bytes=sum(r["text_bytes"] for r in shards.index["shards"]) - held_bytes,
+        eval_bytes=held_bytes,
     )
     length = config.data.max_length
     train, test = make_batches(
