@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -713,7 +715,52 @@ def test_presets_and_completion(tmp_path):
         SHELL="/bin/bash",
         _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1",
     )
-    assert script.returncode == 0 and "complete" in script.stdout, script.stderr
+    assert script.returncode == 0 and "_TRAINKIT_COMPLETE" in script.stdout, script.stderr
+    assert script.stdout.rstrip().endswith(" trainkit"), "not for python -m trainkit"
+
+
+COMPLETED = {  # What stands before the cursor in bash -> what some of the completions are
+    "train --method l": ["lora"],
+    "data check x --method gr": ["grpo"],
+    "train --strategy cpu,smal": ["cpu,small"],
+    "train optim.le": ["optim.learning_rate="],
+    "train x.yaml learning_ra": ["learning_rate="],
+    "train x.yaml optim.optim=mu": ["optim.optim=muon"],
+    "train x.yaml optim.optim = mu": ["muon"],
+    "train mine": ["mine.yaml"],
+    "sweep x.yaml data.pat": ["data.path="],
+    "config show data.pat": ["data.path="],
+    "runs show o": ["one"],
+    "runs compare one t": ["two"],
+    "train --resume runs/o": [f"{Path('runs') / 'one'}"],
+    "launch --resume runs/t": [f"{Path('runs') / 'two'}"],
+    "sweep --resume ru": [f"{Path('runs') / 'all-sweep'}"],
+}
+
+
+@pytest.mark.parametrize("line", COMPLETED)
+def test_what_a_shell_completes(line, tmp_path):
+    for name, file in (("one", "metrics.jsonl"), ("two", "metrics.jsonl"), ("all-sweep", "")):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        for each in (file, "config.yaml") if file else ("sweep.json",):
+            (folder / each).touch()
+    (tmp_path / "mine.yaml").touch()
+    words = ["trainkit", *line.split(" ")]
+    asked = dict(COMP_WORDS=" ".join(words), COMP_CWORD=str(len(words) - 1))
+    done = call(cwd=tmp_path, **asked, _TRAINKIT_COMPLETE="complete_bash")
+    assert done.stdout.split() == COMPLETED[line], done.stderr
+
+
+def test_completing_a_knob_loads_no_torch():
+    code = (
+        "import sys\nfrom types import SimpleNamespace\n"
+        "from trainkit.recipes.commands import complete_change\n"
+        "found = complete_change(SimpleNamespace(params={}), 'optim.le')\n"
+        "assert found == ['optim.learning_rate='] and 'torch' not in sys.modules, found"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # The field's own spellings, as flags and as commands

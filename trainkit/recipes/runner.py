@@ -599,6 +599,19 @@ def _resume_hint(
     return leave
 
 
+def _nothing_yet(config: RunConfig, resume: bool) -> Callable[..., None]:
+    "For an `ExitStack`: an interruption before there is a run folder says what it leaves."
+
+    def leave(kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if not isinstance(error, KeyboardInterrupt):
+            return
+        there = resume and config.folder.is_dir()
+        state = f"{config.folder} is as it was" if there else "Nothing was written yet"
+        error.add_note(f"{state}: the same command starts it again.")
+
+    return leave
+
+
 @contextmanager
 def _stage_bar(enabled: bool) -> Iterator[ExitStack]:  # Closed before the training begins
     "A bar that shows each stage of the preparation in turn."
@@ -659,6 +672,8 @@ def run(
         if main and (launched or (resume and config.folder.is_dir())):
             lock.enter_context(run_lock(config.folder))
             stack.enter_context(stages.followed(config.folder))
+        early = stack.enter_context(ExitStack())  # Until there is a run folder
+        early.push(_nothing_yet(config, resume))
         hearing = stack.enter_context(ExitStack())  # Orders to stop, until the report is written
         preparing = stack.enter_context(
             _stage_bar(verbose and config.train.progress and config.engine == "trainkit")
@@ -683,6 +698,7 @@ def run(
             resume or launched,
         )
         stack.push(folder)
+        early.pop_all()
         adapter = folder.path / "adapter"
         trainer.write_model = lambda model, where: save_trained(inputs, where, adapter, model)
         remote = None
