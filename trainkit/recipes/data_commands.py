@@ -19,6 +19,7 @@ import typer
 
 from ..display import plural
 from ..files import say, to_json
+from ..progress import stage_bar
 
 if TYPE_CHECKING:
     from trainkit.data.dataset import LoadedRows
@@ -93,7 +94,7 @@ def read_file(
     from trainkit.data.dataset import load_examples
 
     columns = read_columns(column)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), stage_bar("Reading", after=1.0):
         warnings.simplefilter("ignore")  # The commands show the report
         return load_examples(
             file,
@@ -284,16 +285,11 @@ def check(
     tokenizer = None
     if model:
         tokenizer = _tokenizer(model)
-    report = check_examples(
-        rows_of(files),
-        rows_of(eval_file) if eval_file else None,
-        kind,
-        method,
-        tokenizer,
-        max_length,
-        strict=strict,
-        template=template,
-    )
+    rows = rows_of(files)
+    held = rows_of(eval_file) if eval_file else None
+    options: dict[str, Any] = dict(strict=strict, template=template)
+    with stage_bar("Checking", after=0.0 if len(rows) > 20_000 else 1.0):
+        report = check_examples(rows, held, kind, method, tokenizer, max_length, **options)
     code = max(report.exit_code, int(skipped > 0))
     if html:
         from trainkit.files import write_atomic

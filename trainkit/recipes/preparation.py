@@ -385,6 +385,7 @@ def prepare_tokenizer(
     config: TokenizerConfig,
     rows: list[dict],  # To learn from: rows of text, or of questions and answers
     saved: Path | None = None,  # Where an interrupted run may have left one
+    progress: bool = True,  # Show bars where one is learned
 ) -> BPETokenizer:
     "Take a tokenizer from a folder, or learn one."
     if saved and (saved / "tokenizer.json").exists():
@@ -396,7 +397,9 @@ def prepare_tokenizer(
         for row in rows
         for text in ([row["text"]] if "text" in row else [m["content"] for m in to_messages(row)])
     )
-    return BPETokenizer.train(texts, config.vocab_size, config.pattern, special_tokens=[EOS])
+    return BPETokenizer.train(
+        texts, config.vocab_size, config.pattern, special_tokens=[EOS], progress=progress
+    )
 
 
 def prepare_model(
@@ -581,7 +584,10 @@ def prepare_text(
         model, tokenizer = base or (
             None,
             prepare_tokenizer(
-                config.tokenizer, rows["train"], saved / "tokenizer" if saved else None
+                config.tokenizer,
+                rows["train"],
+                saved / "tokenizer" if saved else None,
+                config.train.progress,
             ),
         )
     with timed(seconds, "encoding"):
@@ -761,7 +767,10 @@ def prepare_sft(
         model, tokenizer = base or (
             None,
             prepare_tokenizer(
-                config.tokenizer, rows["train"], saved / "tokenizer" if saved else None
+                config.tokenizer,
+                rows["train"],
+                saved / "tokenizer" if saved else None,
+                config.train.progress,
             ),
         )
         known = len(tokenizer)

@@ -22,8 +22,8 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -52,7 +52,7 @@ from ..memory.estimate import rows_at_once
 from ..memory.offload import OffloadedOptimizer
 from ..model.config import ModelConfig
 from ..model.transformer import Transformer, count_logical_parameters
-from ..progress import Progress, Stages, StopNow, detect_display, listen, note
+from ..progress import Progress, StopNow, detect_display, listen, note, stage_bar
 from .config import RunConfig
 from .control import Remote, StageReport
 from .evaluation import TextEvaluator, make_judge, write_run_report
@@ -611,27 +611,6 @@ def _nothing_yet(config: RunConfig, resume: bool) -> Callable[..., None]:
 
     return leave
 
-
-@contextmanager
-def _stage_bar(enabled: bool) -> Iterator[ExitStack]:  # Closed before the training begins
-    "A bar that shows each stage of the preparation in turn."
-    with ExitStack() as stack:
-        if enabled:
-            bar = stack.enter_context(Progress(None, "Preparing", ""))
-            bar.next = bar.clock.now() + getattr(bar.screen, "every", 0)  # No line if it is short
-            stages = Stages()
-
-            def hear(stage: Progress | None) -> None:
-                stages.hear(stage)
-                if stages.open:
-                    counts = [b for b in stages.open if b.total and b.screen is None]
-                    bar.show((counts or stages.open)[-1])
-                elif stage is not None:
-                    bar.show(None)
-
-            stack.enter_context(listen(hear))
-        yield stack
-
 # %% ../../nbs/11_recipes/01_recipes.ipynb #run-itself
 def run(
     config: RunConfig,
@@ -676,7 +655,10 @@ def run(
         early.push(_nothing_yet(config, resume))
         hearing = stack.enter_context(ExitStack())  # Orders to stop, until the report is written
         preparing = stack.enter_context(
-            _stage_bar(verbose and config.train.progress and config.engine == "trainkit")
+            stage_bar(
+                "Preparing",
+                verbose and config.train.progress and config.engine == "trainkit",
+            )
         )
         hearing.enter_context(listen(stages.hear))
         hearing.enter_context(listen(control.hear))
