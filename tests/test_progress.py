@@ -101,3 +101,24 @@ def test_rows_are_counted_where_they_are_read_and_cleaned(tmp_path):
     with progress.listen(lambda bar: heard.append((bar.title, bar.clock.done, bar.total))):
         clean_examples([*load_examples(tmp_path / "rows.jsonl")])
     assert ("Reading rows", 512, None) in heard and ("Cleaning rows", 512, 600) in heard
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_run_without_progress_learns_its_tokenizer_in_silence(shown, tmp_path, capsys):
+    from trainkit.recipes.config import method_config
+    from trainkit.recipes.preparation import prepare_text
+
+    (tmp_path / "text.txt").write_text("one two three four five six seven " * 40)
+    knobs = [
+        f"data.path={tmp_path / 'text.txt'}",
+        "data.max_length=8",
+        "data.eval_fraction=0",
+        "tokenizer.vocab_size=260",
+        "model.d_model=8",
+        "model.n_heads=1",
+        "model.n_layers=1",
+        "model.d_ff=8",
+        f"train.progress={str(shown).lower()}",
+    ]
+    prepare_text(method_config({}, knobs))
+    assert ("Counting words" in capsys.readouterr().err) is shown

@@ -848,7 +848,7 @@ def demo(
             "--until",
             metavar="PHASE",
             show_default=False,
-            help="The last phase to run: pretrain, sft, dpo or compare [default: compare]",
+            help="The last phase to run: pretrain, sft, dpo or compare (default: compare)",
         ),
     ] = None,
     fresh: Annotated[
@@ -887,7 +887,7 @@ def train(
     profile: Annotated[
         Optional[Profile],
         typer.Option(
-            help="Sizes to start from [default: what suits this machine]", show_default=False
+            help="Sizes to start from (default: what suits this machine)", show_default=False
         ),
     ] = None,
     method: Annotated[
@@ -897,7 +897,7 @@ def train(
             autocompletion=complete_method,
             help="What is learned: pretrain (text), sft (answers), freeze, lora, qlora, "
             "dpo and reward (pairs), grpo, rloo, ppo, reinforce (scores), distill (a teacher) "
-            "[default: pretrain]",
+            "(default: pretrain)",
         ),
     ] = None,
     engine: Annotated[
@@ -905,7 +905,7 @@ def train(
         typer.Option(
             show_default=False,
             help="Whose loop takes the steps: trainkit, trl (with peft, in this process) or "
-            "llamafactory (in an environment of its own) [default: trainkit]",
+            "llamafactory (in an environment of its own) (default: trainkit)",
         ),
     ] = None,
     model: Annotated[
@@ -989,7 +989,9 @@ def train(
     """Run a config: read, train, evaluate, save, report.
 
     `--method sft --model FOLDER --dataset FILE` teaches a model to answer, `--method dpo` which
-    answer is better. `trainkit config show --explain` lists every knob with its meaning."""
+    answer is better. `trainkit config show --explain` lists every knob with its meaning.
+
+    trainkit train --method lora --model runs/base/model --dataset rows.jsonl"""
     short = {
         "preset": strategy,
         "method": method,
@@ -1102,7 +1104,7 @@ _Line = Annotated[
 ]
 _Size = Annotated[
     Optional[Profile],
-    typer.Option(help="Sizes to start from [default: what suits this machine]", show_default=False),
+    typer.Option(help="Sizes to start from (default: what suits this machine)", show_default=False),
 ]
 
 
@@ -1126,35 +1128,35 @@ def sweep_command(
         ),
     ] = None,
     runs: Annotated[
-        Optional[int], typer.Option(help="Points to try [default: 12]", show_default=False)
+        Optional[int], typer.Option(help="Points to try (default: 12)", show_default=False)
     ] = None,
     search: Annotated[
         Optional[str],
-        typer.Option(help="sobol, random or grid [default: sobol]", show_default=False),
+        typer.Option(help="sobol, random or grid (default: sobol)", show_default=False),
     ] = None,
     scheduler: Annotated[
         Optional[str],
         typer.Option(
             show_default=False,
             help="Who gets more steps: the best of each rung (halving), the best so far (asha), "
-            "or all (full) [default: halving]",
+            "or all (full) (default: halving)",
         ),
     ] = None,
     eta: Annotated[
         Optional[int],
         typer.Option(
             show_default=False,
-            help="One of so many runs is promoted, to so many times the steps [default: 3]",
+            help="One of so many runs is promoted, to so many times the steps (default: 3)",
         ),
     ] = None,
     rungs: Annotated[
         Optional[int],
         typer.Option(
-            show_default=False, help="Where runs are compared [default: as many as runs allow]"
+            show_default=False, help="Where runs are compared (default: as many as runs allow)"
         ),
     ] = None,
     seed: Annotated[
-        Optional[int], typer.Option(help="Of the search [default: 0]", show_default=False)
+        Optional[int], typer.Option(help="Of the search (default: 0)", show_default=False)
     ] = None,
     budget_steps: Annotated[
         Optional[int],
@@ -1166,7 +1168,7 @@ def sweep_command(
     ] = None,
     output: Annotated[
         Optional[Path],
-        typer.Option(show_default=False, help="Folder of the sweep [default: runs/NAME-sweep]"),
+        typer.Option(show_default=False, help="Folder of the sweep (default: runs/NAME-sweep)"),
     ] = None,
     resume: Annotated[
         Optional[Path],
@@ -1324,7 +1326,7 @@ def launch(
         Optional[str],
         typer.Option(
             show_default=False,
-            help="How they share the model: ddp, fsdp, zero1, zero2 or zero3 [default: ddp]",
+            help="How they share the model: ddp, fsdp, zero1, zero2 or zero3 (default: ddp)",
         ),
     ] = None,
     nodes: Annotated[
@@ -1588,8 +1590,22 @@ def _short_warning(message: Warning | str, *_: object, **__: object) -> str:
     return f"Warning: {printable(message)}\n"  # Without the line of code that raised it
 
 
+_ENCODING = {  # Command -> how it is told the encoding of a file
+    **dict.fromkeys(("data", "tokenizer", "eval"), "--encoding "),
+    **dict.fromkeys(("train", "sweep", "launch", "lr-find", "demo"), "data.encoding="),
+}
+
+
+def _in_shell(text: str) -> str:
+    "An error's advice for Python as it is typed in a shell."
+    if option := _ENCODING.get("".join(sys.argv[1:2])):
+        return re.sub(r"encoding='([\w-]+)'", rf"{option}\1", text)
+    advice = r"Say encoding='[\w-]+' \(or what the file is in\), or convert it\."
+    return re.sub(advice, "Convert the file to UTF-8.", text)
+
+
 def _describe(error: BaseException) -> str:
-    text = str(error)
+    text = _in_shell(str(error))
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror  # Without its number
         if error.filename:

@@ -32,7 +32,7 @@ import typer
 
 from ..display import plural
 from ..files import say, to_json
-from .data_commands import complete_method
+from .data_commands import Encoding, complete_method
 
 if TYPE_CHECKING:
     from trainkit.engine.stored_weights import StoredWeights
@@ -177,7 +177,7 @@ def convert_command(
     device: Annotated[
         Optional[str],
         typer.Option(
-            help="Whose part of the file counts: cuda, mps or cpu [default: this machine].",
+            help="Whose part of the file counts: cuda, mps or cpu (default: this machine).",
             show_default=False,
         ),
     ] = None,
@@ -257,10 +257,11 @@ def train_tokenizer(
     special: Annotated[
         Optional[list[str]],
         typer.Option(
-            help="A special token; may be given several times [default: <|endoftext|>].",
+            help="A special token; may be given several times (default: <|endoftext|>).",
             show_default=False,
         ),
     ] = None,
+    encoding: Encoding = "utf-8",
     force: _Force = False,
 ) -> None:
     "Learn a byte-level BPE tokenizer."
@@ -271,7 +272,7 @@ def train_tokenizer(
     _check_new(folder / "tokenizer.json", force)
     texts = (
         t
-        for row in read_file(file)
+        for row in read_file(file, encoding=encoding)
         for t in ([row["text"]] if "text" in row else [m["content"] for m in to_messages(row)])
     )
     tok = BPETokenizer.train(
@@ -339,7 +340,9 @@ def merge(
     ],
     output: Annotated[Path, typer.Argument(help="A new folder for the model.", show_default=False)],
 ) -> None:
-    "Fold an adapter into its base model, on disk, a tensor at a time."
+    """Fold an adapter into its base model, on disk, a tensor at a time.
+
+    trainkit merge runs/base/model runs/tuned/adapter merged"""
     from trainkit.interop.hub import find_model_files
     from trainkit.lora.merge import merge_folder
 
@@ -603,7 +606,7 @@ def evaluate(
             show_default=False,
             help="Of answers: exact_match, f1, bleu, chrf, rouge, bertscore, …, or "
             "FILE.py:FUNCTION, which is given the answers and the expected ones, and returns a "
-            "number for each; may be given several times [default: exact_match and f1]",
+            "number for each; may be given several times (default: exact_match and f1)",
         ),
     ] = None,
     encoder: Annotated[
@@ -621,7 +624,7 @@ def evaluate(
     max_new_tokens: Annotated[
         Optional[int],
         typer.Option(
-            help="Tokens of an answer at most [default: by the expected one; of a sample 256]",
+            help="Tokens of an answer at most (default: by the expected one; of a sample 256)",
             min=1,
             show_default=False,
         ),
@@ -643,7 +646,7 @@ def evaluate(
         str,
         typer.Option(
             help="A regular expression that finds the answer in a sample, as its first group, "
-            "such as '#### *(\\S+)' [default: all that follows the thought]",
+            "such as '#### *(\\S+)' (default: all that follows the thought)",
             show_default=False,
         ),
     ] = "",
@@ -651,12 +654,15 @@ def evaluate(
         Optional[int],
         typer.Option(help="Tokens of a thought at most.", min=0, show_default=False),
     ] = None,
+    encoding: Encoding = "utf-8",
     html: Annotated[
         Optional[Path], typer.Option(help="Write the report to this page.", show_default=False)
     ] = None,
     as_json: _AsJson = False,
 ) -> None:
-    "Evaluate a model: loss, perplexity, bits per byte, answers; with --base, a paired test."
+    """Evaluate a model: loss, perplexity, bits per byte, answers; with --base, a paired test.
+
+    trainkit eval runs/tuned/model eval.jsonl"""
     from trainkit.align.search import add_samples
     from trainkit.eval.metrics import bert_score, load_encoder
     from trainkit.interop.hf import load_pretrained
@@ -679,7 +685,7 @@ def evaluate(
     for folder in (model, *([base] if base else [])):
         if not folder.exists() and str(folder) != COURSE_MODEL:
             raise FileNotFoundError(f"{folder} is missing: give the folder of a model")
-    examples = load_questions(data, rows)
+    examples = load_questions(data, rows, encoding)
     network, tok = load_pretrained(model)
     other = load_pretrained(base) if base else None
     if other and tok.encode("The same 123 words?") != other[1].encode("The same 123 words?"):
@@ -896,7 +902,9 @@ def chat(
 ) -> None:
     """Talk with a model: /retry, /compare, /think, /reset, /system TEXT, /help, /exit.
 
-    Without a terminal each line of input is a question."""
+    Without a terminal each line of input is a question.
+
+    trainkit chat --model runs/tuned/model"""
     from trainkit.interop.hf import load_pretrained
     from trainkit.recipes.conversation import Conversation
 
@@ -990,7 +998,7 @@ def serve(
     ] = None,
     name: Annotated[
         str,
-        typer.Option(help="What clients call the model [default: its folder]", show_default=False),
+        typer.Option(help="What clients call the model (default: its folder)", show_default=False),
     ] = "",
     host: Annotated[
         str, typer.Option(help="Where to listen; another address needs a key.")
@@ -1030,7 +1038,9 @@ def serve(
     """Serve a model to OpenAI's clients: chat, completions, embeddings, tools, JSON schemas.
 
     Clients take the printed address as their base URL. With the environment variable
-    TRAINKIT_API_KEY they must send that key. /health and /metrics (Prometheus) need none."""
+    TRAINKIT_API_KEY they must send that key. /health and /metrics (Prometheus) need none.
+
+    trainkit serve runs/tuned/model --port 8000"""
     import logging
     import os
 
@@ -1079,8 +1089,8 @@ def audit(
         typer.Argument(
             metavar="TRAINER...",
             show_default=False,
-            help="trainkit, transformers, trl, loop (a plain loop), or a class in a file of yours: "
-            "FILE.py:CLASS.",
+            help="trainkit, transformers, trl, litgpt, nanogpt, loop (a plain loop), or a class in "
+            "a file of yours: FILE.py:CLASS.",
         ),
     ],
     only: Annotated[

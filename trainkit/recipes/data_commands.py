@@ -12,6 +12,7 @@ __all__ = ['data', 'File', 'Kind', 'Column', 'Encoding', 'complete_method', 'rea
 
 # %% ../../nbs/11_recipes/15_data_commands.ipynb #imports-data_commands
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -444,7 +445,9 @@ def split(
     skip_bad: _SkipBad = False,
     force: _Force = False,
 ) -> None:
-    "Split a file into rows to train on and rows to evaluate on: stable, and without a leak."
+    """Split a file into rows to train on and rows to evaluate on: stable, and without a leak.
+
+    trainkit data split rows.jsonl --train-output train.jsonl --eval-output eval.jsonl"""
     from trainkit.data.dataset import split_examples
     from trainkit.data.readers import write_examples
 
@@ -473,7 +476,8 @@ def split(
     for path, part in zip(outputs, parts, strict=False):
         write_examples(part, path)
         say(f"{path}: {plural(len(part), 'row')} ({len(part) / total:.1%})")
-    say(f"A run reads both: --dataset {train_output} data.eval_file={eval_output}")
+    words = ["--dataset", str(train_output), f"data.eval_file={eval_output}"]
+    say(f"A run reads both: {shlex.join(words)}")
 
 
 def _pairs(words: list[str], option: str, value_name: str) -> dict[str, str]:
@@ -713,6 +717,8 @@ def tokenize(
     from trainkit.data.shards import tokenize_to_disk, verify_shards
     from trainkit.data.sources import LoadReport, folder_files
 
+    if folder.is_file():
+        raise FileExistsError(f"{folder} is a file: shards go into a folder, so name another place")
     notes: list[str] = []
     if Path(file).is_dir():
         folder_files(Path(file), split, notes)

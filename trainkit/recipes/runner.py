@@ -690,6 +690,7 @@ def run(
             remote = stack.enter_context(stages.followed(folder.path))
         say = _printer(folder, verbose)
         stack.push(_resume_hint(folder.path, inputs.given, say))
+        trainer.how_to_resume = _how_to_resume(folder.path, inputs.given)
         if main and folder.path != config.folder:
             say(f"Folder     {folder.path}, as {config.folder} has a run already")
         _save_inputs(inputs, folder.path)
@@ -715,7 +716,7 @@ def run(
         samples = []
         words = []
         if result.stop_reason in (*EXIT_CODES, AT_RUNG):
-            say(_how_to_resume(folder.path, inputs.given))
+            say(trainer.how_to_resume)
         else:
             words = ["The trained model was not evaluated, as you asked."]
             with suppress(StopNow):
