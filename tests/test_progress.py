@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from trainkit import progress
-from trainkit.progress import Clock, Progress, Terminal, counted, detect_display, stage_bar
+from trainkit.progress import Clock, Progress, Terminal, counting, detect_display, stage_bar
 
 
 class Screen(io.StringIO):
@@ -77,7 +77,7 @@ def test_a_stage_that_counts_is_seen_in_a_log(after, titles, monkeypatch):
     monkeypatch.setattr(progress, "Progress", Timed)
     with stage_bar("Checking", after=after):
         for title in ("Reading rows", "Cleaning rows"):
-            for _ in counted(range(512), title, "row"):
+            for _ in counting(range(512), title, "row"):
                 seconds += 0.1
     lines = [line[20:] for line in log.getvalue().splitlines()]
     assert [*dict.fromkeys(line.partition("  ")[0] for line in lines)] == titles
@@ -88,7 +88,7 @@ def test_a_terminal_shows_the_stage_that_counts(monkeypatch):
     monkeypatch.setattr(progress, "detect_display", lambda: "terminal")
     monkeypatch.setitem(progress.SCREENS, "terminal", Terminal(screen))
     with stage_bar("Checking"):
-        for _ in counted(range(512), "Reading rows", "row"):
+        for _ in counting(range(512), "Reading rows", "row"):
             shown = progress.SCREENS["terminal"].render().plain
     assert "512/512 row" in shown and shown.startswith("Reading rows"), shown
 

@@ -12,7 +12,7 @@ writes a number of seconds as text for people."""
 
 # %% auto #0
 __all__ = ['Screen', 'SCREENS', 'T', 'duration', 'Clock', 'is_terminal', 'SafeStream', 'note', 'Lines', 'Notebook', 'Terminal',
-           'StopNow', 'listen', 'tick', 'detect_display', 'Progress', 'Stage', 'Stages', 'counted', 'stage_bar']
+           'StopNow', 'listen', 'tick', 'detect_display', 'Progress', 'Stage', 'Stages', 'counting', 'stage_bar']
 
 # %% ../nbs/90_toolbox/08_progress.ipynb #imports-progress
 import atexit
@@ -641,7 +641,7 @@ class Stages:
         return self._stage(next((bar for bar in reversed(bars) if bar.total), bars[-1]))
 
 # %% ../nbs/90_toolbox/08_progress.ipynb #stage-bar
-def counted(
+def counting(
     items: Iterable[T],
     title: str,  # What is done with them
     unit: str,  # What they are

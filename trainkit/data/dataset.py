@@ -39,7 +39,7 @@ from .schema import ALIASES, KINDS, as_conversation, as_example, example_kind
 from .schema import fitting_kinds, map_texts
 from .sources import LoadReport, Raw, best_corpus, raw_rows
 from ..parallel import in_order
-from ..progress import counted
+from ..progress import counting
 
 # %% ../../nbs/02_data/04_loading.ipynb #b0221376
 class LoadedRows(list):
@@ -377,7 +377,7 @@ def load_examples(
         report=report,
         **options,
     )
-    for row in counted(stream, "Reading rows", "row"):
+    for row in counting(stream, "Reading rows", "row"):
         if report.kind == "text" and len(row["text"]) > left:
             row["text"] = row["text"][: int(left)]
         rows.append(row)
@@ -742,7 +742,7 @@ def clean_examples(
     seen = set()
     counts = dict(rows=0, changed=0, too_short=0, repeated=0)
     for row, changed, length, key in in_order(
-        _mend, counted(rows, "Cleaning rows", "row"), num_workers
+        _mend, counting(rows, "Cleaning rows", "row"), num_workers
     ):
         counts["rows"] += 1
         counts["changed"] += changed

@@ -288,9 +288,17 @@ def check(
         tokenizer = _tokenizer(model)
     rows = rows_of(files)
     held = rows_of(eval_file) if eval_file else None
-    options: dict[str, Any] = dict(strict=strict, template=template)
     with stage_bar("Checking", after=0.0 if len(rows) > 20_000 else 1.0):
-        report = check_examples(rows, held, kind, method, tokenizer, max_length, **options)
+        report = check_examples(
+            rows,
+            held,
+            kind,
+            method,
+            tokenizer,
+            max_length,
+            strict=strict,
+            template=template,
+        )
     code = max(report.exit_code, int(skipped > 0))
     if html:
         from trainkit.files import write_atomic
