@@ -299,7 +299,7 @@ DAMAGED = {  # what is done to a model's folder -> the command, and what it says
     "a folder where a file is": (
         lambda m: None,
         ["lab", "rows.jsonl", "--copy-only"],
-        "rows.jsonl: File exists",
+        "rows.jsonl is a file",
     ),
     "a config that is not UTF-8": (
         lambda m: (m / "c.yaml").write_bytes(b"name: sch\xf6n"),
