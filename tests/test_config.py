@@ -445,3 +445,49 @@ def test_every_knob_of_a_run_is_explained_in_a_file_that_can_be_read(method, tmp
         if re.match(r" *[a-z_0-9]+:", line) and not above.lstrip().startswith("#")
     ]
     assert not bare, "these have no word of explanation"
+
+
+TYPED = {  # What somebody types -> the values of name, data.path, data.kind, data.datasets
+    "data.path=notes #2.txt": ("run", "notes #2.txt", None, []),
+    "name=try #2": ("try #2", "auto", None, []),
+    "name=&a b": ("&a b", "auto", None, []),
+    "name=@a": ("@a", "auto", None, []),
+    "name=null": ("null", "auto", None, []),
+    "data.path=a\nb": ("run", "a\nb", None, []),
+    "data.path=[x].txt": ("run", "[x].txt", None, []),
+    "data.path={x}/a.txt": ("run", "{x}/a.txt", None, []),
+    "path=[x].txt": ("run", "[x].txt", None, []),
+    "data.path = a: b ": ("run", "a: b", None, []),
+    "name='it''s #1'": ("it's #1", "auto", None, []),
+    'data.path="a\\tb\nc"': ("run", "a\tb\nc", None, []),
+    "name='a' or 'b'": ("'a' or 'b'", "auto", None, []),
+    'name="\\ud83d\\ude00"': ("😀", "auto", None, []),
+    "name=12e4567": ("12e4567", "auto", None, []),
+    "data.kind=null": ("run", "auto", None, []),
+    "data.kind=": ("run", "auto", None, []),
+    "data.kind=text": ("run", "auto", "text", []),
+    "data.path=${HERE}/x": ("run", "/here/x", None, []),
+    "data.datasets=a.jsonl,b.jsonl": ("run", "auto", None, ["a.jsonl", "b.jsonl"]),
+    "data.datasets=[a #1.jsonl, {path: b.jsonl}]": (
+        "run",
+        "auto",
+        None,
+        ["a #1.jsonl", {"path": "b.jsonl"}],
+    ),
+}
+
+
+@pytest.mark.parametrize("typed", TYPED)
+def test_a_word_of_a_shell_is_taken_as_it_is_typed(typed, monkeypatch):
+    "YAML would see a comment, an anchor or a list in it."
+    monkeypatch.setenv("HERE", "/here")
+    config = method_config({}, [typed])
+    data = config.data
+    assert (config.name, data.path, data.kind, data.datasets) == TYPED[typed]
+
+
+def test_a_number_has_no_comment_behind_it():
+    with pytest.raises(ConfigError, match="'3 # three'"):
+        method_config({}, ["train.max_steps=3 # three"])
+    with pytest.raises(ConfigError, match="is not YAML"):
+        method_config({}, ['name="\\y"'])

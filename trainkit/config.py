@@ -849,6 +849,47 @@ def _build(cls: type, data: Mapping, reader: _Reader, path: str = "") -> tuple[A
     return None, problems
 
 # %% ../nbs/90_toolbox/03_config.ipynb #0e82e782
+_QUOTED = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)  # As a whole
+_NULL = ("", "~", "null", "Null", "NULL")
+
+
+def _text_value(text: str) -> str:
+    "The value of a knob that takes text: as it is typed, unless all of it stands in quotes."
+    if not _QUOTED.fullmatch(text):
+        return text
+    if text[0] == "'":
+        return text[1:-1].replace("''", "'")
+    value = yaml.load(text.replace("\n", "\\n"), Loader=_Loader)  # noqa: S506 - a SafeLoader
+    return _join_pairs(value)
+
+
+def _join_pairs(text: str) -> str:
+    "JSON writes 😀 as two halves, which YAML leaves apart."
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+
+
+def _yaml_value(text: str) -> object:
+    "The value of any other knob, as YAML reads it; a # begins no comment in a word of a shell."
+    stand_in = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text)
+
+    def restore(value: object) -> object:
+        if isinstance(value, str):
+            return _join_pairs(value.replace(stand_in, "#"))
+        if isinstance(value, dict):
+            return {restore(k): restore(v) for k, v in value.items()}
+        return [restore(v) for v in value] if isinstance(value, list) else value
+
+    return restore(yaml.load(text.replace("#", stand_in), Loader=_Loader))  # noqa: S506
+
+
+def _typed_value(text: str, kinds: set[object]) -> object:
+    "What the text of an override means for a knob of this type."
+    if kinds == {str | None} and text in _NULL:
+        return None
+    as_text = bool(kinds) and kinds <= {str, str | None}
+    return _text_value(text) if as_text else _yaml_value(text)
+
+
 def _typed(cls: type, overrides: Sequence[str], file: Mapping[str, object]) -> _Values:
     "Overrides as words: dotted key -> value. Of two names for one knob the last one counts."
     words: _Values = {}
@@ -858,18 +899,17 @@ def _typed(cls: type, overrides: Sequence[str], file: Mapping[str, object]) -> _
         if not equals or not key:
             remedy = "an override is written group.knob=value"
             raise ConfigError([Problem(setting, ..., remedy)], "overrides")
+        places = [
+            place
+            for place in find_knobs(cls, key, file)
+            if not (place.rest or place.knob.reads or place.knob.aliases.get(place.name))
+        ]
         try:
-            value = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+            value = _typed_value(text, {place.knob.type for place in places})
         except yaml.YAMLError as error:
             remedy = f"is not YAML: {getattr(error, 'problem', error)}"
             raise ConfigError([Problem(key, text, remedy)], "overrides") from None
-        for place in find_knobs(cls, key, file):
-            if place.rest or place.knob.reads or place.knob.aliases.get(place.name):
-                continue
-            if place.knob.type is str and not text:
-                value = ""
-            elif place.knob.type in (str, str | None) and isinstance(value, (bool, int, float)):
-                value = text  # 12e4567 may be a name
+        for place in places:
             words = {k: v for k, v in words.items() if paths.get(k) != place.path}
             paths[key] = place.path
         words.pop(key, None)

@@ -235,6 +235,8 @@ def lab(
     options = [*context.args]
     if str(folder).startswith("-"):  # an option of JupyterLab, which stands where the folder may
         folder, options = Path("trainkit-lessons"), [str(folder), *options]
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file: give a folder for your copy of the lessons")
     counts = Counter(copy_lessons(folder).values())
     order = ("new", "updated", "kept", "same")
     parts = [f"{counts[state]} {state}" for state in order if counts[state]]

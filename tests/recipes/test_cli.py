@@ -3,8 +3,11 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,8 @@ import torch
 from support.processes import call, command, in_child
 from support.processes import shell as trainkit
 
+from trainkit.audit.report import SUBJECTS
+from trainkit.eval.evaluator import load_questions
 from trainkit.train.checkpoint import run_lock
 
 SMALL = [
@@ -227,6 +232,7 @@ def test_ctrl_c_saves_and_resume_goes_on(demo, tmp_path):
     stopped = in_child(interrupted, ["demo", *SMALL], tmp_path, {}, 13, folder=tmp_path)
     assert stopped.returncode == 130, stopped.stdout + stopped.stderr
     assert f"--resume {Path('runs') / 'demo'}" in stopped.stdout
+    assert "resume=True" not in stopped.stdout, "that is for Python"
     assert (run / "checkpoints" / "checkpoint-13").is_dir()
     files = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
     other = call("train", "--resume", str(run), "optim.learning_rate=0.5", cwd=tmp_path)
@@ -713,7 +719,52 @@ def test_presets_and_completion(tmp_path):
         SHELL="/bin/bash",
         _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1",
     )
-    assert script.returncode == 0 and "complete" in script.stdout, script.stderr
+    assert script.returncode == 0 and "_TRAINKIT_COMPLETE" in script.stdout, script.stderr
+    assert script.stdout.rstrip().endswith(" trainkit"), "not for python -m trainkit"
+
+
+COMPLETED = {  # What stands before the cursor in bash -> what some of the completions are
+    "train --method l": ["lora"],
+    "data check x --method gr": ["grpo"],
+    "train --strategy cpu,smal": ["cpu,small"],
+    "train optim.le": ["optim.learning_rate="],
+    "train x.yaml learning_ra": ["learning_rate="],
+    "train x.yaml optim.optim=mu": ["optim.optim=muon"],
+    "train x.yaml optim.optim = mu": ["muon"],
+    "train mine": ["mine.yaml"],
+    "sweep x.yaml data.pat": ["data.path="],
+    "config show data.pat": ["data.path="],
+    "runs show o": ["one"],
+    "runs compare one t": ["two"],
+    "train --resume runs/o": [f"{Path('runs') / 'one'}"],
+    "launch --resume runs/t": [f"{Path('runs') / 'two'}"],
+    "sweep --resume ru": [f"{Path('runs') / 'all-sweep'}"],
+}
+
+
+@pytest.mark.parametrize("line", COMPLETED)
+def test_what_a_shell_completes(line, tmp_path):
+    for name, file in (("one", "metrics.jsonl"), ("two", "metrics.jsonl"), ("all-sweep", "")):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        for each in (file, "config.yaml") if file else ("sweep.json",):
+            (folder / each).touch()
+    (tmp_path / "mine.yaml").touch()
+    words = ["trainkit", *line.split(" ")]
+    asked = dict(COMP_WORDS=" ".join(words), COMP_CWORD=str(len(words) - 1))
+    done = call(cwd=tmp_path, **asked, _TRAINKIT_COMPLETE="complete_bash")
+    assert done.stdout.split() == COMPLETED[line], done.stderr
+
+
+def test_completing_a_knob_loads_no_torch():
+    code = (
+        "import sys\nfrom types import SimpleNamespace\n"
+        "from trainkit.recipes.commands import complete_change\n"
+        "found = complete_change(SimpleNamespace(params={}), 'optim.le')\n"
+        "assert found == ['optim.learning_rate='] and 'torch' not in sys.modules, found"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # The field's own spellings, as flags and as commands
@@ -1066,3 +1117,60 @@ def test_a_negative_number_is_the_value_of_a_flag_and_no_flag(word, value):
     for first in ("-x", "-", "--bf16", "train.max_steps=3", "run.yml"):
         rest = [first, value]
         assert (_value_of(word, rest), rest) == (None, [first, value])
+
+
+HELP = {  # Command -> what its help tells, among other things
+    "sweep": ["(default: 12)", "(default: sobol)", "(default: halving)"],
+    "train": ["(default: pretrain)", "trainkit train --method lora"],
+    "eval": ["--encoding", "(default: exact_match and f1)", "trainkit eval runs/tuned/model"],
+    "tokenizer train": ["--encoding", "(default: <|endoftext|>)"],
+    "chat": ["trainkit chat --model"],
+    "serve": ["trainkit serve runs"],
+    "merge": ["trainkit merge runs/base/model"],
+    "data split": ["trainkit data split rows.jsonl"],
+    "config show": ["Changes to the config"],
+    "audit": [*SUBJECTS],
+}
+
+
+@pytest.mark.parametrize("words", HELP)
+def test_the_help_of_a_command_has_its_defaults_and_a_line_to_copy(words, tmp_path):
+    shown = plain(call(*words.split(), "--help", cwd=tmp_path, COLUMNS="300").stdout)
+    assert [word for word in HELP[words] if word not in shown] == [], shown
+
+
+ADVICE = {  # What is typed -> what the error says
+    "tokenizer train latin.txt new": "Say --encoding latin-1 (or",
+    "data show latin.txt": "Say --encoding latin-1 (or",
+    "train --profile quick --dataset latin.txt": "Say data.encoding=latin-1 (or",
+    "data tokenize rows.jsonl latin.txt --tokenizer no": "latin.txt is a file: shards go into",
+    "lab latin.txt --copy-only": "latin.txt is a file: give a folder",
+    "memory plan --machine foo": "or name a machine: T4, ",
+}
+
+
+@pytest.mark.parametrize("line", ADVICE)
+def test_an_error_says_what_is_typed_in_a_shell(line, tmp_path):
+    (tmp_path / "latin.txt").write_bytes("caf\xe9 au lait, ".encode("latin-1") * 40)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    done = call(*line.split(), cwd=tmp_path)
+    assert done.returncode == 1 and ADVICE[line] in done.stderr, done.stderr
+
+
+def test_files_in_another_encoding_are_read(tmp_path):
+    (tmp_path / "latin.txt").write_bytes("caf\xe9 au lait, ".encode("latin-1") * 40)
+    words = ["tokenizer", "train", "latin.txt", "new", "--vocab-size", "260"]
+    done = call(*words, "--encoding", "latin-1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert load_questions(tmp_path / "latin.txt", encoding="latin-1")[0]["text"].startswith(
+        "caf\xe9"
+    )
+
+
+def test_the_line_to_copy_after_a_split_is_quoted(tmp_path):
+    rows = "".join(json.dumps(dict(prompt=f"{i}", completion="b")) + "\n" for i in range(40))
+    (tmp_path / "my rows.jsonl").write_text(rows)
+    outputs = ["--train-output", "to train.jsonl", "--eval-output", "to judge.jsonl"]
+    done = call("data", "split", "my rows.jsonl", *outputs, cwd=tmp_path)
+    line = done.stdout.splitlines()[-1].partition(": ")[2]
+    assert shlex.split(line) == ["--dataset", "to train.jsonl", "data.eval_file=to judge.jsonl"]

@@ -16,7 +16,7 @@ from trainkit.recipes.config import method_config
 class Shards:
     "Ids in memory; 0 ends a document."
 
-    folder, index = Path("shards"), {"shards": [dict(text_sha256="a", text_bytes=7)] * 2}
+    folder, index = Path("shards"), {"shards": [dict(text_sha256="a", text_bytes=140)] * 2}
 
     def __init__(self, ids):
         self.ids = np.array(ids)
@@ -35,7 +35,10 @@ class Tokenizer:
     vocab_size, eos_token_id, eos_token = 50, 0, "|"
 
     def decode(self, ids):
-        return "".join("|" if i == 0 else "x" for i in ids)
+        return "".join("|" if i == 0 else "日" for i in ids)
+
+    def decode_bytes(self, ids, skip_special_tokens):
+        return "".join("日" for i in ids if i).encode()
 
 
 @pytest.fixture
@@ -80,8 +83,11 @@ def test_whole_documents_are_held_out_where_that_is_possible(ends, share, cut, h
     made, inputs = held_out([0 if i in ends else 1 for i in range(100)], share)
     assert made == dict(train=(8, 0, cut + 1), test=(8, cut, None))
     assert len(inputs.eval_ids) == 100 - cut and len(inputs.train_ids) == cut
-    assert inputs.data.train_chars == 14
-    assert inputs.data.eval_chars == sum(len(row["text"]) for row in inputs.eval_rows)
+    data = inputs.data
+    assert data.eval_chars == sum(len(row["text"]) for row in inputs.eval_rows)
+    assert data.eval_bytes == 3 * data.eval_chars and data.train_bytes == 280 - data.eval_bytes
+    line = f": {data.train_bytes} bytes to train on, {data.eval_bytes} held out"
+    assert line in inputs.plan[0] and "characters" not in " ".join(inputs.plan)
 
 
 def test_no_more_is_held_out_than_there_is_a_use_for(held_out):

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 from support.processes import ROOT, call, command, in_child
@@ -126,7 +128,7 @@ def test_ctrl_c_ends_a_text(home, tmp_path):
     )
     assert (done.returncode, done.stderr, done.stdout[:5], done.stdout[-1]) == (
         130,
-        "",
+        "Interrupted.\n",
         "Spell",
         "\n",
     )
@@ -145,10 +147,46 @@ def test_ctrl_c_leaves_no_half_file(home, tmp_path):
         str(home / "model"),
     ]
     done = in_child(pressed, words, tmp_path, {}, "write", folder=tmp_path)
-    assert (done.returncode, done.stderr) == (130, "") and {p.name for p in tmp_path.iterdir()} == {
-        "out.txt",
-        "err.txt",
-    }
+    assert (done.returncode, done.stderr) == (130, "Interrupted.\n")
+    assert {p.name for p in tmp_path.iterdir()} == {"out.txt", "err.txt"}
+
+
+def pressed_early(words, cwd, env):
+    "The command, which gets a Ctrl-C while the run is prepared."
+    from trainkit.recipes import runner
+
+    def press(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(9)
+
+    runner.prepare = press
+    return command(words, cwd, env)
+
+
+@POSIX
+@pytest.mark.parametrize("resumed", [False, True])
+def test_ctrl_c_before_the_run_has_a_folder_says_that_nothing_is_lost(resumed, tmp_path):
+    words, state = ["train", "--profile", "quick", "name=a"], "Nothing was written yet"
+    if resumed:
+        words, state = [*words, "--resume", "auto"], f"{Path('runs') / 'a'} is as it was"
+        (tmp_path / "runs" / "a").mkdir(parents=True)
+    done = in_child(pressed_early, words, tmp_path, {}, folder=tmp_path)
+    line = f"Interrupted. {state}: the same command starts it again.\n"
+    assert done.returncode == 130 and done.stderr == line, done.stderr
+    assert (tmp_path / "runs").exists() is resumed
+
+
+def test_ctrl_c_while_the_program_is_imported_is_one_word(monkeypatch, capsys):
+    from trainkit.__main__ import start
+
+    class Slow(ModuleType):
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "trainkit.cli", Slow("trainkit.cli"))
+    with pytest.raises(SystemExit) as end:
+        start()
+    assert end.value.code == 130 and capsys.readouterr().err == "\nInterrupted.\n"
 
 
 def test_packing_says_how_many_examples_were_too_long(home):
@@ -261,7 +299,7 @@ DAMAGED = {  # what is done to a model's folder -> the command, and what it says
     "a folder where a file is": (
         lambda m: None,
         ["lab", "rows.jsonl", "--copy-only"],
-        "rows.jsonl: File exists",
+        "rows.jsonl is a file",
     ),
     "a config that is not UTF-8": (
         lambda m: (m / "c.yaml").write_bytes(b"name: sch\xf6n"),

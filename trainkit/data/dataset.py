@@ -39,6 +39,7 @@ from .schema import ALIASES, KINDS, as_conversation, as_example, example_kind
 from .schema import fitting_kinds, map_texts
 from .sources import LoadReport, Raw, best_corpus, raw_rows
 from ..parallel import in_order
+from ..progress import counting
 
 # %% ../../nbs/02_data/04_loading.ipynb #b0221376
 class LoadedRows(list):
@@ -366,7 +367,7 @@ def load_examples(
     left = max_chars if max_chars is not None else float("inf")
     rows.report = report
     options.setdefault("streaming", max_examples is not None)
-    for row in stream_examples(
+    stream = stream_examples(
         path_or_name,
         kind,
         text_column,
@@ -375,7 +376,8 @@ def load_examples(
         max_examples=max_examples,
         report=report,
         **options,
-    ):
+    )
+    for row in counting(stream, "Reading rows", "row"):
         if report.kind == "text" and len(row["text"]) > left:
             row["text"] = row["text"][: int(left)]
         rows.append(row)
@@ -739,7 +741,9 @@ def clean_examples(
     out = []
     seen = set()
     counts = dict(rows=0, changed=0, too_short=0, repeated=0)
-    for row, changed, length, key in in_order(_mend, rows, num_workers):
+    for row, changed, length, key in in_order(
+        _mend, counting(rows, "Cleaning rows", "row"), num_workers
+    ):
         counts["rows"] += 1
         counts["changed"] += changed
         if length < max(1, min_chars):
@@ -974,6 +978,8 @@ class DataFacts:
     train_chars: int = 0
     eval_chars: int = 0
     test_chars: int = 0
+    train_bytes: int = 0  # Of text in shards, whose characters nobody counts
+    eval_bytes: int = 0
     renamed: dict[str, str] = field(default_factory=dict)  # Usual name -> the column in the file
     mixture: MixReport | None = None  # Of several datasets
 

@@ -33,6 +33,7 @@ from .quality_report import RowView
 from .text_checks import looks_like_code, markup
 from . import text_checks as defects
 from ..display import plural
+from ..progress import counting
 from ..tokenizer.chat_template import TEMPLATES, render_text
 
 # %% ../../nbs/02_data/11_proportions.ipynb #f36dcc13
@@ -1125,7 +1126,7 @@ def check_examples(
         train, eval_view, method or usual.get(train.kind, "lora"), tokenizer, max_length, template
     )
     findings = []
-    for name in names:
+    for name in counting(names, "Checking", "check", every=1):
         try:
             findings += CHECKS[name](case)
         except Exception as error:

@@ -162,14 +162,15 @@ class _Question(NamedTuple):
 def load_questions(
     source: str | Path,  # As for `load_examples`
     max_rows: int | None = None,
+    encoding: str = "utf-8",  # How the characters of the file are written
 ) -> Sequence[Mapping]:
     """The rows of a file to evaluate on: examples, or questions with choices.
 
     A choice is separated from its question by a space, unless one of them has it already."""
-    raw = raw_rows(source, None, None, "utf-8", None, True, LoadReport(str(source)))
+    raw = raw_rows(source, None, None, encoding, None, True, LoadReport(str(source)))
     first = next(raw, None)
     if first is None or not isinstance(first[-1], Mapping) or "choices" not in first[-1]:
-        return load_examples(source, max_examples=max_rows)
+        return load_examples(source, max_examples=max_rows, encoding=encoding)
     rows = []
     for where, _, _, row in islice(chain([first], raw), max_rows):
         try:

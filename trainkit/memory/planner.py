@@ -240,7 +240,7 @@ def find_machine(
         size = read_bytes(budget)
     except ValueError as error:
         raise ValueError(
-            f"{error}; or name a machine.{nearest(str(budget), list(MACHINES))}"
+            f"{error}; or name a machine: {', '.join(MACHINES)}.{nearest(str(budget), [*MACHINES])}"
         ) from None
     if size <= 0:
         raise ValueError(f"budget = {budget}: must be more than 0")

@@ -385,6 +385,7 @@ def prepare_tokenizer(
     config: TokenizerConfig,
     rows: list[dict],  # To learn from: rows of text, or of questions and answers
     saved: Path | None = None,  # Where an interrupted run may have left one
+    progress: bool = True,  # Show bars where one is learned
 ) -> BPETokenizer:
     "Take a tokenizer from a folder, or learn one."
     if saved and (saved / "tokenizer.json").exists():
@@ -396,7 +397,9 @@ def prepare_tokenizer(
         for row in rows
         for text in ([row["text"]] if "text" in row else [m["content"] for m in to_messages(row)])
     )
-    return BPETokenizer.train(texts, config.vocab_size, config.pattern, special_tokens=[EOS])
+    return BPETokenizer.train(
+        texts, config.vocab_size, config.pattern, special_tokens=[EOS], progress=progress
+    )
 
 
 def prepare_model(
@@ -581,7 +584,10 @@ def prepare_text(
         model, tokenizer = base or (
             None,
             prepare_tokenizer(
-                config.tokenizer, rows["train"], saved / "tokenizer" if saved else None
+                config.tokenizer,
+                rows["train"],
+                saved / "tokenizer" if saved else None,
+                config.train.progress,
             ),
         )
     with timed(seconds, "encoding"):
@@ -643,12 +649,14 @@ def _blocks_of_each(
 
 
 def _text_plan(data: DataFacts, tokenizer: BPETokenizer, tokens: int) -> list[str]:
-    "Lines about the text to train on."
+    "Lines about the text to train on: its characters, or the bytes of shards."
+    size, held, unit = data.train_chars, data.eval_chars, "characters"
+    if data.train_bytes:
+        size, held, unit = data.train_bytes, data.eval_bytes, "bytes"
     return [
-        f"Text       {data.path}: {data.train_chars:,} "
-        f"characters to train on, {data.eval_chars:,} held out",
+        f"Text       {data.path}: {size:,} {unit} to train on, {held:,} held out",
         f"Tokenizer  {tokenizer.vocab_size:,} tokens, "
-        f"{data.train_chars / max(1, tokens):.1f} characters a token; {tokens:,} tokens of text",
+        f"{size / max(1, tokens):.1f} {unit} a token; {tokens:,} tokens of text",
     ]
 
 
@@ -701,12 +709,14 @@ def prepare_shards(
     recent = shards[max(0, cut - 2 * _HELD_OUT) : cut]
     held = shards[cut:]
     rows = [[dict(text=text) for text in decode(ids)] for ids in (recent, held)]
+    held_bytes = len(tokenizer.decode_bytes(held, skip_special_tokens=True))
     data = DataFacts(
         str(shards.folder),
         "text",
         shards.index["shards"][0]["text_sha256"],
-        train_chars=sum(r["text_bytes"] for r in shards.index["shards"]),
         eval_chars=sum(len(r["text"]) for r in rows[1]),
+        train_bytes=sum(r["text_bytes"] for r in shards.index["shards"]) - held_bytes,
+        eval_bytes=held_bytes,
     )
     length = config.data.max_length
     train, test = make_batches(
@@ -757,7 +767,10 @@ def prepare_sft(
         model, tokenizer = base or (
             None,
             prepare_tokenizer(
-                config.tokenizer, rows["train"], saved / "tokenizer" if saved else None
+                config.tokenizer,
+                rows["train"],
+                saved / "tokenizer" if saved else None,
+                config.train.progress,
             ),
         )
         known = len(tokenizer)

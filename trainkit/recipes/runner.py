@@ -22,8 +22,8 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -52,7 +52,7 @@ from ..memory.estimate import rows_at_once
 from ..memory.offload import OffloadedOptimizer
 from ..model.config import ModelConfig
 from ..model.transformer import Transformer, count_logical_parameters
-from ..progress import Progress, Stages, StopNow, detect_display, listen, note
+from ..progress import Progress, StopNow, detect_display, listen, note, stage_bar
 from .config import RunConfig
 from .control import Remote, StageReport
 from .evaluation import TextEvaluator, make_judge, write_run_report
@@ -603,25 +603,17 @@ def _resume_hint(
     return leave
 
 
-@contextmanager
-def _stage_bar(enabled: bool) -> Iterator[ExitStack]:  # Closed before the training begins
-    "A bar that shows each stage of the preparation in turn."
-    with ExitStack() as stack:
-        if enabled:
-            bar = stack.enter_context(Progress(None, "Preparing", ""))
-            bar.next = bar.clock.now() + getattr(bar.screen, "every", 0)  # No line if it is short
-            stages = Stages()
+def _nothing_yet(config: RunConfig, resume: bool) -> Callable[..., None]:
+    "For an `ExitStack`: an interruption before there is a run folder says what it leaves."
 
-            def hear(stage: Progress | None) -> None:
-                stages.hear(stage)
-                if stages.open:
-                    counts = [b for b in stages.open if b.total and b.screen is None]
-                    bar.show((counts or stages.open)[-1])
-                elif stage is not None:
-                    bar.show(None)
+    def leave(kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if not isinstance(error, KeyboardInterrupt):
+            return
+        there = resume and config.folder.is_dir()
+        state = f"{config.folder} is as it was" if there else "Nothing was written yet"
+        error.add_note(f"{state}: the same command starts it again.")
 
-            stack.enter_context(listen(hear))
-        yield stack
+    return leave
 
 # %% ../../nbs/11_recipes/01_recipes.ipynb #run-itself
 def run(
@@ -663,9 +655,14 @@ def run(
         if main and (launched or (resume and config.folder.is_dir())):
             lock.enter_context(run_lock(config.folder))
             stack.enter_context(stages.followed(config.folder))
+        early = stack.enter_context(ExitStack())  # Until there is a run folder
+        early.push(_nothing_yet(config, resume))
         hearing = stack.enter_context(ExitStack())  # Orders to stop, until the report is written
         preparing = stack.enter_context(
-            _stage_bar(verbose and config.train.progress and config.engine == "trainkit")
+            stage_bar(
+                "Preparing",
+                verbose and config.train.progress and config.engine == "trainkit",
+            )
         )
         hearing.enter_context(listen(stages.hear))
         hearing.enter_context(listen(control.hear))
@@ -687,6 +684,7 @@ def run(
             resume or launched,
         )
         stack.push(folder)
+        early.pop_all()
         adapter = folder.path / "adapter"
         trainer.write_model = lambda model, where: save_trained(inputs, where, adapter, model)
         remote = None
@@ -696,6 +694,7 @@ def run(
             remote = stack.enter_context(stages.followed(folder.path))
         say = _printer(folder, verbose)
         stack.push(_resume_hint(folder.path, inputs.given, say))
+        trainer.how_to_resume = _how_to_resume(folder.path, inputs.given)
         if main and folder.path != config.folder:
             say(f"Folder     {folder.path}, as {config.folder} has a run already")
         _save_inputs(inputs, folder.path)
@@ -721,7 +720,7 @@ def run(
         samples = []
         words = []
         if result.stop_reason in (*EXIT_CODES, AT_RUNG):
-            say(_how_to_resume(folder.path, inputs.given))
+            say(trainer.how_to_resume)
         else:
             words = ["The trained model was not evaluated, as you asked."]
             with suppress(StopNow):

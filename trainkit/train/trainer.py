@@ -154,6 +154,8 @@ def counted(
 class Trainer:
     "Trains a model on batches, with logging, evaluation and saving as its `TrainConfig` says."
 
+    how_to_resume = ""  # The words of a program that says it itself; empty: the call in Python
+
     def __init__(
         self,
         model: nn.Module,  # Trained in place
@@ -638,7 +640,8 @@ class Trainer:
             self.bar.close()
             note(
                 f"Stopped after step {s.step} of {self.total_steps}.",
-                f"{self.checkpoint} contains everything: resume=True continues from it."
+                f"{self.checkpoint} contains everything"
+                + ("." if self.how_to_resume else ": resume=True continues from it.")
                 if self.folder
                 else "Nothing was saved.",
             )
@@ -1347,7 +1350,7 @@ class Trainer:
                 where += f" (saving failed: {second})"
             else:
                 where = f"everything up to step {s.step} is in {self.checkpoint}: "
-                where += "train(resume=True) resumes it"
+                where += self.how_to_resume or "train(resume=True) resumes it"
         if isinstance(error, StepTooBig):
             message = f"Step {s.step + 1}: {error}. ({where})"
             stopped = TrainingError(message, s.step + 1, self.checkpoint)
