@@ -427,8 +427,10 @@ def test_whether_an_adapter_is_trained_follows_from_the_method():
     assert choice(method="dpo") == ("dpo", False)
     assert choice(method="dpo", use_lora=True) == ("dpo", True)
     assert choice(method="dpo", quant=QuantConfig(bits=4)) == ("dpo", True)
+    assert choice(method="pretrain", use_lora=True) == ("pretrain", True)
+    assert choice(method="pretrain") == choice(method="pretrain", use_lora=False)
     with pytest.raises(ConfigError, match="trains no adapter"):
-        RunConfig(method="pretrain", use_lora=True)
+        RunConfig(method="freeze", use_lora=True)
 
 
 @pytest.mark.parametrize("method", ["pretrain", "grpo"])
