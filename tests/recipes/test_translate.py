@@ -2029,7 +2029,7 @@ def test_a_config_that_trains_nothing_is_answered_with_its_command(words, messag
         (dict(template="gemma3"), {"sft.template": "gemma"}, []),
         (dict(chat_template="qwen_25"), {"sft.template": "qwen"}, []),
         (dict(chat_template="tokenizer_default_fallback_chatml"), {"sft.template": ""}, []),
-        (dict(template="phi_4"), {}, ["template"]),
+        (dict(template="glm4"), {}, ["template"]),
         (dict(optim="paged_adamw_32bit"), {"optim.optim": "adamw_torch"}, []),
         (dict(optimizer="lion_8bit"), {"optim.optim": "lion"}, []),
         (dict(optim="adamw_torch_8bit"), {"optim.optim": "adamw_8bit"}, []),

@@ -1413,3 +1413,43 @@ def test_of_several_chats_the_wrong_one_is_named():
     ):
         with pytest.raises(ValueError, match=f"^{start}"):
             render_batch(talks, tok, check_eos=False)
+
+
+TALK = [
+    dict(role="system", content="S."),
+    dict(role="user", content="Q"),
+    dict(role="assistant", content="A"),
+    dict(role="user", content="R"),
+]
+MARKED = {
+    "phi3": "<|system|>\nS.<|end|>\n<|user|>\nQ<|end|>\n<|assistant|>\nA<|end|>\n"
+    "<|user|>\nR<|end|>\n<|assistant|>\n",
+    "phi4": "<|im_start|>system<|im_sep|>S.<|im_end|><|im_start|>user<|im_sep|>Q<|im_end|>"
+    "<|im_start|>assistant<|im_sep|>A<|im_end|><|im_start|>user<|im_sep|>R<|im_end|>"
+    "<|im_start|>assistant<|im_sep|>",
+    "zephyr": "<|system|>\nS.</s>\n<|user|>\nQ</s>\n<|assistant|>\nA</s>\n<|user|>\nR</s>\n"
+    "<|assistant|>\n",
+    "vicuna": "<s>S. USER: Q ASSISTANT: A</s>USER: R ASSISTANT:",
+    "deepseek3": "<s>S.<｜User｜>Q<｜Assistant｜>A</s><｜User｜>R<｜Assistant｜>",
+}
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_formats_whose_turns_begin_with_their_role(name):
+    names = dict(bos_token="<s>", eos_token="</s>")
+    jinja = TEMPLATES[name].jinja
+    text, spans = render_text(TALK, jinja, names, add_generation_prompt=True)
+    assert text == MARKED[name]
+    end = {"phi3": "<|end|>", "phi4": "<|im_end|>"}.get(name, "</s>")
+    assert [text[begin:stop] for begin, stop in spans] == [" " * (name == "vicuna") + "A" + end]
+    with pytest.raises(ValueError, match="no way to write tools"):
+        render_text(TALK, jinja, names, tools=[dict(name="f")])
+    published = {"phi3": "phi3_5_training", "deepseek3": "deepseekv3_training"}.get(name)
+    if published and (spec := find_spec("trl")):
+        folder = Path(spec.origin).parent / "chat_templates"
+        end = TEMPLATES[name].eos
+        original = (folder / f"{published}.jinja").read_text()
+        bare = dict(bos_token="<s>", eos_token="")
+        theirs, _ = render_text(TALK[:3], original, bare)
+        ours, _ = render_text(TALK[:3], jinja, dict(bos_token="<s>", eos_token=end))
+        assert ours == theirs

@@ -67,6 +67,7 @@ PREFERENCES = {
 }  # Our loss -> theirs
 TEMPLATE_NAMES = {
     "plain": "empty",
+    "phi3": "phi",
     **{
         name: name
         for name in (
@@ -79,6 +80,8 @@ TEMPLATE_NAMES = {
             "llama3",
             "gemma",
             "alpaca",
+            "phi4",
+            "deepseek3",
         )
     },
 }

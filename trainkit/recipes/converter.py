@@ -1108,6 +1108,9 @@ _TEMPLATES = {
     "llama3.1": "llama3",
     "llama-2": "llama2",
     **dict.fromkeys(("gemma2", "gemma3", "gemma-3", "gemma_3"), "gemma"),
+    **dict.fromkeys(("phi", "phi_3", "phi_35"), "phi3"),
+    "phi_4": "phi4",
+    "deepseek_v3": "deepseek3",
 }
 _OWN_TEMPLATE = (  # Without a name the tokenizer's own is used, and chatml where it has none
     "default",

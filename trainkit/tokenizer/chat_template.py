@@ -1021,6 +1021,36 @@ def _answer(words: str) -> str:
     return "{% generation %}{{ " + words + " }}{% endgeneration %}"
 
 
+def _marked(
+    before: str,  # In front of the name of a role
+    behind: str,  # After it
+    end: str,  # Words of a template: what ends a turn
+    after: str = "",  # What follows it, which is not learned
+) -> str:
+    "A format in which each turn begins with its role and ends with a mark."
+    head = f"{before}assistant{behind}"
+    return (
+        _NO_TOOLS
+        + "{% for m in messages %}{% if m.role == 'assistant' %}{{ '"
+        + head
+        + "' }}"
+        + _answer(f"m.content + {end}")
+        + (f"{{{{ '{after}' }}}}" if after else "")
+        + "{% else %}{{ '"
+        + before
+        + "' + m.role + '"
+        + behind
+        + f"' + m.content + {end} + '{after}' }}}}"
+        + "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '"
+        + head
+        + "' }}{% endif %}"
+    )
+
+
+_VICUNA_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
+    "helpful, detailed, and polite answers to the user\\'s questions."
+)
 _ALTERNATE = (
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('the roles must be user and assistant in turn') }}{% endif %}"
@@ -1497,6 +1527,40 @@ TEMPLATES: dict[str, Template] = {
         + _answer("m.content.strip() + eos_token")
         + "{{ '\n\n' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"
+    ),
+    "phi3": Template(
+        _marked("<|", "|>\n", "'<|end|>'", "\n"),
+        "<|end|>",
+        ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    ),
+    "phi4": Template(
+        _marked("<|im_start|>", "<|im_sep|>", "'<|im_end|>'"),
+        "<|im_end|>",
+        (*_IM, "<|im_sep|>"),
+    ),
+    "zephyr": Template(_marked("<|", "|>\n", "eos_token", "\n")),
+    "vicuna": Template(  # As FastChat writes it
+        _NO_TOOLS
+        + _SYSTEM
+        + "{{ bos_token + (system if system is not none else '"
+        + _VICUNA_SYSTEM
+        + "') + ' ' }}{% for m in turns %}"
+        + _ALTERNATE
+        + "{% if m.role == 'user' %}{{ 'USER: ' + m.content + ' ' }}{% else %}{{ 'ASSISTANT:' }}"
+        + _answer("' ' + m.content + eos_token")
+        + "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}",
+        bos="<s>",
+    ),
+    "deepseek3": Template(  # Without thoughts, which V3 and R1 leave out of earlier answers
+        _NO_TOOLS
+        + _SYSTEM
+        + "{{ bos_token + (system if system is not none else '') }}{% for m in turns %}"
+        "{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}{% else %}{{ '<｜Assistant｜>' }}"
+        + _answer("m.content + eos_token")
+        + "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}",
+        "<｜end▁of▁sentence｜>",
+        ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+        bos="<｜begin▁of▁sentence｜>",
     ),
     "plain": Template(
         "{% for m in messages %}{% if m.role == 'assistant' %}"
