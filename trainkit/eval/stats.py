@@ -137,7 +137,7 @@ def sign_flip_p(
 ) -> float:
     "How often flipping signs at random makes a sum as large, in either direction (Fisher 1935)."
     d = differences[differences != 0]  # A tie has no sign
-    total = abs(d.sum()) * (1 - 1e-12)
+    total = abs(d.sum()) - 1e-10 * abs(d).sum()  # What rounding makes of equal sums
     n = len(d)
     if not n:
         return 1.0
