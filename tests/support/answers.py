@@ -35,7 +35,11 @@ ANSWERS: dict[str, list[tuple[int, bool, str]]] = {
         (2, False, "sizes = [3, 1, 0]"),
     ],
     "01_tokenizer/07_chat_templates": [
-        (1, True, "keep = ['chatml', 'smollm2', 'qwen', 'qwen3', 'hermes', 'plain']"),
+        (
+            1,
+            True,
+            "keep = 'chatml smollm2 qwen qwen3 hermes plain phi3 phi4 zephyr vicuna deepseek3'.split()",
+        ),
         (1, False, "keep = set(TEMPLATES)"),
         (
             2,
@@ -405,5 +409,21 @@ ANSWERS: dict[str, list[tuple[int, bool, str]]] = {
             "@dataclass\nclass Toast:\n    level: int = knob(3, 'How brown', low=2, high=6)\n"
             "    def __post_init__(self): check_config(self)",
         ),
+    ],
+    "14_engine/06_responses": [
+        (
+            1,
+            True,
+            "text_of = lambda response: ''.join(part['text'] for item in response['output'] "
+            "if item['type'] == 'message' for part in item['content'])",
+        ),
+        (
+            1,
+            False,
+            "text_of = lambda response: response['output'][-1]['content'][0]['text']",
+        ),
+        (2, False, 'enough = "response.output_text.done"'),
+        (3, True, "tokens = 3350"),
+        (3, False, "tokens = 10 * 70"),
     ],
 }
