@@ -38,7 +38,8 @@ ANSWERS: dict[str, list[tuple[int, bool, str]]] = {
         (
             1,
             True,
-            "keep = 'chatml smollm2 qwen qwen3 hermes plain phi3 phi4 zephyr vicuna deepseek3'.split()",
+            "keep = 'chatml smollm2 qwen qwen3 hermes plain phi3 phi4 zephyr vicuna '.split() "
+            "+ ['deepseek3']",
         ),
         (1, False, "keep = set(TEMPLATES)"),
         (
