@@ -785,7 +785,13 @@ def check_start(
         if find_model and config.init_from and config.engine != "llamafactory":
             from trainkit.interop.hub import find_model_files
 
-            find_model_files(config.init_from, config.cache_dir, wanted=("config.json",))
+            wanted = ("config.json", "adapter_config.json")
+            path = find_model_files(config.init_from, config.cache_dir, wanted=wanted)
+            if (path / "adapter_config.json").is_file():
+                from trainkit.lora.adapters import adapter_base
+
+                if base := adapter_base(path):
+                    find_model_files(base, config.cache_dir, wanted=wanted)
         return
     other = ", or describe a new one, as in model.d_model=256 model.n_layers=4" * fresh
     said = f"method = '{config.method}'" + ", with an adapter," * (recipe.learns_from == "text")

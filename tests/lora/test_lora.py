@@ -18,6 +18,7 @@ from torch import nn
 from support.peak import run_measured
 from trainkit.recipes import commands as tools
 from trainkit.lora.adapters import (
+    FrozenAdapter,
     adapter_tensors,
     adapters_off,
     combine_adapters,
@@ -1520,3 +1521,34 @@ def test_the_config_that_peft_reads():
     assert peft_config(turned)["fan_in_fan_out"] is True
     half = low_rank([2, 2], lora_alpha=2.5)
     assert peft_config(half)["lora_alpha"] == 2.5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(r=4),
+        dict(r=4, use_dora=True),
+        dict(r=2, modules_to_save=["embed_tokens", "lm_head"]),
+        dict(r=2, init_lora_weights="pissa", lora_dropout=0.5),
+    ],
+)
+def test_a_frozen_adapter_computes_with_the_old_values(settings):
+    model = add_lora(small(tie_embeddings=True), LoRAConfig(**settings)).eval()
+    before = model(IDS).logits
+    frozen = FrozenAdapter(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with torch.no_grad():
+        for p in trained:
+            p += 0.1 * torch.randn_like(p)
+    after = model(IDS).logits
+    assert not torch.allclose(after, before, atol=0.1)
+    with pytest.raises(KeyError), frozen.in_place(model):
+        assert torch.equal(model(IDS).logits, before)
+        raise KeyError
+    assert torch.equal(model(IDS).logits, after)
+    assert [p for p in model.parameters() if p.requires_grad] == trained
+    with pytest.raises(ValueError, match="trains biases, too"):
+        FrozenAdapter(add_lora(small(bias="qkv"), LoRAConfig(r=2, bias="all")))
+    merge_lora(model, keep=True)
+    with pytest.raises(RuntimeError, match="unmerge_lora first"), frozen.in_place(model):
+        pass

@@ -870,7 +870,7 @@ ANSWERS = {  # a name that is not a knob -> the answer
     "train --label_smoothing_factor 0.1": "has no equivalent here",
     "train --global_batch_size 64": "--gradient_accumulation_steps",
     "train --min_lr 1e-5": "--min_lr_ratio",
-    "train --adapter_name_or_path x": "trainkit merge BASE ADAPTER OUTPUT",
+    "train --adapter_name_or_path x": "the adapter's folder as --model",
     "train --export_dir x": "trainkit export hf",
     "train --galore_rank 8": "has no equivalent here",
     "train --learning_rate": "give a value, as in optim.learning_rate=VALUE",

@@ -1034,3 +1034,119 @@ def test_each_dataset_of_a_mixture_is_evaluated(home, tmp_path, method):
         assert whole.metrics[f"eval_{name}_loss"] == pytest.approx(
             single.metrics["eval_loss"], rel=1e-5
         )
+
+
+@pytest.fixture(scope="module")
+def started(home):
+    "A run that has trained an adapter, far enough to change the model."
+    changes = {"lora": {"r": 2}, "optim": {"learning_rate": 3e-2}}
+    changes["data"] = {"path": str(home / "qa.jsonl"), "eval_fraction": 0.0, "max_length": 32}
+    result = run(config(home, "lora", "first-adapter", changes), verbose=False)
+    return result.folder / "adapter"
+
+
+@pytest.mark.parametrize("method", ["lora", "dpo", "kto", "reward", "grpo", "ppo"])
+def test_an_adapter_is_trained_further(home, started, method):
+    changes = {"init_from": str(started), "lora": {"r": 16, "lora_dropout": 0.1}}
+    if method == "lora":
+        changes["data"] = {"path": str(home / "qa.jsonl"), "max_length": 32}
+    else:
+        changes["use_lora"] = True
+    plan = config(home, method, f"further-{method}", changes, max_steps=2)
+    lengths = [lambda completions, **_: [float(len(c)) for c in completions]]
+    result = run(plan, rewards=lengths if method in ("grpo", "ppo") else (), verbose=False)
+    before, after = (
+        load_file(folder / "adapter_model.safetensors")
+        for folder in (started, result.folder / "adapter")
+    )
+    if method == "reward":  # It has another head
+        del before["base_model.model.lm_head.weight"]
+    assert all(after[name].shape == old.shape for name, old in before.items())
+    assert any(not torch.equal(after[name], old) for name, old in before.items())
+    settings = json.loads((result.folder / "adapter" / "adapter_config.json").read_text())
+    assert settings["r"] == 2 and settings["lora_dropout"] == 0.1
+    log = (result.folder / "log.txt").read_text()
+    assert "lora.r shapes a new model or adapter: without effect" in log
+    if method == "dpo":
+        assert settings["base_model_name_or_path"] == str(home / "base")
+        assert "the model with its adapter as it was" in log
+        joined, _ = load_pretrained(result.folder / "adapter", dtype=torch.float32)
+        for name, tensor in load_pretrained(result.model_path)[0].state_dict().items():
+            torch.testing.assert_close(joined.state_dict()[name], tensor)
+
+
+def test_the_copy_of_an_adapter_is_as_good_a_reference_as_that_of_a_model(home, started):
+    "The losses of a run are equal to the last bit, with numbers computed before training too."
+    losses = []
+    for name, dpo in (
+        ("small", {}),
+        ("whole", {"reference": "copy"}),
+        ("ahead", {"precompute_ref_log_probs": True}),
+    ):
+        changes = {"init_from": str(started), "use_lora": True, "dpo": dpo}
+        losses.append(logged(run(config(home, "dpo", name, changes), verbose=False).folder))
+    assert losses[0][0] == pytest.approx(math.log(2), abs=1e-6)  # It starts as its reference
+    assert losses[0] == losses[1] and losses[0][0] != losses[0][-1]
+    assert losses[2] == pytest.approx(losses[0], abs=1e-6)
+
+
+def test_a_run_that_trains_an_adapter_further_is_resumed(home, started):
+    changes = {"init_from": str(started), "use_lora": True}
+    whole = run(config(home, "dpo", "further-whole", changes), verbose=False)
+    cut = config(home, "dpo", "further-cut", changes, save_strategy="steps", save_steps=2)
+    assert run(cut, verbose=False, callbacks=[StopAt()]).steps == 3
+    resumed = run(cut, resume=True, verbose=False)
+    for name, tensor in load_file(whole.folder / "adapter" / "adapter_model.safetensors").items():
+        again = load_file(resumed.folder / "adapter" / "adapter_model.safetensors")[name]
+        assert torch.equal(tensor, again), name
+
+
+def test_an_adapter_as_the_start_of_all_weights_and_over_4_bits(home, started):
+    data = {"data": {"path": str(home / "qa.jsonl"), "max_length": 32}}
+    whole = prepare(config(home, "sft", "merged-start", {"init_from": str(started)} | data))
+    joined, _ = load_pretrained(started, dtype=torch.float32)
+    ids = torch.arange(8)[None]
+    assert all(p.requires_grad for p in whole.model.parameters())
+    torch.testing.assert_close(whole.model(ids).logits, joined(ids).logits)
+    few = {"init_from": str(started), "quant": {"bits": 4}} | data
+    few = prepare(config(home, "qlora", "few-bits", few))
+    layer = few.model.model.layers[0].self_attn.q_proj
+    assert type(layer.base_layer).__name__ == "Linear4bit"
+    saved = load_file(started / "adapter_model.safetensors")
+    start = "base_model.model.model.layers.0.self_attn.q_proj"
+    assert torch.equal(layer.lora_A["default"].weight, saved[f"{start}.lora_A.weight"])
+
+
+def test_what_an_adapter_cannot_start(home, started, tmp_path):
+    changes = {"init_from": str(started), "use_lora": True, "lora": {"init_lora_weights": "eva"}}
+    with pytest.raises(ValueError, match="init_lora_weights = 'eva' says where a new adapter"):
+        prepare(config(home, "dpo", "eva", changes))
+    start = run(config(home, "dpo", "no-new", {"use_lora": True}), verbose=False).folder / "adapter"
+    for adapter in (started, start):
+        changes = {"init_from": str(adapter), "sft": {"template": "gemma"}}
+        changes["data"] = {"path": str(home / "qa.jsonl"), "max_length": 32}
+        with pytest.raises((TypeError, ValueError), match="merge the adapter first"):
+            prepare(config(home, "lora", "new", changes))
+    shutil.copytree(started, lost := tmp_path / "lost")
+    (lost / "trainkit.json").unlink()
+    for base, hint in ((str(tmp_path / "gone"), "cannot be opened"), (None, "does not name")):
+        settings = json.loads((lost / "adapter_config.json").read_text())
+        (lost / "adapter_config.json").write_text(
+            json.dumps(settings | dict(base_model_name_or_path=base))
+        )
+        with pytest.raises((OSError, ValueError), match=f"{hint}.*set base_model_name_or_path in"):
+            load_pretrained(lost)
+
+
+def test_trl_trains_an_adapter_further_with_the_same_losses(home, started):
+    more = {"use_lora": True, "lora": {"r": 2}, "optim": {"learning_rate": 3e-2}}
+    start = run(config(home, "dpo", "first-of-pairs", more), verbose=False).folder / "adapter"
+    losses = []
+    for engine in ("trainkit", "trl"):
+        changes = {"init_from": str(start), "use_lora": True, "engine": engine}
+        result = run(config(home, "dpo", f"further-{engine}", changes), verbose=False)
+        losses.append(logged(result.folder))
+    with pytest.raises(ValueError, match="modules_to_save.*take engine: trainkit"):
+        run(config(home, "dpo", "whole-trl", changes | {"init_from": str(started)}), verbose=False)
+    assert losses[0][0] == pytest.approx(math.log(2), abs=1e-6)
+    assert losses[1] == pytest.approx(losses[0], abs=2e-5)

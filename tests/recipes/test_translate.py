@@ -1996,7 +1996,7 @@ def test_no_key_of_a_data_set_of_axolotl_is_dropped(dataset, knobs, refused):
         (dict(adapter_name_or_path="a", export_dir="out", export_size=5), "trainkit merge m a out"),
         (dict(export_dir="out"), "trainkit export hf m out"),
         (dict(infer_backend="huggingface"), "trainkit chat --model m"),
-        (dict(adapter_name_or_path="a", infer_backend="vllm"), "trainkit merge m a OUTPUT, then"),
+        (dict(adapter_name_or_path="a", infer_backend="vllm"), "trainkit chat --model a"),
     ],
 )
 def test_a_config_that_trains_nothing_is_answered_with_its_command(words, message):
@@ -2069,6 +2069,27 @@ def test_llama_factory_trains_an_adapter_where_nothing_is_said(stage):
     assert any("finetuning_type" in row.why for row in account.rows)
     config, _ = convert_config({**words, "finetuning_type": "full"})
     assert not config.adapts
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        dict(
+            stage="dpo",
+            finetuning_type="lora",
+            model_name_or_path="m",
+            adapter_name_or_path="saves/sft",
+        ),
+        dict(base_model="m", lora_model_dir="saves/sft", adapter="lora", rl="dpo"),
+    ],
+)
+def test_an_adapter_to_train_further_is_the_start_of_the_run(words):
+    config, account = convert_config(words | dict(dataset="pairs.jsonl"))
+    assert (config.init_from, config.adapts) == ("saves/sft", True)
+    assert not account.named("refused")
+    for more in (dict(create_new_adapter=True), dict(adapter_name_or_path="a,b")):
+        _, account = convert_config(words | dict(dataset="pairs.jsonl") | more)
+        assert any("trainkit merge BASE ADAPTER" in row.why for row in account.named("refused"))
 
 
 def test_the_trackers_of_the_converter_are_those_of_a_run():

@@ -50,7 +50,9 @@ from .families import from_hf_config
 from .families import has_own_head, hf_architecture, stored_as, unsupported_knobs
 from .families import take_weights, to_hf_config, to_hf_weights
 from .hub import find_model_files, published_name
-from ..lora.inject import replace_layer
+from ..lora.adapters import adapter_base, load_adapter, vocabulary_size
+from ..lora.inject import kind_of, replace_layer
+from ..lora.merge import merge_lora
 from ..model.attention import rope_frequencies
 from ..model.config import MAX_LAYERS, ModelConfig
 from ..model.generation import eval_mode
@@ -668,6 +670,33 @@ def _is_foreign(path: Path) -> bool:
     return False
 
 
+def _open_adapter(
+    folder: Path,
+    base: str,  # Its name or folder, empty where the adapter names none
+    merge: bool,
+    how: dict,  # Arguments of `load_pretrained` for the base
+) -> tuple[nn.Module, _Tokenizer | None]:
+    "An adapter with its base: merged into it where it is not quantized, or by itself."
+    remedy = (
+        f"set base_model_name_or_path in {folder / 'adapter_config.json'} to its folder or name"
+    )
+    if not base:
+        raise ValueError(f"{folder} is an adapter and does not name its base model: {remedy}")
+    try:
+        model, tokenizer = load_pretrained(base, **how)
+    except OSError as error:
+        raise OSError(
+            f"{folder} is an adapter of {base}, which cannot be opened: {error}. Or {remedy}"
+        ) from None
+    own = _open_tokenizer(folder, how["native"] is not False)
+    load_adapter(model, folder)
+    _check_sizes(own, vocabulary_size(model))
+    if merge and not any(kind_of(module) == "quantized" for module in model.modules()):
+        merge_lora(model).requires_grad_(True)
+        model.name_or_path = str(folder)
+    return model.eval(), own or tokenizer
+
+
 def load_pretrained(
     source: str | Path,  # A folder that we or transformers saved, a .gguf file, or a hub name
     # Our `Transformer` and, for byte-level BPE, our tokenizer: True, or an error; False:
@@ -687,8 +716,13 @@ def load_pretrained(
     # To quantize: a folder is quantized while it is read, everything else after loading.
     # Weights that have 4 or 8 bits already, by bitsandbytes, keep them, with or without it
     quant: QuantConfig | None = None,
+    # What becomes of an adapter whose folder is `source`: it is merged into its base, unless that
+    # is quantized; False: it stays by itself
+    merge_adapter: bool = True,
 ) -> tuple[Any, Any]:  # The model in eval mode, and the tokenizer or None
-    "Load a model and its tokenizer; never a pickle, and no remote code unless asked for."
+    """Load a model and its tokenizer; never a pickle, and no remote code unless asked for.
+
+    The folder of an adapter is opened with the base that its config names."""
     if trust_remote_code and native:
         raise ValueError(
             "trust_remote_code = True: our own model runs no remote code; set native=False"
@@ -700,6 +734,10 @@ def load_pretrained(
             "set native=False to spread it over several"
         )
     path = _find(source, cache_dir, token, trust_remote_code)
+    if (base := adapter_base(path)) is not None:
+        how = dict(native=native, dtype=dtype, cache_dir=cache_dir, device_map=device_map)
+        how |= dict(use_cache=use_cache, token=token, trust_remote_code=trust_remote_code)
+        return _open_adapter(path, base, merge_adapter, how | dict(quant=quant))
     ours = native is not False  # The tokenizer, whoever computes the model
     if native is None:
         native = not (trust_remote_code or isinstance(device_map, dict) or _is_foreign(path))

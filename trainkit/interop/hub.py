@@ -245,7 +245,15 @@ def course_model() -> str:  # Empty where its package is missing
     return files[0] if files else ""
 
 
-_WANTED = ("*.json", "model*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model")
+_WANTED = (
+    "*.json",
+    "model*.safetensors",
+    "*.jinja",
+    "merges.txt",
+    "vocab.txt",
+    "*.model",
+    "adapter_model.safetensors",
+)
 
 
 def fetch_model(

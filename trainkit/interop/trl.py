@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 import torch
 
+from ..align.reference import adapter_is_identity
 from ..align.rewards import call_reward
 from ..config import seed_everything, to_dict
 from ..data.dataloader import Batches
@@ -48,6 +49,7 @@ from trainkit.interop.hf_bridge import (
 )
 from .hf_bridge import offline, to_peft_model, packs_weights
 from .llamafactory import stage_of
+from ..lora.inject import AdaptedModel
 from ..progress import Progress
 from ..train.config import Result, TrainConfig, TrainState, TrainingError, due
 from ..train.objectives import lm_objective
@@ -591,6 +593,18 @@ def _subclass(base: type, ours: "TRLTrainer") -> tuple[type, type]:
     return steps, LogCallback
 
 
+def _check_reference(model: torch.nn.Module) -> None:
+    "Raise `ValueError` where TRL's copy of an adapter is not all of it."
+    whole = any(
+        config.modules_to_save for config in cast(AdaptedModel, model).lora_configs.values()
+    )
+    if whole and not adapter_is_identity(model):
+        raise ValueError(
+            "the adapter to start from has layers that are trained as a whole (modules_to_save), "
+            "and TRL's reference computes without them: take engine: trainkit"
+        )
+
+
 class TRLTrainer(Trainer):
     "A `Trainer` whose steps are taken by TRL."
 
@@ -778,6 +792,8 @@ class TRLTrainer(Trainer):
                     "take engine: trainkit"
                 )
             arguments["teacher_model"] = to_peft_model(teacher.model).eval()
+        if has_adapter and self.kind not in ("sft", "gkd", "reward"):
+            _check_reference(self.model)
         if self.kind in ("dpo", "kto") and not has_adapter:
             arguments["ref_model"] = deepcopy(twin).eval().requires_grad_(False)
         if self.kind in ("grpo", "rloo"):

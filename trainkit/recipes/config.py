@@ -324,7 +324,7 @@ class RunConfig:
     )
     init_from: str = knob(
         "",
-        "A trained model to begin with: a folder, "
+        "A trained model to begin with: a folder, an adapter's too, "
         "a .gguf file or a name on the hub; empty: a new one",
         aliases=(
             "model_name_or_path",

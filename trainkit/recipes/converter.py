@@ -742,7 +742,7 @@ def _answered(data: Mapping) -> str:
     model = data.get("model_name_or_path")
     command = f"trainkit chat --model {model}"
     if adapter := data.get("adapter_name_or_path"):
-        command = f"trainkit merge {model} {adapter} OUTPUT, then trainkit chat --model OUTPUT"
+        command = f"trainkit chat --model {adapter}"
     return f"is about answers, and describes no run: {command}"
 
 
@@ -3011,7 +3011,29 @@ def _override_rule(name: str, final: Mapping[str, Any], strategy: str = "") -> s
     return ""
 
 # %% ../../nbs/11_recipes/17_commands.ipynb #words-of-trl
+_NEW_OVER_OLD = (
+    "one adapter is trained further here: for a new one over it, "
+    "trainkit merge BASE ADAPTER OUTPUT first, then init_from: OUTPUT"
+)
+
+
+def _adapter_folder(value: str | Sequence[str] | None, siblings: Mapping) -> Meaning:
+    folders = split_list(value) if isinstance(value, str) else list(value or ())
+    if len(folders) > 1 or siblings.get("create_new_adapter"):
+        return Refused(_NEW_OVER_OLD)
+    return {_MODEL: folders[0]} if folders else Implied("empty is the default")
+
+
+def _base_of_adapter(value: str, siblings: Mapping) -> Meaning:
+    if siblings.get("adapter_name_or_path") or siblings.get("lora_model_dir"):
+        return Implied("the folder of the adapter names it")
+    return {_MODEL: value}
+
+
 WORDS |= {
+    **dict.fromkeys(("adapter_name_or_path", "lora_model_dir"), _adapter_folder),
+    **dict.fromkeys(("model_name_or_path", "base_model"), _base_of_adapter),
+    "create_new_adapter": _if(Refused(_NEW_OVER_OLD)),
     "cpo.loss_type": _cpo_loss,
     "cpo.simpo_gamma": _cpo_gamma,
     "cpo.alpha": _if(Refused("the rewards of AlphaPO are not built in")),
@@ -3207,8 +3229,13 @@ ANSWERS = {  # Words that no knob replaces -> what to do instead
         "name the layers instead: --lora_target q_proj,v_proj or all-linear",
     ),
     **dict.fromkeys(
-        ("adapter_name_or_path", "adapter_folder", "create_new_adapter"),
-        "a run starts from a whole model: trainkit merge BASE ADAPTER OUTPUT, then --model OUTPUT",
+        ("adapter_name_or_path", "lora_model_dir"),
+        "give the adapter's folder as --model: its config names the base model",
+    ),
+    **dict.fromkeys(
+        ("adapter_folder", "create_new_adapter"),
+        "one adapter is trained further here: for a new one over it, trainkit merge BASE ADAPTER "
+        "OUTPUT, then --model OUTPUT",
     ),
     **dict.fromkeys(
         ("export_dir", "export_size", "export_device", "export_quantization_bit"),

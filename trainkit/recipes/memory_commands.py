@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from ..config import nearest
-from ..files import making_model, open_with, reading, say, to_json
+from ..files import making_model, open_with, read_json, reading, say, to_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -120,8 +120,12 @@ def read_setup(
     config: "RunConfig",
 ) -> MemoryNeeds:  # Raises `FileNotFoundError` where the model is missing
     "The model and the training setup of a config."
+    from trainkit.lora.adapters import adapter_base, lora_config
     from trainkit.memory.planner import Setup
 
+    if (base := adapter_base(config.init_from)) is not None:
+        trained = lora_config(read_json(Path(config.init_from) / "adapter_config.json"))
+        config = replace(config, init_from=base, lora=trained)
     shape = find_model(config.init_from, config)
     train = config.train
     length = config.data.max_length

@@ -46,6 +46,7 @@ from ..interop.families import FAMILIES, hf_architecture, unsupported_knobs
 from ..interop.hub import HubPush
 from ..interop.llamafactory import llamafactory_plan, run_llamafactory
 from ..interop.trl import engine_line, make_loop
+from ..lora.adapters import adapter_base
 from ..lora.inject import trainable_report
 from ..memory.estimate import MemoryWatch, check_size, extrapolate, predict_run, room
 from ..memory.estimate import rows_at_once
@@ -72,6 +73,7 @@ from trainkit.recipes.preparation import (
     prepare_shards,
     prepare_text,
     timed,
+    unused_lora_knobs,
     unused_model_knobs,
 )
 from .saving import read_trained, save_trained
@@ -205,10 +207,14 @@ def _unused_knobs_note(
     "The knobs of a new model that have no effect on the trained one."
     c = inputs.config
     unused = unused_model_knobs(c, inputs.model) if c.init_from else []
+    if c.adapts and adapter_base(c.init_from) is not None:
+        causal = inputs.model if inputs.causal is None else inputs.causal
+        unused = [*unused, *unused_lora_knobs(c, causal)]
     if not unused:
         return []
     return [
-        f"Note       {', '.join(unused)} {'shape' if len(unused) > 1 else 'shapes'} a new model: "
+        f"Note       {', '.join(unused)} {'shape' if len(unused) > 1 else 'shapes'} "
+        f"a new model{' or adapter' * any(name.startswith('lora.') for name in unused)}: "
         f"without effect here, since {c.init_from} stays as it is"
     ]
 

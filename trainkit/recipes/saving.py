@@ -30,7 +30,7 @@ from ..align.reward_model import RewardModel, score_ids
 from ..config import check_items
 from ..data.tokenization import tokenize_examples
 from ..files import atomic_folder, making_model, open_with, write_atomic
-from ..lora.adapters import adapter_tensors, peft_config, save_adapter
+from ..lora.adapters import adapter_base, adapter_tensors, peft_config, save_adapter
 from ..lora.inject import dequantized, kind_of, replace_layer
 from ..lora.merge import merge_lora
 from ..model.generation import context_length
@@ -293,7 +293,8 @@ def save_trained(
     from trainkit.interop.hf import save_pretrained  # transformers takes seconds to import
     from trainkit.interop.hub import published_name
 
-    base = published_name(parts.config.init_from)
+    source = adapter_base(parts.config.init_from) or parts.config.init_from
+    base = published_name(source)
     net: Any = parts.model if model is None else model
     net = getattr(net, "policy", net)  # The critic of ppo is of no use without its policy's rewards
     if isinstance(net, RewardModel):
@@ -302,10 +303,10 @@ def save_trained(
             save_reward_adapter(net, adapter, parts.causal, base)
         return
     if parts.config.adapts and adapter:
-        save_adapter(net, adapter, base=base, tokenizer=parts.tokenizer)
+        save_adapter(net, adapter, base=base, tokenizer=parts.tokenizer, source=source)
     save_pretrained(merged_copy(net) if parts.config.adapts else net, parts.tokenizer, where)
     if parts.config.adapts and parts.config.quant.bits:  # For those who quantize it again
-        origin = dict(bits=parts.config.quant.bits, base=parts.config.init_from)
+        origin = dict(bits=parts.config.quant.bits, base=source)
         write_atomic(where / "merged.json", json.dumps(origin) + "\n")
 
 

@@ -648,7 +648,7 @@ def resize_embeddings(
     if not plain or (head is not None and not isinstance(head, nn.Linear)):
         raise TypeError(
             f"the embedding is a {type(embedding).__name__}, the head a {type(head).__name__}: "
-            "resize it before LoRA or quantization"
+            "resize it before LoRA or quantization, or merge the adapter first"
         )
     tied = head is not None and head.weight is embedding.weight
 
