@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
@@ -18,7 +19,9 @@ import pytest
 
 from trainkit.data import shards
 from trainkit.data.dataset import load_examples
+from trainkit.data.mixture import MixedRows
 from trainkit.data.shards import (
+    TokenRows,
     encode_texts,
     open_shards,
     read_pieces,
@@ -487,3 +490,31 @@ def test_pieces_of_a_long_file_are_short(tmp_path):
     assert "".join(pieces) == text
     assert max(map(len, pieces)) <= 10_000 + 4096 and len(pieces) >= 8
     assert len(pieces[0]) >= 10_000 - 4096
+
+
+@pytest.mark.parametrize(
+    "rule, total", [("total", 13), ("first_exhausted", 6), ("all_exhausted", 20)]
+)
+def test_rows_mixed_without_reading_them(rule, total):
+    "Three rows and ten, half and half: none is seen twice more often than another of its dataset."
+    rows = MixedRows(dict(few="abc", many="0123456789"), [1, 1], stopping_strategy=rule, seed=4)
+    counts = Counter(rows)
+    assert len(rows) == total and rows[-1] == rows[len(rows) - 1] and rows[:2] == [rows[0], rows[1]]
+    few = [counts[letter] for letter in "abc"]
+    many = [counts[digit] for digit in "0123456789"]
+    assert abs(sum(few) - total / 2) <= 0.5 and max(few) - min(few) <= 1
+    assert max(many) - min(many) <= 1
+    assert rows.report.parts["few"] == dict(
+        rows=3, used=sum(few), share=sum(few) / total, epochs=sum(few) / 3
+    )
+    again = MixedRows(dict(few="abc", many="0123456789"), [1, 1], stopping_strategy=rule, seed=4)
+    assert [*again] == [*rows]
+    assert [*MixedRows(dict(one="abcdefgh"), seed=1)] != [*MixedRows(dict(one="abcdefgh"), seed=2)]
+
+
+def test_mixed_rows_know_their_lengths():
+    line = np.arange(100, dtype=np.uint16)
+    parts = dict(a=TokenRows(line, 10, 0, 41), b=TokenRows(line, 10, 50, 75))
+    rows = MixedRows(parts, temperature=2.0)
+    assert rows.lengths.tolist() == [len(row) for row in rows]
+    assert {*rows.lengths.tolist()} == {5, 7, 10}  # The last rows of both are shorter

@@ -1150,3 +1150,61 @@ def test_trl_trains_an_adapter_further_with_the_same_losses(home, started):
         run(config(home, "dpo", "whole-trl", changes | {"init_from": str(started)}), verbose=False)
     assert losses[0][0] == pytest.approx(math.log(2), abs=1e-6)
     assert losses[1] == pytest.approx(losses[0], abs=2e-5)
+
+
+@pytest.fixture(scope="module")
+def corpora(home):
+    "Two folders of shards with one tokenizer, and one with another."
+    tokenizer = BPETokenizer.load(home / "base")
+    tokenize_to_disk([f"{a} and {b}." for a in NAMES for b in NAMES], tokenizer, home / "words")
+    tokenize_to_disk([f"{n}{n}{n}" for n in range(100, 160)], tokenizer, home / "digits")
+    other = BPETokenizer.train("abab", 258, special_tokens=["<|endoftext|>"])
+    tokenize_to_disk(["abab"] * 9, other, home / "foreign")
+    return home
+
+
+def mixed(home, name, entries, more=None, **train):
+    data = {"datasets": entries, "eval_fraction": 0.1, "max_length": 16, **(more or {})}
+    return config(home, "pretrain", name, {"data": data}, **train)
+
+
+def test_several_folders_of_shards_train_together(corpora):
+    "By their weights, in tokens; each is held out and evaluated by itself, and a resume is exact."
+    entries = [
+        dict(path=str(corpora / "words"), weight=1),
+        dict(path=str(corpora / "digits"), weight=3),
+    ]
+    plan = mixed(corpora, "shards-mixed", entries)
+    inputs = prepare(plan)
+    parts = inputs.data.mixture.parts
+    assert [part["share"] for part in parts.values()] == pytest.approx([0.25, 0.75], abs=0.02)
+    eos = inputs.tokenizer.eos_token_id
+    texts = [inputs.tokenizer.decode(row[row != eos]) for row in inputs.train_batches.rows]
+    digits = sum(any(c.isdigit() for c in text) for text in texts)
+    assert digits / len(texts) == pytest.approx(0.75, abs=0.02)
+    held = {row["text"] for row in inputs.eval_rows}
+    assert any("and" in text for text in held) and any(text.isdigit() for text in held)
+    whole = run(plan, verbose=False)
+    assert whole.metrics.keys() >= {"eval_words_loss", "eval_digits_loss"}
+    half = mixed(corpora, "shards-half", entries, save_strategy="steps")
+    assert run(half, verbose=False, callbacks=[StopAt()]).steps == 3
+    assert torch.equal(weights(run(half, resume=True, verbose=False).model), weights(whole.model))
+
+
+def test_folders_of_shards_by_size_and_what_does_not_go_together(corpora):
+    words, digits, foreign = (str(corpora / name) for name in ("words", "digits", "foreign"))
+    inputs = prepare(mixed(corpora, "by-size", [words, digits]))
+    alone = [
+        len(prepare(mixed(corpora, "one", [path])).train_batches.rows) for path in (words, digits)
+    ]
+    parts = [part["used"] for part in inputs.data.mixture.parts.values()]
+    assert parts == alone and len(inputs.train_batches.rows) == sum(alone)
+    text = str(corpora / "text.jsonl")
+    for entries, more, message in (
+        ([words, foreign], {}, "made with different tokenizers"),
+        ([words, text], {}, "text.jsonl', which has none: encode it"),
+        ([words, dict(path=digits, max_examples=3)], {}, "leave max_examples out"),
+        ([words, digits], {"min_length": 4}, "cannot be filtered"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare(mixed(corpora, "wrong", entries, more))

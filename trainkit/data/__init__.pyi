@@ -36,6 +36,7 @@ from .dedup import (
     find_leaks as find_leaks,
     near_pairs as near_pairs,
 )
+from .mixture import MixedRows as MixedRows
 from .mixture import mix as mix
 from .quality import check_examples as check_examples
 from .quality_report import QualityReport as QualityReport

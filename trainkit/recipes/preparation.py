@@ -58,8 +58,9 @@ from ..config import knobs, nearest, pick_device, seed_everything, to_dict
 from ..data.dataloader import Batches, collate, encode_rows, pack, packing_efficiency
 from ..data.dataloader import token_blocks
 from ..data.dataset import DataConfig, DataFacts, load_splits
+from ..data.mixture import DataSource, MixedRows, read_sources
 from ..data.schema import to_messages
-from ..data.shards import open_shards
+from ..data.shards import TokenRows, TokenShards, open_shards
 from ..data.tokenization import Examples, tokenize_examples
 from ..display import plural
 from ..eval.code_eval import find_isolation, run_code
@@ -718,72 +719,151 @@ def _text_plan(data: DataFacts, tokenizer: BPETokenizer, tokens: int) -> list[st
     ]
 
 
-def prepare_shards(
-    config: RunConfig,  # Whose `data.path` is a folder of shards
-    base: _Base | None = None,  # A trained model to begin with, and its tokenizer; None: a new one
-) -> RunInputs:
-    "Shards: map the files, take their tokenizer, build."
-    seconds: dict[str, float] = {}
-    if config.data.min_length:
-        raise ValueError(
-            f"data.min_length = {config.data.min_length}: "
-            "shards are already encoded, so their rows cannot be filtered"
+class _ShardFolder:
+    "A folder of shards, divided into what is trained on and what is held out."
+
+    def __init__(self, shards: TokenShards, fraction: float, tokenizer: BPETokenizer):
+        self.shards = shards
+        size = min(max(2, int(len(shards) * fraction)), _HELD_OUT) if fraction else 0
+        self.cut = len(shards) - size
+        ends = np.zeros(0)
+        if size:
+            ends = np.flatnonzero(shards[len(shards) - 2 * size : -1] == tokenizer.eos_token_id)
+        if len(ends):  # Hold out whole documents where that is possible
+            self.cut = len(shards) - 2 * size + int(ends[np.abs(ends - size).argmin()])
+        self.recent = shards[max(0, self.cut - 2 * _HELD_OUT) : self.cut]
+        self.held = shards[self.cut :]
+        held_bytes = len(tokenizer.decode_bytes(self.held, skip_special_tokens=True))
+        self.eval_bytes = held_bytes
+        self.train_bytes = sum(r["text_bytes"] for r in shards.index["shards"]) - held_bytes
+
+    def rows(self, length: int) -> TokenRows:
+        return self.shards.rows(length, 0, min(self.cut + 1, len(self.shards)))
+
+    def held_rows(self, length: int) -> Sequence:
+        return self.shards.rows(length, self.cut) if len(self.held) else []
+
+    @staticmethod
+    def texts(ids: np.ndarray, tokenizer: BPETokenizer) -> list[dict]:
+        texts = tokenizer.decode(ids).split(tokenizer.eos_token)
+        return [dict(text=text) for text in texts if text]
+
+
+def _mix_shards(
+    config: DataConfig,
+    sources: Sequence[DataSource],
+    folders: Sequence[_ShardFolder],
+) -> tuple[DataFacts, Sequence]:  # With the rows to train on
+    "The rows of one folder, or of several in the proportions of the config."
+    first = folders[0]
+    parts = {s.name: f.rows(config.max_length) for s, f in zip(sources, folders, strict=True)}
+    if len(parts) == 1:
+        facts = DataFacts(
+            str(first.shards.folder),
+            "text",
+            first.shards.index["shards"][0]["text_sha256"],
+            train_bytes=first.train_bytes,
+            eval_bytes=first.eval_bytes,
         )
-    with timed(seconds, "reading"):
-        shards = open_shards(config.data.path)
-    base = starting_model(config, base)
-    tokenizer = BPETokenizer.load(config.tokenizer.path or shards.folder / "tokenizer")
-    if (
-        config.tokenizer.path
-        and tokenizer.vocab_size != BPETokenizer.load(shards.folder / "tokenizer").vocab_size
-    ):
+        return facts, parts[sources[0].name]
+    rows = MixedRows(
+        parts,
+        [source.weight for source in sources if source.weight is not None] or None,
+        config.mix_temperature,
+        config.stopping_strategy,
+    )
+    uses = [part["epochs"] for part in rows.report.parts.values()]
+    facts = DataFacts(
+        " + ".join([*parts][:4]) + (f" and {len(parts) - 4} more" if len(parts) > 4 else ""),
+        "text",
+        "",
+        train_bytes=round(sum(f.train_bytes * n for f, n in zip(folders, uses, strict=True))),
+        eval_bytes=sum(f.eval_bytes for f in folders),
+        mixture=rows.report,
+    )
+    return facts, rows
+
+
+def _tokenizer_of_shards(
+    config: RunConfig, folders: Sequence[TokenShards]
+) -> BPETokenizer:  # Raises `ValueError` where they were made with different ones
+    prints = [shards.index.get("tokenizer") for shards in folders]
+    for shards, mark in zip(folders, prints, strict=True):
+        if mark != prints[0]:
+            raise ValueError(
+                f"{folders[0].folder} and {shards.folder} were made with different tokenizers, so "
+                "they do not train together: tokenize one of them again"
+            )
+    own = BPETokenizer.load(folders[0].folder / "tokenizer")
+    if not config.tokenizer.path:
+        return own
+    tokenizer = BPETokenizer.load(config.tokenizer.path)
+    if tokenizer.vocab_size != own.vocab_size:
         raise ValueError(
             f"{config.tokenizer.path} is not the tokenizer "
             "that made the shards: leave tokenizer.path out"
         )
+    return tokenizer
+
+
+def _shard_sources(config: DataConfig) -> list[DataSource]:
+    "The folders of shards that are read; raises `ValueError` where one of them is something else."
+    if config.min_length:
+        raise ValueError(
+            f"data.min_length = {config.min_length}: "
+            "shards are already encoded, so their rows cannot be filtered"
+        )
+    sources = read_sources(config.datasets) or [DataSource(config.path)]
+    for source in sources:
+        if not (Path(source.path) / "index.json").is_file():
+            raise ValueError(
+                f"data.datasets has shards and '{source.path}', which has none: encode it with the "
+                "same tokenizer (trainkit data tokenize), or give the text of all of them"
+            )
+        if extra := [name for name in source.settings if name != "path"]:
+            raise ValueError(
+                f"data.datasets: {source.path} contains shards, which are already encoded: "
+                f"leave {extra[0]} out"
+            )
+    return sources
+
+
+def prepare_shards(
+    config: RunConfig,  # Whose `data.path` is a folder of shards, or `data.datasets` several
+    base: _Base | None = None,  # A trained model to begin with, and its tokenizer; None: a new one
+) -> RunInputs:
+    "Shards: map the files, take their tokenizer, build."
+    seconds: dict[str, float] = {}
+    sources = _shard_sources(config.data)
+    with timed(seconds, "reading"):
+        shards = [open_shards(source.path) for source in sources]
+    base = starting_model(config, base)
+    tokenizer = _tokenizer_of_shards(config, shards)
     seed_everything(config.train.seed)
     model = base[0] if base else prepare_model(config.model, tokenizer)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the shards have {tokenizer.vocab_size} tokens and the model {model.config.vocab_size}"
         )
-    if config.data.eval_fraction:
-        size = min(max(2, int(len(shards) * config.data.eval_fraction)), _HELD_OUT)
-    else:
-        size = 0
-    ends = (
-        np.zeros(0)
-        if not size
-        else np.flatnonzero(shards[len(shards) - 2 * size : -1] == tokenizer.eos_token_id)
-    )  # hold out whole documents where that is possible
-    if len(ends):
-        cut = len(shards) - 2 * size + int(ends[np.abs(ends - size).argmin()])
-    else:
-        cut = len(shards) - size
-
-    def decode(ids):
-        return [text for text in tokenizer.decode(ids).split(tokenizer.eos_token) if text]
-
-    recent = shards[max(0, cut - 2 * _HELD_OUT) : cut]
-    held = shards[cut:]
-    rows = [[dict(text=text) for text in decode(ids)] for ids in (recent, held)]
-    held_bytes = len(tokenizer.decode_bytes(held, skip_special_tokens=True))
-    data = DataFacts(
-        str(shards.folder),
-        "text",
-        shards.index["shards"][0]["text_sha256"],
-        eval_chars=sum(len(r["text"]) for r in rows[1]),
-        train_bytes=sum(r["text_bytes"] for r in shards.index["shards"]) - held_bytes,
-        eval_bytes=held_bytes,
-    )
+    folders = [_ShardFolder(s, config.data.eval_fraction, tokenizer) for s in shards]
     length = config.data.max_length
+    data, train_rows = _mix_shards(config.data, sources, folders)
+    held = [folder.held_rows(length) for folder in folders]
+    tasks = None
+    if len(held) > 1:
+        pairs = zip(sources, held, strict=True)
+        tasks = [source.name for source, rows in pairs for _ in range(len(rows))]
     train, test = make_batches(
         config,
-        shards.rows(length, 0, min(cut + 1, len(shards))),
-        shards.rows(length, cut) if size else [],
+        train_rows,
+        held[0] if tasks is None else [row for rows in held for row in rows],
         tokenizer,
+        tasks=tasks,
     )
     adapt(model, config)
+    recent = [row for folder in folders for row in folder.texts(folder.recent, tokenizer)]
+    last = [row for folder in folders for row in folder.texts(folder.held, tokenizer)]
+    data = replace(data, eval_chars=sum(len(row["text"]) for row in last))
     return TextInputs(
         config,
         tokenizer,
@@ -791,13 +871,13 @@ def prepare_shards(
         train,
         test,
         data,
-        rows[0],
-        rows[1],
+        recent,
+        last,
         max_length=length,
         plan=_text_plan(data, tokenizer, len(train.rows) * (length - 1)),
         seconds=seconds,
-        train_ids=recent,
-        eval_ids=held,
+        train_ids=np.concatenate([folder.recent for folder in folders]),
+        eval_ids=np.concatenate([folder.held for folder in folders]),
     )
 
 

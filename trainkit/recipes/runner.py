@@ -97,7 +97,7 @@ def _prepare_rows(config: RunConfig, base: _Base | None, saved: Path | None) -> 
         return prepare_distill(config, base, saved)
     if config.recipe.learns_from == "answers":
         return prepare_sft(config, base, saved)
-    if (Path(config.data.path) / "index.json").is_file():
+    if any((Path(path) / "index.json").is_file() for path in config.data.paths):
         return prepare_shards(config, base)
     return prepare_text(config, base, saved)
 
