@@ -902,3 +902,45 @@ def test_a_run_in_half_precision_saves_its_model(tmp_path, tokenizer):
         save_pretrained(model, tokenizer, tmp_path / "model")
     opened = load_pretrained(tmp_path / "model")[0]
     assert torch.equal(logits(opened), logits(model)) and not torch.equal(logits(model), rounded)
+
+
+def _multimodal(kind, **text):
+    torch.manual_seed(0)
+    text |= dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    text |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    sight = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    sight |= dict(model_type="siglip_vision_model", image_size=28, patch_size=14)
+    more = dict(image_token_index=95) | (dict(mm_tokens_per_image=4) if kind == "Gemma3" else {})
+    settings = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=sight, **more)
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(settings).eval()
+
+
+@pytest.mark.parametrize(
+    "kind, text, head",
+    [
+        ("Gemma3", dict(sliding_window=8), "tied"),
+        ("Llava", dict(model_type="llama", tie_word_embeddings=False), "lm_head.weight"),
+        ("Llava", dict(model_type="mistral"), "lm_head.weight"),
+    ],
+)
+def test_the_language_model_of_one_that_reads_images(kind, text, head, tmp_path):
+    "Whole, in 8 bits, under the names of transformers 4 and 5, and saved as a model of its own."
+    theirs = _multimodal(kind, **text)
+    theirs.save_pretrained(tmp_path / "4")
+    shutil.copytree(tmp_path / "4", tmp_path / "5")
+    weights = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+    if head not in weights:  # It shares that of the embedding
+        del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "5/model.safetensors")
+    ids = torch.arange(1, 25).view(2, 12)
+    expected = theirs(input_ids=ids).logits
+    for names in ("4", "5"):
+        with pytest.warns(UserWarning, match="its language model alone is opened"):
+            ours, _ = load_pretrained(tmp_path / names)
+        torch.testing.assert_close(ours(ids).logits, expected, atol=1e-5, rtol=1e-5)
+        few, _ = load_pretrained(tmp_path / names, quant=QuantConfig(bits=8))
+        torch.testing.assert_close(few(ids).logits, expected, atol=0.1, rtol=0.1)
+    alone = transformers.AutoModelForCausalLM.from_pretrained(
+        save_pretrained(ours, None, tmp_path / "alone")
+    )
+    torch.testing.assert_close(alone(ids).logits, expected, atol=1e-5, rtol=1e-5)

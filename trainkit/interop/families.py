@@ -11,8 +11,8 @@ weights alone."""
 
 # %% auto #0
 __all__ = ['Rule', 'RULES', 'FAMILIES', 'CONSTANTS', 'unsupported_knobs', 'hf_architecture', 'to_hf_config',
-           'UnsupportedModelError', 'from_hf_config', 'to_hf_weights', 'from_hf_weights', 'stored_as',
-           'check_family_weights', 'has_own_head', 'take_weights', 'to_hf', 'from_hf']
+           'UnsupportedModelError', 'language_settings', 'language_name', 'from_hf_config', 'to_hf_weights',
+           'from_hf_weights', 'stored_as', 'check_family_weights', 'has_own_head', 'take_weights', 'to_hf', 'from_hf']
 
 # %% ../../nbs/10_interop/02_families.ipynb #imports-families
 from collections.abc import Callable, Mapping
@@ -281,6 +281,35 @@ _FREE = {
 
 class UnsupportedModelError(ValueError):
     "Our `Transformer` does not compute this model; transformers may."
+
+
+def language_settings(
+    settings: dict,  # The content of a config.json
+) -> dict:  # The same, unless the model also reads images or sound
+    "The settings of the language model inside a multimodal one, where it is one that we compute."
+    inner = settings.get("text_config")
+    if not isinstance(inner, Mapping) or inner.get("model_type") not in FAMILIES:
+        return settings
+    shared = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
+    return {**inner, **{name: settings[name] for name in shared if name in settings}}
+
+
+_LANGUAGE_PARTS = {  # Of transformers 5, of its files, and of the Idefics family -> ours
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.text_model.": "model.",
+}
+
+
+def language_name(
+    name: str,  # Of a tensor of a multimodal model
+) -> str | None:  # None for a tensor of another part
+    "The name that a tensor has in the language model alone."
+    for prefix, ours in _LANGUAGE_PARTS.items():
+        if name.startswith(prefix):
+            return ours + name.removeprefix(prefix)
+    return name if name.startswith("lm_head.") else None
 
 
 def from_hf_config(

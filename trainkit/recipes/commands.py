@@ -343,6 +343,7 @@ def merge(
     """Fold an adapter into its base model, on disk, a tensor at a time.
 
     trainkit merge runs/base/model runs/tuned/adapter merged"""
+    from trainkit.interop.hf import is_multimodal, load_pretrained, save_pretrained
     from trainkit.interop.hub import find_model_files
     from trainkit.lora.merge import merge_folder
 
@@ -354,9 +355,7 @@ def merge(
         raise FileNotFoundError(f"{adapter} is not an adapter: it has no adapter_config.json")
     path = find_model_files(base)
     with tempfile.TemporaryDirectory(prefix="trainkit-merge-") as home:
-        if path.is_file():  # A merge reads tensors from a folder
-            from trainkit.interop.hf import load_pretrained, save_pretrained
-
+        if path.is_file() or is_multimodal(path):  # A merge reads tensors under their usual names
             model, tokenizer = load_pretrained(path)
             path = save_pretrained(model, tokenizer, Path(home) / "base")
         say(f"Model   {merge_folder(path, adapter, output)}")
