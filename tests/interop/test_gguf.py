@@ -10,8 +10,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers
+from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
+from tokenizers.trainers import BpeTrainer
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config, Phi3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from trainkit.align.distillation import shared_vocabulary
 from trainkit.eval.scoring import _encode_answer
@@ -500,3 +505,140 @@ def test_all_ends_and_the_begin_token_are_kept(tokenizer, tmp_path, in_sequence)
     assert whole.count(begin[0]) == 1
     again = load_pretrained(path)[0]
     assert {*again.generation_config.eos_token_id} == {*ids.values()} - {ids["<|begin_of_text|>"]}
+
+
+def pieces(prefix, size=520):
+    "A tokenizer as SentencePiece makes them: characters, bytes for what is unknown, all merges."
+    text = Path(ast.__file__).read_text()
+    own = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>"]
+    model = models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>")
+    core = Tokenizer(model)
+    space = normalizers.Replace(" ", "\u2581")
+    core.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("\u2581"), space]) if prefix else space
+    )
+    core.pre_tokenizer = Split(Regex("\u2581?[^\u2581\\n]+|\u2581+|\\n+"), "isolated")
+    names = [*own, *(f"<0x{i:02X}>" for i in range(256))]
+    core.train_from_iterator(
+        [text], BpeTrainer(vocab_size=size, special_tokens=names, show_progress=False)
+    )
+    data = json.loads(core.to_str())
+    vocab = data["model"]["vocab"]
+    made = list(dict.fromkeys("".join(pair) for pair in data["model"]["merges"]))
+    cuts = [(token[:k], token[k:]) for token in made for k in range(1, len(token))]
+    data["model"]["merges"] = [pair for pair in cuts if {*pair} <= vocab.keys()]
+    data["added_tokens"] = data["added_tokens"][: len(own)]
+    data["pre_tokenizer"] = None
+    core = Tokenizer.from_str(json.dumps(data))
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    core.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", vocab["<bos>"])]
+    )
+    roles = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
+    return PreTrainedTokenizerFast(tokenizer_object=core, **roles)
+
+
+def with_pieces(kind, folder, **changes):
+    "A folder of transformers with such a tokenizer, and its model."
+    words = pieces(kind == "Llama")
+    settings = dict(vocab_size=len(words), hidden_size=64, intermediate_size=128, head_dim=32)
+    settings |= dict(num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1)
+    settings |= dict(max_position_embeddings=256, bos_token_id=2, eos_token_id=1, pad_token_id=0)
+    if kind != "Llama":
+        settings |= dict(sliding_window=16, query_pre_attn_scalar=32)
+    maker = (
+        transformers.Gemma3TextConfig
+        if kind == "Gemma3"
+        else getattr(transformers, f"{kind}Config")
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        maker(**settings | changes), attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    return model, words
+
+
+TEXTS = ("def visit(self, node):", " two  spaces \u00e9 \u6f22 and\n\nlines", "x" * 40)
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "Gemma3", "Llama"])
+def test_models_with_pieces_of_characters(kind, tmp_path):
+    "As transformers reads the file: logits beyond the window, and tokens of strange text."
+    model, words = with_pieces(kind, tmp_path / "m")
+    export_gguf(tmp_path / "m", tmp_path / "m.gguf", "f32", progress=False)
+    again, tokens = load_pretrained(tmp_path / "m.gguf")
+    ids = torch.randint(5, len(words), (1, 50), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(again(ids).logits, model(ids).logits, atol=1e-3, rtol=1e-4)
+    for text in TEXTS[:: 2 if kind == "Llama" else 1]:  # transformers adds none before a space
+        assert tokens(text)["input_ids"] == words(text)["input_ids"], text
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    assert fields["tokenizer.ggml.add_space_prefix"].contents() == (kind == "Llama")
+    types = fields["tokenizer.ggml.token_type"].contents()
+    assert [types.count(i) for i in (2, 3, 6)] == [1, 4, 256]  # Unknown, control, bytes
+    if kind != "Llama":
+        assert fields[f"{kind.lower()}.attention.sliding_window"].contents() == 16
+
+
+@pytest.mark.parametrize(
+    "kind, changes, message",
+    [
+        ("Gemma3", dict(num_hidden_layers=5, layer_types=["full_attention"] * 5), "every 6th|6th"),
+        (
+            "Gemma3",
+            dict(query_pre_attn_scalar=64),
+            "query_pre_attn_scalar = 64: GGUF's gemma3 has 32",
+        ),
+        ("Gemma3", dict(final_logit_softcapping=30.0), "its gemma3 none"),
+        ("Gemma2", dict(attn_logit_softcapping=None), "GGUF's gemma2 has both"),
+    ],
+)
+def test_a_gemma_that_llama_cpp_would_compute_otherwise(kind, changes, message, tmp_path):
+    with_pieces(kind, tmp_path / "m", **changes)
+    with pytest.raises(ValueError, match=message):
+        export_gguf(tmp_path / "m", tmp_path / "m.gguf", progress=False)
+
+
+def test_pieces_that_have_no_place_in_gguf(tmp_path):
+    with_pieces("Llama", tmp_path / "m")
+    file = tmp_path / "m" / "tokenizer.json"
+    data = json.loads(file.read_text())
+    merges = data["model"]["merges"]
+    joined = [pair for pair in merges if len("".join(pair)) > 2]
+    less = {**data, "model": {**data["model"], "merges": [m for m in merges if m != joined[0]]}}
+    other = {**data, "normalizer": {"type": "Lowercase"}}
+    for changed, message in ((less, "such merges have no place"), (other, "writes spaces as")):
+        file.write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=message):
+            export_gguf(tmp_path / "m", tmp_path / "m.gguf", progress=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Gemma2", "Gemma3", "Llama"])
+def test_llama_cpp_reads_pieces_of_characters(kind, tmp_path):
+    "As many tokens as here, and the same log-probabilities, inside the window and beyond it."
+    llama = pytest.importorskip("xllamacpp", reason="pip install xllamacpp")
+    model, words = with_pieces(kind, tmp_path / "m")
+    export_gguf(tmp_path / "m", tmp_path / "m.gguf", "f32", progress=False)
+    params = llama.CommonParams()
+    params.model.path = str(tmp_path / "m.gguf")
+    params.n_ctx, params.n_parallel, params.n_gpu_layers = 256, 1, 0
+    server = llama.Server(params)
+    for text in TEXTS:
+        done = server.handle_completions(dict(prompt=text, n_predict=1, temperature=0))
+        assert done["usage"]["prompt_tokens"] == len(words(text)["input_ids"]), text
+    for n in (8, 17, 60):
+        ids = torch.randint(300, 500, (1, n), generator=torch.Generator().manual_seed(n))
+        ask = dict(prompt=ids[0].tolist(), n_predict=1, temperature=0, logprobs=1)
+        done = server.handle_completions(ask)["choices"][0]["logprobs"]["content"][0]
+        with torch.no_grad():
+            ours = model(ids).logits[0, -1].log_softmax(-1)
+        assert done["id"] == ours.argmax() and done["logprob"] == pytest.approx(
+            ours.max(), abs=0.05
+        )

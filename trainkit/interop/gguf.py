@@ -21,6 +21,7 @@ __all__ = ['ARCHITECTURES', 'INTERLEAVED', 'PRE_TOKENIZERS', 'QUANT_TYPES', 'int
 
 # %% ../../nbs/10_interop/04_gguf.ipynb #imports-gguf
 import math
+import re
 import tempfile
 import warnings
 import zlib
@@ -35,7 +36,13 @@ from safetensors import SafetensorError, safe_open
 
 from ..files import read_json, write_atomic, writing
 from .families import hf_architecture
-from .hf import _is_foreign, read_config, with_own_head
+from trainkit.interop.hf import (
+    LAYERS_OF_27B,
+    _is_foreign,
+    is_multimodal,
+    read_config,
+    with_own_head,
+)
 from .hub import find_model_files
 from ..model.attention import rope_frequencies
 from ..model.config import ModelConfig
@@ -57,6 +64,8 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "SmolLM3ForCausalLM": "smollm3",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
 }
 # In Qwen's families the two rows of a rotary pair stay half a head apart
 INTERLEAVED = ("llama", "smollm3")
@@ -87,6 +96,8 @@ def gguf_names(
         "mlp.down_proj",
         "input_layernorm",
         "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
         "self_attn.q_norm",
         "self_attn.k_norm",
     )
@@ -120,9 +131,39 @@ def architecture_of(
         raise ValueError(
             f"layers {unturned} see no positions, and GGUF's SmolLM3 has every fourth like that"
         )
-    if config.layer_windows and ARCHITECTURES[name] != "llama":
+    if name.startswith("Gemma"):
+        _check_gemma(config, ARCHITECTURES[name])
+    elif config.layer_windows and ARCHITECTURES[name] != "llama":
         raise ValueError("sliding windows have no place in this family of GGUF")
     return ARCHITECTURES[name]
+
+
+_GEMMA = dict(gemma2=2, gemma3=6)  # Every so many layers one sees the whole text
+
+
+def _check_gemma(config: ModelConfig, kind: str) -> None:
+    "Raise `ValueError` for a Gemma whose file llama.cpp would compute in another way (gemma3.cpp)."
+    period = _GEMMA[kind]
+    windows = [*(config.layer_windows or [0] * config.n_layers)]
+    if [bool(w) for w in windows] != [(i + 1) % period > 0 for i in range(config.n_layers)]:
+        raise ValueError(
+            f"the windows of the layers are {windows}, and in GGUF's {kind} "
+            f"all layers have one but every {period}th"
+        )
+    narrow = [base for base, w in zip(config.rope_bases, windows, strict=True) if w]
+    if kind == "gemma3" and any(base != 1e4 for base in narrow):
+        raise ValueError(f"GGUF's gemma3 has the rotary base 10,000 in a window, not {narrow[0]}")
+    usual = config.head_width
+    if config.n_layers in LAYERS_OF_27B.values():
+        usual = config.d_model / config.n_heads
+    scalar = config.query_pre_attn_scalar or config.head_width
+    if scalar != usual:
+        raise ValueError(f"query_pre_attn_scalar = {scalar:g}: GGUF's {kind} has {usual:g}")
+    caps = config.attn_softcap, config.logit_softcap
+    if (None in caps) != (kind == "gemma3") or kind == "gemma3" and any(caps):
+        raise ValueError(
+            f"attn_softcap and logit_softcap are {caps}: GGUF's gemma2 has both, its gemma3 none"
+        )
 
 
 def _gguf() -> ModuleType:
@@ -142,8 +183,14 @@ def describe_model(
     writer.add_name(name)
     writer.add_block_count(config.n_layers)
     windows = [w for w in config.layer_windows or () if w]
-    # Up to the length of a window, full attention computes the same
-    writer.add_context_length(min([config.max_seq_len, *windows]))
+    if architecture_of(config) in _GEMMA:
+        writer.add_context_length(config.max_seq_len)
+        writer.add_sliding_window(windows[0])
+        if config.attn_softcap and config.logit_softcap:
+            writer.add_attn_logit_softcapping(config.attn_softcap)
+            writer.add_final_logit_softcapping(config.logit_softcap)
+    else:  # Up to the length of a window, full attention computes the same
+        writer.add_context_length(min([config.max_seq_len, *windows]))
     writer.add_embedding_length(config.d_model)
     writer.add_feed_forward_length(config.d_ff)
     writer.add_head_count(config.n_heads)
@@ -249,6 +296,94 @@ def _check_normalizer(file: Path, normalizer: Mapping[str, object] | None) -> No
         )
 
 
+def _merges(model: dict) -> list[tuple[str, str]]:
+    "The merges of a tokenizer.json, in their order."
+    pairs = (m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"])
+    return [(left, right) for left, right in pairs]
+
+
+def _scores(
+    data: dict,  # Of a tokenizer.json
+    file: Path,
+) -> dict[str, float]:  # Token -> score, the higher the earlier it is put together
+    """Scores, which SentencePiece has instead of merges; llama.cpp joins the best neighbours first.
+
+    Raises `ValueError` where this would give other tokens than the merges do."""
+    vocab = data["model"]["vocab"]
+    merges = _merges(data["model"])
+    scores: dict[str, float] = {}
+    for rank, (left, right) in enumerate(merges):
+        scores.setdefault(left + right, -float(rank))
+    known = {*merges}
+    for token, kind in _token_kinds(data).values():
+        for cut in range(1, len(token) if kind == "NORMAL" else 0):
+            pair = token[:cut], token[cut:]
+            if pair not in known and all(part in vocab for part in pair):
+                raise ValueError(
+                    f"{file}: '{token}' is never made of '{pair[0]}' and '{pair[1]}', and "
+                    "llama.cpp would make it so: such merges have no place in GGUF"
+                )
+    return scores
+
+
+def _adds_space(
+    data: dict,  # Of a tokenizer.json with characters
+    file: Path,
+) -> bool:  # Raises `ValueError` for what llama.cpp does not do
+    "Whether a text gets a space in front."
+    space = "\u2581"
+    normalizer = data.get("normalizer") or {}
+    steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
+    splitter = data.get("pre_tokenizer") or {}
+    plain = [
+        dict(type="Prepend", prepend=space),
+        dict(type="Replace", pattern=dict(String=" "), content=space),
+    ]
+    if steps and steps in (plain, plain[1:]) and splitter.get("type") in (None, "Split"):
+        return steps == plain
+    if splitter.get("type") == "Metaspace" and not steps and splitter.get("split") is False:
+        return splitter.get("prepend_scheme") != "never"
+    raise ValueError(
+        f"{file}: neither its normalizer ({normalizer.get('type')}) nor its pre_tokenizer "
+        f"({splitter.get('type')}) writes spaces as SentencePiece does, so llama.cpp would read "
+        "other tokens"
+    )
+
+
+def _token_kinds(data: dict) -> dict[int, tuple[str, str]]:  # Id -> token, name of its type
+    "What the tokens of a tokenizer.json are for."
+    model = data["model"]
+    kinds = {i: (token, "NORMAL") for token, i in model["vocab"].items()}
+    if model.get("byte_fallback"):
+        for i, (token, _) in kinds.items():
+            if re.fullmatch("<0x[0-9A-F]{2}>", token):
+                kinds[i] = token, "BYTE"
+    for token in data.get("added_tokens", ()):
+        if kinds.get(token["id"], ("", ""))[1] != "BYTE":
+            kind = "CONTROL" if token["special"] else "USER_DEFINED"
+            kinds[token["id"]] = token["content"], kind
+    unknown = model.get("unk_token")
+    if model.get("byte_fallback") and unknown in model["vocab"]:
+        kinds[model["vocab"][unknown]] = unknown, "UNKNOWN"
+    return kinds
+
+
+def _describe_pieces(
+    writer: "GGUFWriter",
+    data: dict,  # Of a tokenizer.json whose pieces are characters, as those of SentencePiece
+    file: Path,
+    tokens: Sequence[str],
+) -> None:
+    scores = _scores(data, file)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_scores([scores.get(token, -float(len(scores))) for token in tokens])
+    writer.add_add_space_prefix(_adds_space(data, file))
+    unknown = data["model"]["vocab"].get(data["model"].get("unk_token"))
+    if unknown is not None:
+        writer.add_unk_token_id(unknown)
+
+
 def describe_tokenizer(
     writer: "GGUFWriter",
     folder: str | Path,  # With tokenizer.json
@@ -261,26 +396,23 @@ def describe_tokenizer(
     data = _read(folder / "tokenizer.json")
     if not data:
         raise FileNotFoundError(f"{folder} has no tokenizer.json")
-    if data["model"].get("type") != "BPE" or data["model"].get("byte_fallback"):
+    if data["model"].get("type") != "BPE":
         raise ValueError(
-            f"{folder / 'tokenizer.json'} is {data['model'].get('type')}: "
-            "byte-level BPE is what is exported"
+            f"{folder / 'tokenizer.json'} is {data['model'].get('type')}: BPE is what is exported, "
+            "of bytes or of characters"
         )
-    _check_normalizer(folder / "tokenizer.json", data.get("normalizer"))
-    kinds = {i: (token, gguf.TokenType.NORMAL) for token, i in data["model"]["vocab"].items()}
-    for token in data.get("added_tokens", ()):
-        kinds[token["id"]] = (
-            token["content"],
-            gguf.TokenType.CONTROL if token["special"] else gguf.TokenType.USER_DEFINED,
-        )
-    listed = [kinds.get(i, (f"[PAD{i}]", gguf.TokenType.UNUSED)) for i in range(vocab_size)]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre or _pre_tokenizer(data))
-    writer.add_token_list([token for token, _ in listed])
-    writer.add_token_types([int(kind) for _, kind in listed])
-    writer.add_token_merges(
-        [m if isinstance(m, str) else " ".join(m) for m in data["model"]["merges"]]
-    )
+    kinds = _token_kinds(data)
+    tokens = [kinds.get(i, (f"[PAD{i}]", "UNUSED"))[0] for i in range(vocab_size)]
+    types = [kinds.get(i, ("", "UNUSED"))[1] for i in range(vocab_size)]
+    writer.add_token_list(tokens)
+    writer.add_token_types([int(gguf.TokenType[kind]) for kind in types])
+    if data["model"].get("byte_fallback"):
+        _describe_pieces(writer, data, folder / "tokenizer.json", tokens)
+    else:
+        _check_normalizer(folder / "tokenizer.json", data.get("normalizer"))
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre or _pre_tokenizer(data))
+        writer.add_token_merges([" ".join(pair) for pair in _merges(data["model"])])
     ids = {**_read(folder / "config.json"), **_read(folder / "generation_config.json")}
     ends = _as_list(ids.get("eos_token_id"))
     if ends and ids.get("bos_token_id") is None:
@@ -360,6 +492,7 @@ def read_tensors(
     "The tensors of a GGUF file; calling the function of one reads it as float32."
     names = gguf_names(config)
     swap = architecture_of(config) in INTERLEAVED
+    one_more = architecture_of(config) in _GEMMA  # Its norms are kept around 0, and around 1 there
     heads = {"q_proj": config.n_heads, "k_proj": config.kv_heads}
     readers = {}
 
@@ -368,6 +501,8 @@ def read_tensors(
             with safe_open(file, "pt") as tensors:
                 array = tensors.get_tensor(name).float().numpy()
             part = name.split(".")[-2]
+            if one_more and part.endswith("norm"):
+                return array + 1
             return interleave_rotary_rows(array, heads[part]) if swap and part in heads else array
 
         return read
@@ -407,7 +542,7 @@ def _check_importance(importance: dict[str, np.ndarray], columns: dict[str, int]
 
 
 def export_gguf(
-    # With config.json, of the Llama, Mistral, Qwen2 or Qwen3 family; or a name on the hub
+    # With config.json, of a family in `ARCHITECTURES`; or a name on the hub
     folder: str | Path,
     path: str | Path,  # The file to write, `….gguf`
     quant_type: str = "q8_0",  # One of `QUANT_TYPES`
@@ -431,6 +566,11 @@ def export_gguf(
         raise ValueError(
             f"{given} holds a model of a family that our Transformer does not compute, and those "
             "are not exported here: convert_hf_to_gguf.py of llama.cpp converts it"
+        )
+    if is_multimodal(folder):
+        raise ValueError(
+            f"{given} also reads images or sound: trainkit export hf {given} OUTPUT takes its "
+            "language model out, and that is exported"
         )
     path = Path(path)
     if quant_type not in QUANT_TYPES:
