@@ -610,11 +610,18 @@ def test_a_full_disk_names_the_file(tmp_path):
     from trainkit.files import writing
 
     with pytest.raises(OSError) as caught, writing(tmp_path / "x.bin"):
-        raise OSError(errno.ENOSPC, "No space left on device")
-    assert (
-        str(caught.value)
-        == f"[Errno {errno.ENOSPC}] No space left on device: '{tmp_path / 'x.bin'}'"
-    )
+        raise OSError(errno.EIO, "Input/output error")
+    assert str(caught.value) == f"[Errno {errno.EIO}] Input/output error: '{tmp_path / 'x.bin'}'"
+    for error in (  # The second is numpy's, which has no number
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError("1000 requested and 200 written"),
+        OSError(errno.EROFS, "Read-only file system", str(tmp_path / ".x.a1b2")),
+    ):
+        with (
+            pytest.raises(OSError, match="Nothing was written to .*x.bin: the disk is"),
+            writing(tmp_path / "x.bin"),
+        ):
+            raise error
     with pytest.raises(OSError) as caught, writing(tmp_path / "x.bin"):
         raise OSError(errno.ENOSPC, "No space left on device", "other")
     assert caught.value.filename == "other"

@@ -20,6 +20,7 @@ __all__ = ['ARCHITECTURES', 'INTERLEAVED', 'PRE_TOKENIZERS', 'QUANT_TYPES', 'int
            'export_gguf', 'gguf_bytes', 'stored_tensors', 'ChatParts', 'chat_parts', 'go_template', 'write_modelfile']
 
 # %% ../../nbs/10_interop/04_gguf.ipynb #imports-gguf
+import errno
 import math
 import tempfile
 import warnings
@@ -450,6 +451,7 @@ def export_gguf(
     _check_importance(importance or {}, columns)
     wide = []
     types = {}
+    size = 0
     for title, (shape, _) in tensors.items():
         types[title] = kinds[block_kind(title, shape, quant_type, config)]
         if types[title] == kinds.F16 and quant_type != "f16":
@@ -457,9 +459,9 @@ def export_gguf(
         plain = {kinds.F32: np.float32, kinds.F16: np.float16}.get(types[title])
         form = shape if plain else gguf.quant_shape_to_byte_shape(shape, types[title])
         dtype = np.dtype(plain or np.uint8)
-        writer.add_tensor_info(
-            title, form, dtype, int(np.prod(form)) * dtype.itemsize, raw_dtype=types[title]
-        )
+        width = int(np.prod(form)) * dtype.itemsize
+        size += width
+        writer.add_tensor_info(title, form, dtype, width, raw_dtype=types[title])
     path.parent.mkdir(parents=True, exist_ok=True)
     with (
         writing(path),
@@ -470,6 +472,7 @@ def export_gguf(
             writer.write_header_to_file(rough)
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
+            size += sum(file.tell() for file in writer.fout or ())
             with Progress(len(tensors), "Writing GGUF", "tensor", enabled=progress) as bar:
                 for title, (_, read) in tensors.items():
                     array = read()
@@ -489,6 +492,8 @@ def export_gguf(
                     bar.update(len(sums))
         finally:
             writer.close()
+        if rough.stat().st_size < size:  # numpy says nothing of last bytes that found no room
+            raise OSError(errno.ENOSPC, "the disk is full")
         with Progress(None, "Checking what was written", enabled=progress):
             again = {t.name: _checksum(t.data) for t in gguf.GGUFReader(rough).tensors}
         if wrong := {a for a, _ in sums.items() ^ again.items()}:

@@ -199,15 +199,17 @@ def convert_command(
     values = translation.given
     if as_json:
         data = dict(rows=translation.table(), config=values, command=translation.command)
-        say(to_json(data, indent=1, ensure_ascii=False, default=str))
+        shown = to_json(data, indent=1, ensure_ascii=False, default=str)
     else:
-        say(str(translation).replace("FILE", str(output or "FILE")))
+        shown = str(translation).replace("FILE", str(output or "FILE"))
     if output:
         if output.suffix == ".json":
             text = json.dumps(values, indent=1)
         else:
             text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-        write_atomic(output, text)
+        write_atomic(output, text)  # First, since the table says how to start it
+    say(shown)
+    if output:
         say(f"Config  {output}", err=True)
     if strict and translation.named("refused"):
         raise typer.Exit(1)

@@ -536,6 +536,28 @@ def _final_metrics(
     return metrics, words
 
 
+def _write_pages(
+    folder: RunFolder,
+    name: str,  # Title of the report
+    metrics: Mapping[str, float],
+    seconds: Mapping[str, float],  # Phase -> how long it took
+    judge: TextEvaluator,
+    say: Callable[..., None],
+) -> Path | None:  # None where there is no room for it: the model is saved, and no error is raised
+    "Draw the curves, write the report, and say where the results are."
+    sections = judge.sections(read_run(folder.path))
+    report = None
+    try:
+        write_curves(folder)
+        report = write_run_report(folder, name, metrics, seconds, sections, judge.measured_on)
+    except OSError as error:
+        where = str(error.strerror or error)
+    else:
+        where = str(report)
+    say("", f"Model   {folder.path / 'model'}", f"Report  {where}")
+    return report
+
+
 def _load_libraries(model: nn.Module) -> None:
     "Load what charts and saved models need, so that memory between two steps is only theirs."
     draw_svg(curves, {})  # matplotlib, 30 MB
@@ -739,16 +761,7 @@ def run(
                 tokenizer=tokenizer,
                 metrics=metrics,
             )
-        write_curves(folder)
-        report = write_run_report(
-            folder,
-            config.name,
-            metrics,
-            seconds,
-            judge.sections(read_run(folder.path)),
-            judge.measured_on,
-        )
-        say("", f"Model   {folder.path / 'model'}", f"Report  {report}")
+        report = _write_pages(folder, config.name, metrics, seconds, judge, say)
     return RunResult(
         **vars(result),
         folder=folder.path,
