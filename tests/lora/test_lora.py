@@ -18,11 +18,12 @@ from torch import nn
 from support.peak import run_measured
 from trainkit.recipes import commands as tools
 from trainkit.lora.adapters import (
+    adapter_state,
     adapter_tensors,
     adapters_off,
     combine_adapters,
-    merge_updates,
     load_adapter,
+    merge_updates,
     read_adapter,
     remove_adapter,
     resize_vocabulary,
@@ -1520,3 +1521,33 @@ def test_the_config_that_peft_reads():
     assert peft_config(turned)["fan_in_fan_out"] is True
     half = low_rank([2, 2], lora_alpha=2.5)
     assert peft_config(half)["lora_alpha"] == 2.5
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        dict(init_lora_weights="pissa"),
+        dict(use_dora=True),
+        dict(modules_to_save=["embed_tokens", "lm_head"]),
+        dict(bias="lora_only"),
+        dict(bias="all"),
+        dict(target_modules=["embed_tokens", "q_proj"]),
+    ],
+    ids=str,
+)
+def test_the_tensors_of_an_adapter_by_the_names_of_the_model(knobs):
+    "All that is trained is among them, and loading them gives the same adapter."
+    shape = dict(vocab_size=40, d_model=16, n_heads=2, n_layers=1, d_ff=16, max_seq_len=16)
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**shape, tie_embeddings=False, bias="qkv"))
+    add_lora(model, LoRAConfig(r=2, **{"target_modules": ["q_proj"], **knobs}))
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for _, p in trained:
+        torch.nn.init.normal_(p)
+    tensors = adapter_tensors(model)
+    state = adapter_state(model, tensors)
+    assert {name for name, _ in trained} == state.keys()
+    for _, p in trained:
+        torch.nn.init.zeros_(p)
+    model.load_state_dict(state, strict=False)
+    assert all(torch.equal(t, tensors[name]) for name, t in adapter_tensors(model).items())

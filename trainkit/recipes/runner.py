@@ -441,6 +441,17 @@ def _add_own(
         inputs.callbacks.append(own_metrics(inputs, compute_metrics))
 
 
+def _write_model(
+    inputs: RunInputs,
+    folder: Path,  # Of the run
+    model: nn.Module,
+    where: Path,  # Not yet under its own name
+) -> None:
+    "Save the model of a run; the adapter of the best one is in its folder, any other beside it."
+    best = where.name.startswith(".best_model.")
+    save_trained(inputs, where, (where if best else folder) / "adapter", model)
+
+
 def _save_inputs(inputs: RunInputs, folder: Path) -> None:
     "Write the tokenizer, the files and the test rows of a run into its folder."
     if hasattr(inputs.tokenizer, "save"):
@@ -707,8 +718,7 @@ def run(
         )
         stack.push(folder)
         early.pop_all()
-        adapter = folder.path / "adapter"
-        trainer.write_model = lambda model, where: save_trained(inputs, where, adapter, model)
+        trainer.write_model = partial(_write_model, inputs, folder.path)
         remote = None
         if main:
             trainer.folder = folder.path
