@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 from support.processes import ROOT, call, command, in_child
 from support.processes import shell as trainkit
@@ -1035,6 +1037,22 @@ def test_no_standard_input_is_an_empty_one(home, tmp_path):
     assert done.returncode == 2 and "nothing to continue" in done.stderr, done.stderr
 
 
+def test_json_for_programs_is_strict(capsys):
+    "A number that is none becomes null, and an endless one a number that is read as such."
+    from trainkit.cli import _json
+    from trainkit.files import to_json
+
+    def refuse(word):
+        raise ValueError(f"{word} is not JSON")
+
+    value = dict(low=math.nan, of=[math.inf, -math.inf], words=("nan", "\0x"), n=np.float64("nan"))
+    _json(value)
+    for text in (to_json(value, indent=1), capsys.readouterr().out):
+        assert json.loads(text, parse_constant=refuse) == dict(
+            low=None, of=[math.inf, -math.inf], words=["nan", "\0x"], n=None
+        )
+
+
 @pytest.mark.slow
 def test_programs_read_json_and_nothing_else(home, tmp_path):
     "Each command with --json."
@@ -1169,12 +1187,18 @@ def test_a_tuned_model_is_compared_with_a_base_that_lacks_the_tokens_of_its_chat
 def test_a_metric_from_a_file(home, tmp_path):
     (tmp_path / "mine.py").write_text(
         "def same_start(answers, expected):\n"
+        "    print('comparing')\n"
         "    return [float(a[:1] == e[:1]) for a, e in zip(answers, expected)]\n"
+        "def half(answers, expected):\n"
+        "    import numpy\n"
+        "    return numpy.float32(0.5)\n"
     )
     words = ["eval", str(home / "model"), str(home / "rows.jsonl"), "--rows", "2", "--json"]
-    done = call(*words, "--metric", "mine.py:same_start", cwd=tmp_path)
+    done = call(*words, "--metric", "mine.py:same_start", "--metric", "mine.py:half", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["measures"]["same_start"]["model"]["n"] == 2
+    measures = json.loads(done.stdout)["measures"]
+    assert measures["same_start"]["model"]["n"] == 2 and "comparing" in done.stderr
+    assert measures["half"]["model"]["value"] == 0.5
     wrong = call(*words, "--metric", "mine.py:sam_start", cwd=tmp_path)
     assert wrong.returncode and "Did you mean 'same_start'" in wrong.stderr
 

@@ -24,6 +24,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional, cast
@@ -706,18 +707,19 @@ def evaluate(
         metrics = [functions.get(m, m) for m in metrics]
     if encoder:
         metrics.append(lambda answers, expected: bert_score(answers, expected, encoder))
-    report = evaluate_model(
-        network,
-        tok,
-        examples,
-        other[0] if other else None,
-        metrics,
-        answers,
-        names,
-        max_new_tokens,
-        progress=sys.stderr.isatty(),
-        thinking_budget=thinking_budget,
-    )
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # A metric may print
+        report = evaluate_model(
+            network,
+            tok,
+            examples,
+            other[0] if other else None,
+            metrics,
+            answers,
+            names,
+            max_new_tokens,
+            progress=sys.stderr.isatty(),
+            thinking_budget=thinking_budget,
+        )
     if samples:
         sampling = SamplingConfig(
             max_new_tokens=max_new_tokens or 256,
