@@ -1097,3 +1097,18 @@ def test_a_run_ends_with_its_best_model_although_that_checkpoint_is_gone(
         assert all(torch.equal(t, of_last[name]) for name, t in of_best.items())
         with pytest.raises(ValueError, match="the merged model is .*best_model$"):
             load_pretrained(files[0])
+
+
+@pytest.mark.parametrize("page", ["write_curves", "write_run_report"])
+def test_a_page_that_finds_no_room_does_not_end_a_run_in_an_error(home, monkeypatch, page):
+    "The model is saved and the numbers are known; the last lines say what is missing."
+
+    def full(folder, *more):
+        raise OSError(28, "Nothing was written to report.html: the disk is full")
+
+    monkeypatch.setattr(runner, page, full)
+    done = run(config(home, "sft", f"no-{page}"), verbose=False)
+    assert done.report is None and "eval_loss" in done.metrics
+    last = (done.folder / "log.txt").read_text().splitlines()[-2:]
+    assert last[0].endswith(f"Model   {done.folder / 'model'}")
+    assert last[1].endswith("Report  Nothing was written to report.html: the disk is full")

@@ -1053,6 +1053,14 @@ def test_json_for_programs_is_strict(capsys):
         )
 
 
+def test_a_config_that_was_not_written_is_not_said_to_start_a_run(tmp_path):
+    (tmp_path / "theirs.yaml").write_text("base_model: x\nadapter: lora\n")
+    (tmp_path / "file").write_text("")
+    done = call("config", "convert", "theirs.yaml", "-o", "file/ours.yaml", cwd=tmp_path)
+    assert done.returncode == 1 and "Nothing was written to file/ours.yaml" in done.stderr
+    assert not done.stdout
+
+
 @pytest.mark.slow
 def test_programs_read_json_and_nothing_else(home, tmp_path):
     "Each command with --json."

@@ -447,7 +447,7 @@ def _write_model(
     model: nn.Module,
     where: Path,  # Not yet under its own name
 ) -> None:
-    "Save the model of a run; the adapter of the best one is in its folder, any other beside it."
+    "Save the model of a run; the adapter of the best one is in its folder, any other next to it."
     best = where.name.startswith(".best_model.")
     save_trained(inputs, where, (where if best else folder) / "adapter", model)
 

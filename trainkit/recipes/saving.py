@@ -336,10 +336,11 @@ def read_trained(
 
 
 def _body_names(
-    causal: Any,  # The language model of a reward model
-    weights: Mapping[str, Tensor],  # By their names in it; the score too
+    parts: _Inputs,
+    weights: Mapping[str, Tensor],  # By their names in the language model; the score too
 ) -> dict[str, Tensor]:  # By their names in the reward model
     "Name the weights of a reward model as it does; the head of the language model is left out."
+    causal = parts.causal
     start = "model." if isinstance(causal, Transformer) else f"{causal.base_model_prefix}."
     body = {
         f"body.{name.removeprefix(start)}": t
@@ -359,7 +360,7 @@ def _read_adapter(
     if not isinstance(model, RewardModel):
         return adapter_state(model, tensors)
     score = {"score.weight": tensors["base_model.model.score.weight"]}
-    return _body_names(parts.causal, adapter_state(parts.causal, tensors) | score)
+    return _body_names(parts, adapter_state(parts.causal, tensors) | score)
 
 
 def _read_reward_model(
@@ -374,4 +375,4 @@ def _read_reward_model(
     weights = read_weights(folder)
     if isinstance(parts.causal, Transformer):
         weights = from_hf_weights(parts.causal.config, weights)
-    return _body_names(parts.causal, weights)
+    return _body_names(parts, weights)
