@@ -895,7 +895,7 @@ class Trainer:
                 self.notify("on_save", step=step, path=str(path), kind="checkpoint")
 
     def _last_checkpoint(self) -> str:
-        "What is left after a save that failed, and how to go on from there."
+        "What is left after a save that failed, and how to resume from it."
         last = self.checkpoint
         if self.writer is not None:
             with suppress(OSError):
