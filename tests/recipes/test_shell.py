@@ -1038,7 +1038,7 @@ def test_no_standard_input_is_an_empty_one(home, tmp_path):
 
 
 def test_json_for_programs_is_strict(capsys):
-    "A number that is none becomes null, and an endless one a number that is read as such."
+    "NaN becomes null, and an infinite number one that is read as infinite."
     from trainkit.cli import _json
     from trainkit.files import to_json
 

@@ -589,7 +589,7 @@ def test_the_refusal_names_the_checkpoint():
 
 @pytest.mark.parametrize("best", [False, True])
 def test_a_checkpoint_is_written_although_the_one_before_failed(tmp_path, best):
-    "The failure, met in the background, is said; a new best evaluation keeps its own checkpoint."
+    "The failure in the background is a note of the run; a new best evaluation is kept."
 
     def fail(trainer):
         trainer.writer.error = OSError(28, "Nothing was written to checkpoint-3")
@@ -606,7 +606,7 @@ def test_a_checkpoint_is_written_although_the_one_before_failed(tmp_path, best):
 
 @pytest.mark.parametrize("answer", ["raise", "warn"])
 def test_a_best_model_that_finds_no_room(tmp_path, answer):
-    "It may be forgiven as a checkpoint is, and the next one is tried; else the way on is said."
+    "It may fail as a checkpoint may, and the next one is tried; else the error says how to resume."
     full = [2, 4]
 
     def write(model, folder):
