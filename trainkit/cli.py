@@ -114,7 +114,7 @@ _RunName = Annotated[
 
 
 def _json(value: object) -> None:
-    say(to_json(to_jsonable(value), indent=1, ensure_ascii=False).replace('"\\u0000inf"', "1e999"))
+    say(to_json(value, indent=1, ensure_ascii=False, default=to_jsonable))
 
 
 @runs.command(name="list")

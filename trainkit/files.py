@@ -17,6 +17,7 @@ __all__ = ['transformers_lock', 'writing', 'write_atomic', 'write_together', 'at
 # %% ../nbs/90_toolbox/01_files.ipynb #imports-files
 import errno
 import json
+import math
 import os
 import re
 import secrets
@@ -45,13 +46,18 @@ def _explain(error: OSError, path: Path) -> OSError:
     return type(error)(error.errno, f"Nothing was written to {path}: {hint}")
 
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
 def _as_os_error(error: BaseException) -> OSError | None:
     """An `OSError`, or None for anything else.
 
-    Libraries in Rust (safetensors, tokenizers) raise it as a class of their own.
+    Libraries in Rust (safetensors, tokenizers) raise it as a class of their own, and numpy without
+    a number.
     """
     if isinstance(error, OSError):
-        return error
+        short = error.errno is None and re.fullmatch(r"\d+ requested and \d+ written", str(error))
+        return OSError(errno.ENOSPC, "the disk is full") if short else error  # Of numpy's tofile
     number = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, Exception) else None
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
 
@@ -59,13 +65,18 @@ def _as_os_error(error: BaseException) -> OSError | None:
 @contextmanager
 def writing(
     path: str | Path,  # What is written in the block
-) -> Iterator[None]:  # Raises the same `OSError`, with the file's name
+) -> Iterator[None]:  # Raises `OSError`, explained where there is no room, with the file's name
     "Name the file in errors of an open file, such as a full disk."
     try:
         yield
     except OSError as error:
-        explained = str(error.strerror).startswith("Nothing was written")
-        if error.filename is None and error.errno and not explained:
+        if str(error.strerror).startswith("Nothing was written"):
+            raise
+        reason = _as_os_error(error)
+        beside = error.filename is None or Path(error.filename).parent == Path(path).parent
+        if beside and reason is not None and reason.errno in _NO_ROOM:
+            raise _explain(reason, Path(path)) from error
+        if error.filename is None and error.errno:
             error.filename = str(path)
         raise
 
@@ -326,12 +337,29 @@ def printable(
     return _CONTROLS.sub(lambda m: "\n" if m[0] == "\r\n" else form.format(ord(m[0])), text)
 
 
+def _only_numbers(value: object) -> object:
+    "The same without NaN, and with words for infinite numbers."
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else f"\0{value}"
+    if isinstance(value, Mapping):
+        return {key: _only_numbers(item) for key, item in value.items()}
+    return [*map(_only_numbers, value)] if isinstance(value, (list, tuple)) else value
+
+
 def to_json(
     value: object,
     **options: Any,  # For `json.dumps`
 ) -> str:
-    "JSON for a terminal, with all control characters escaped, also those that JSON allows."
-    return printable(json.dumps(value, **options), "\\u{:04x}")
+    """JSON for a terminal, with all control characters escaped, also those that JSON allows.
+
+    It is strict: NaN, which JSON has no word for, becomes null, and an infinite number 1e999."""
+    try:
+        text = json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        text = json.dumps(_only_numbers(value), **options)
+        for word, endless in (("inf", "1e999"), ("-inf", "-1e999")):
+            text = text.replace(f'"\\u0000{word}"', endless)
+    return printable(text, "\\u{:04x}")
 
 
 def say(

@@ -19,6 +19,7 @@ from support.peak import run_measured
 from trainkit.recipes import commands as tools
 from trainkit.lora.adapters import (
     FrozenAdapter,
+    adapter_state,
     adapter_tensors,
     adapters_off,
     combine_adapters,
@@ -1552,3 +1553,33 @@ def test_a_frozen_adapter_computes_with_the_old_values(settings):
     merge_lora(model, keep=True)
     with pytest.raises(RuntimeError, match="unmerge_lora first"), frozen.in_place(model):
         pass
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        dict(init_lora_weights="pissa"),
+        dict(use_dora=True),
+        dict(modules_to_save=["embed_tokens", "lm_head"]),
+        dict(bias="lora_only"),
+        dict(bias="all"),
+        dict(target_modules=["embed_tokens", "q_proj"]),
+    ],
+    ids=str,
+)
+def test_the_tensors_of_an_adapter_by_the_names_of_the_model(knobs):
+    "All that is trained is among them, and loading them gives the same adapter."
+    shape = dict(vocab_size=40, d_model=16, n_heads=2, n_layers=1, d_ff=16, max_seq_len=16)
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**shape, tie_embeddings=False, bias="qkv"))
+    add_lora(model, LoRAConfig(r=2, **{"target_modules": ["q_proj"], **knobs}))
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for _, p in trained:
+        torch.nn.init.normal_(p)
+    tensors = adapter_tensors(model)
+    state = adapter_state(model, tensors)
+    assert {name for name, _ in trained} == state.keys()
+    for _, p in trained:
+        torch.nn.init.zeros_(p)
+    model.load_state_dict(state, strict=False)
+    assert all(torch.equal(t, tensors[name]) for name, t in adapter_tensors(model).items())

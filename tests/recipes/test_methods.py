@@ -5,6 +5,7 @@ import math
 import shutil
 import sys
 import warnings
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -1208,3 +1209,80 @@ def test_folders_of_shards_by_size_and_what_does_not_go_together(corpora):
     ):
         with pytest.raises(ValueError, match=message):
             prepare(mixed(corpora, "wrong", entries, more))
+
+
+class Worse:
+    "Of three evaluations the first is the best, and its checkpoint is lost before the end."
+
+    def on_measure(self, trainer, record):
+        record["eval_gain"] = -record["step"]
+
+    def on_eval(self, trainer, record):
+        if record["step"] == 1:
+            state = trainer.model.state_dict()
+            self.weights = {name: t.clone() for name, t in state.items()}
+        trainer.flush_checkpoint()
+        shutil.rmtree(trainer.folder / "checkpoints" / "checkpoint-1", ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    "method, adapts, init",
+    [
+        *product(("dpo", "reward", "ppo"), (False, True), ("true",)),
+        ("dpo", True, "pissa"),
+        ("reward", True, "pissa"),
+    ],
+)
+def test_a_run_ends_with_its_best_model_although_that_checkpoint_is_gone(
+    home, method, adapts, init
+):
+    "An adapter, a reward model and the policy of ppo are read from best_model."
+    changes = dict(use_lora=adapts, lora=dict(init_lora_weights=init, use_dora=init == "true"))
+    changes["quant"] = dict(bits=4 if adapts and method == "dpo" and init == "true" else None)
+    wanted = config(
+        home,
+        method,
+        f"gone-{method}-{adapts}-{init}",
+        changes if adapts else {},
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+        save_strategy="steps",
+        save_total_limit=1,
+        save_steps=1,
+        max_steps=3,
+        metric_for_best_model="gain",
+    )
+    watch = Worse()
+    done = run(wanted, callbacks=[watch], verbose=False)
+    assert not [note for note in done.notes if "best evaluation" in note]
+    state = done.model.state_dict()
+    same = {name: torch.equal(t, watch.weights[name]) for name, t in state.items()}
+    assert {n for n, equal in same.items() if not equal} <= {
+        "value_head.weight",
+        "value_head.bias",
+    }
+    files = [(done.folder / name / "model.safetensors") for name in ("best_model", "model")]
+    best, last = (load_file(file) for file in files)
+    assert best.keys() == last.keys() and all(torch.equal(t, last[n]) for n, t in best.items())
+    if adapts:  # It is there for PEFT, too, and is that of the best model
+        files = [done.folder / name for name in ("best_model/adapter", "adapter")]
+        of_best, of_last = (load_file(file / "adapter_model.safetensors") for file in files)
+        assert all(torch.equal(t, of_last[name]) for name, t in of_best.items())
+        with pytest.raises(ValueError, match="the merged model is .*best_model$"):
+            load_pretrained(files[0])
+
+
+@pytest.mark.parametrize("page", ["write_curves", "write_run_report"])
+def test_a_page_that_finds_no_room_does_not_end_a_run_in_an_error(home, monkeypatch, page):
+    "The model is saved and the numbers are known; the last lines say what is missing."
+
+    def full(folder, *more):
+        raise OSError(28, "Nothing was written to report.html: the disk is full")
+
+    monkeypatch.setattr(runner, page, full)
+    done = run(config(home, "sft", f"no-{page}"), verbose=False)
+    assert done.report is None and "eval_loss" in done.metrics
+    last = (done.folder / "log.txt").read_text().splitlines()[-2:]
+    assert last[0].endswith(f"Model   {done.folder / 'model'}")
+    assert last[1].endswith("Report  Nothing was written to report.html: the disk is full")

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 from support.processes import ROOT, call, command, in_child
 from support.processes import shell as trainkit
@@ -610,11 +612,18 @@ def test_a_full_disk_names_the_file(tmp_path):
     from trainkit.files import writing
 
     with pytest.raises(OSError) as caught, writing(tmp_path / "x.bin"):
-        raise OSError(errno.ENOSPC, "No space left on device")
-    assert (
-        str(caught.value)
-        == f"[Errno {errno.ENOSPC}] No space left on device: '{tmp_path / 'x.bin'}'"
-    )
+        raise OSError(errno.EIO, "Input/output error")
+    assert str(caught.value) == f"[Errno {errno.EIO}] Input/output error: '{tmp_path / 'x.bin'}'"
+    for error in (  # The second is numpy's, which has no number
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError("1000 requested and 200 written"),
+        OSError(errno.EROFS, "Read-only file system", str(tmp_path / ".x.a1b2")),
+    ):
+        with (
+            pytest.raises(OSError, match="Nothing was written to .*x.bin: the disk is"),
+            writing(tmp_path / "x.bin"),
+        ):
+            raise error
     with pytest.raises(OSError) as caught, writing(tmp_path / "x.bin"):
         raise OSError(errno.ENOSPC, "No space left on device", "other")
     assert caught.value.filename == "other"
@@ -1028,6 +1037,30 @@ def test_no_standard_input_is_an_empty_one(home, tmp_path):
     assert done.returncode == 2 and "nothing to continue" in done.stderr, done.stderr
 
 
+def test_json_for_programs_is_strict(capsys):
+    "NaN becomes null, and an infinite number one that is read as infinite."
+    from trainkit.cli import _json
+    from trainkit.files import to_json
+
+    def refuse(word):
+        raise ValueError(f"{word} is not JSON")
+
+    value = dict(low=math.nan, of=[math.inf, -math.inf], words=("nan", "\0x"), n=np.float64("nan"))
+    _json(value)
+    for text in (to_json(value, indent=1), capsys.readouterr().out):
+        assert json.loads(text, parse_constant=refuse) == dict(
+            low=None, of=[math.inf, -math.inf], words=["nan", "\0x"], n=None
+        )
+
+
+def test_a_config_that_was_not_written_is_not_said_to_start_a_run(tmp_path):
+    (tmp_path / "theirs.yaml").write_text("base_model: x\nadapter: lora\n")
+    (tmp_path / "file").write_text("")
+    done = call("config", "convert", "theirs.yaml", "-o", "file/ours.yaml", cwd=tmp_path)
+    assert done.returncode == 1 and "Nothing was written to file/ours.yaml" in done.stderr
+    assert not done.stdout
+
+
 @pytest.mark.slow
 def test_programs_read_json_and_nothing_else(home, tmp_path):
     "Each command with --json."
@@ -1162,12 +1195,18 @@ def test_a_tuned_model_is_compared_with_a_base_that_lacks_the_tokens_of_its_chat
 def test_a_metric_from_a_file(home, tmp_path):
     (tmp_path / "mine.py").write_text(
         "def same_start(answers, expected):\n"
+        "    print('comparing')\n"
         "    return [float(a[:1] == e[:1]) for a, e in zip(answers, expected)]\n"
+        "def half(answers, expected):\n"
+        "    import numpy\n"
+        "    return numpy.float32(0.5)\n"
     )
     words = ["eval", str(home / "model"), str(home / "rows.jsonl"), "--rows", "2", "--json"]
-    done = call(*words, "--metric", "mine.py:same_start", cwd=tmp_path)
+    done = call(*words, "--metric", "mine.py:same_start", "--metric", "mine.py:half", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["measures"]["same_start"]["model"]["n"] == 2
+    measures = json.loads(done.stdout)["measures"]
+    assert measures["same_start"]["model"]["n"] == 2 and "comparing" in done.stderr
+    assert measures["half"]["model"]["value"] == 0.5
     wrong = call(*words, "--metric", "mine.py:sam_start", cwd=tmp_path)
     assert wrong.returncode and "Did you mean 'same_start'" in wrong.stderr
 

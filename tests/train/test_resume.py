@@ -25,7 +25,7 @@ from trainkit.model.transformer import Transformer
 from trainkit.train.optim import OptimConfig
 from trainkit.train.config import TrainConfig
 from trainkit.train.checkpoint import find_checkpoints, latest_checkpoint
-from trainkit.train.trainer import Trainer, check_identity
+from trainkit.train.trainer import Trainer, check_identity, save_weights
 from trainkit.train.objectives import lm_loss
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -585,3 +585,88 @@ def test_the_refusal_names_the_checkpoint():
     before, now = (dict(facts=dict(given=dict(rewards=[name]))) for name in "fg")
     with pytest.raises(ValueError, match="^checkpoint-5 belongs to another run: rewards given in"):
         check_identity(before, now, "checkpoint-5")
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_a_checkpoint_is_written_although_the_one_before_failed(tmp_path, best):
+    "The failure in the background is a note of the run; a new best evaluation is kept."
+
+    def fail(trainer):
+        trainer.writer.error = OSError(28, "Nothing was written to checkpoint-3")
+
+    make = judged if best else trainer
+    metric = dict(metric_for_best_model="rise", save_total_limit=3) if best else {}
+    run = make(tmp_path, [At(6, fail)], on_save_error="warn", max_steps=7, **metric)
+    result = run.train()
+    [note] = result.notes
+    assert note.startswith("Step 6: Nothing was written to checkpoint-3. The run continues")
+    assert "checkpoint-6" in os.listdir(tmp_path / "checkpoints")
+    assert result.best_metric == (6 if best else None)
+
+
+@pytest.mark.parametrize("answer", ["raise", "warn"])
+def test_a_best_model_that_finds_no_room(tmp_path, answer):
+    "It may fail as a checkpoint may, and the next one is tried; else the error says how to resume."
+    full = [2, 4]
+
+    def write(model, folder):
+        if "best_model" in folder.name and run.state.step in full:
+            raise OSError(28, "No space left on device")
+        save_weights(model, folder)
+
+    knobs = dict(metric_for_best_model="rise", on_save_error=answer, save_steps=1, max_steps=7)
+    run = judged(tmp_path, **knobs)
+    run.write_model = write
+    if answer == "raise":
+        with pytest.raises(OSError, match="best_model: the disk is full") as caught:
+            run.train()
+        assert "the last checkpoint is " in caught.value.__notes__[0]
+        assert "checkpoint-1: resume=True resumes it" in caught.value.__notes__[0]
+        full.clear()
+        assert judged(tmp_path, **knobs).train(resume=True).steps == 7
+        return
+    result = run.train()
+    assert [note.split(":")[0] for note in result.notes] == ["Step 2", "Step 4"]
+    assert all(note.endswith("there is no best_model") for note in result.notes)
+    assert (result.best_metric, Path(result.best_model_path).name) == (6, "best_model")
+
+
+@pytest.mark.parametrize("answer", ["raise", "warn"])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_model_is_written_although_the_last_checkpoint_was_not(
+    tmp_path, monkeypatch, answer, asynchronous
+):
+    real = checkpoint.write_tensors
+
+    def full(path, *rest):
+        if "checkpoint-12" in str(path):
+            raise OSError(28, "No space left on device")
+        return real(path, *rest)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    run = trainer(tmp_path, on_save_error=answer, async_save=asynchronous, save_steps=5)
+    with pytest.raises(OSError, match="checkpoint-12: the disk is full") as caught:
+        run.train()
+    notes = " ".join(caught.value.__notes__)
+    assert "checkpoint-10: resume=True resumes it)" in notes and f"{tmp_path}/model" in notes
+    saved = run.read_model(run.model, tmp_path / "model")
+    assert all(torch.equal(t, run.model.state_dict()[name]) for name, t in saved.items())
+    monkeypatch.undo()
+    assert trainer(tmp_path, save_steps=5).train(resume=True).steps == 12
+
+
+def test_what_a_forced_resume_says_of_other_batches(tmp_path):
+    "That they begin again, and not that the data have changed; lengths are no sums to be read."
+
+    def made(rows, size, *callbacks):
+        run = trainer(tmp_path, callbacks)
+        run.train_batches = Batches(rows, size, seed=1, group_by_length=True)
+        run.train_start = run.train_batches.state_dict()
+        run._lengths = {0: len(run.train_batches)}
+        return run
+
+    rows = [row[: 4 + i % 5] for i, row in enumerate(ROWS)]
+    made(rows, 4, stop_at(5)).train()
+    notes = made([*rows[:-1], rows[0][:3]], 2).train(resume=True, force_resume=True).notes
+    assert any("(batch_size: 4 then, 2 now; other lengths)" in note for note in notes)
+    assert not any("another batch next" in note for note in notes)

@@ -1,5 +1,7 @@
 "Many pairs and many runs: what is read and written, counted instead of timed."
 
+import errno
+import os
 from unittest.mock import patch
 
 import pytest
@@ -141,3 +143,27 @@ def test_a_run_whose_process_is_there_is_running(tmp_path):
         browser.read()
         assert not browser.listed
         browser.close()
+
+
+@pytest.mark.parametrize("taken", [0, 7])
+def test_a_verdict_of_which_a_full_disk_takes_a_part_does_not_count(tmp_path, taken):
+    "Neither in memory nor on the disk, where the next one finds its place."
+    labels = PreferenceLabels(tmp_path / "full.jsonl", PAIRS[:6], repeat=0)
+    labels.judge("left")
+    before = labels.journal.read_bytes()
+    real, calls = os.write, []
+
+    def full(file, data):
+        calls.append(data)
+        if len(calls) == 1 and taken:
+            return real(file, data[:taken])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with (
+        patch.object(labeler.os, "write", full),
+        pytest.raises(OSError, match="full.journal.jsonl: the disk is full"),
+    ):
+        labels.judge("right")
+    assert labels.journal.read_bytes() == before and len(labels.verdicts) == 1
+    labels.judge("right")
+    assert PreferenceLabels(labels.path).verdicts == labels.verdicts

@@ -1,9 +1,11 @@
 "What the panel asks for each method, what it says about values, and what a change changes."
 
+import errno
 import json
 import os
 import shlex
 from importlib import util
+from pathlib import Path
 
 import pytest
 from support.snapshots import answer_all
@@ -169,6 +171,16 @@ def test_an_upload_never_replaces_other_bytes():
         f"uploads/{name}.csv" for name in ("a", "a", "a-2", "a-3", "a-2")
     ]
     assert settings.save_upload("..\\..\\b.csv", b"") == "uploads/b.csv"
+
+
+def test_an_upload_that_finds_no_room_leaves_nothing_of_itself(folder, monkeypatch):
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as m, pytest.raises(OSError, match="a.csv: the disk is full"):
+        m.setattr(os, "fsync", full)
+        settings.save_upload("a.csv", b"123")
+    assert not [*Path("uploads").iterdir()]
 
 
 def test_columns_are_asked_for_where_they_are_not_known(folder):

@@ -731,7 +731,7 @@ class Batches:
         here = self.state_dict()
         first = dict(drop_last=False, group_by_length=False, padding_free=False, cut=False)
         if wrong := [
-            f"{k}: {then} then, {here[k]} now"
+            "other lengths" if k == "lengths" else f"{k}: {then} then, {here[k]} now"
             for k in here.keys() - {"epoch", "index"}
             if (then := state.get(k, first.get(k))) != here[k]
         ]:

@@ -257,7 +257,8 @@ def open_shards(
     reason = next(filter(None, damage), "" if complete else "it is not complete")
     if reason:
         raise ValueError(
-            f"{folder}: {reason}. Call tokenize_to_disk as before to write what is missing."
+            f"{folder}: {reason}. trainkit data tokenize (tokenize_to_disk in Python), called as "
+            "before, writes what is missing."
         )
     return TokenShards(folder, index)
 

@@ -506,7 +506,7 @@ def _add_metrics(
             values = [r[key] for r in results]
             if isinstance(values[0], str):
                 continue  # A signature
-            if isinstance(values[0], (int, float)):
+            if isinstance(values[0], (int, float)) or getattr(values[0], "ndim", 1) == 0:
                 report.measures[key] = [float(x) for x in values]
                 continue
             ratios = [RatioSum() for _ in values]

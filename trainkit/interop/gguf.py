@@ -20,6 +20,7 @@ __all__ = ['ARCHITECTURES', 'INTERLEAVED', 'PRE_TOKENIZERS', 'QUANT_TYPES', 'int
            'export_gguf', 'gguf_bytes', 'stored_tensors', 'ChatParts', 'chat_parts', 'go_template', 'write_modelfile']
 
 # %% ../../nbs/10_interop/04_gguf.ipynb #imports-gguf
+import errno
 import math
 import re
 import tempfile
@@ -541,6 +542,25 @@ def _check_importance(importance: dict[str, np.ndarray], columns: dict[str, int]
             )
 
 
+def _check_folder(given: Path, folder: Path) -> None:
+    "Raise `ValueError` for what is no folder of a model that is exported."
+    if folder.is_file():
+        raise ValueError(
+            f"{given} is a GGUF file already ({folder}): copy it, or for another type make a "
+            "folder of it with load_pretrained and save_pretrained"
+        )
+    if _is_foreign(folder):
+        raise ValueError(
+            f"{given} holds a model of a family that our Transformer does not compute, and those "
+            "are not exported here: convert_hf_to_gguf.py of llama.cpp converts it"
+        )
+    if is_multimodal(folder):
+        raise ValueError(
+            f"{given} also reads images or sound: trainkit export hf {given} OUTPUT takes its "
+            "language model out, and that is exported"
+        )
+
+
 def export_gguf(
     # With config.json, of a family in `ARCHITECTURES`; or a name on the hub
     folder: str | Path,
@@ -557,21 +577,7 @@ def export_gguf(
     gguf = _gguf()
     given = Path(folder)
     folder = find_model_files(folder)
-    if folder.is_file():
-        raise ValueError(
-            f"{given} is a GGUF file already ({folder}): copy it, or for another type make a "
-            "folder of it with load_pretrained and save_pretrained"
-        )
-    if _is_foreign(folder):
-        raise ValueError(
-            f"{given} holds a model of a family that our Transformer does not compute, and those "
-            "are not exported here: convert_hf_to_gguf.py of llama.cpp converts it"
-        )
-    if is_multimodal(folder):
-        raise ValueError(
-            f"{given} also reads images or sound: trainkit export hf {given} OUTPUT takes its "
-            "language model out, and that is exported"
-        )
+    _check_folder(given, folder)
     path = Path(path)
     if quant_type not in QUANT_TYPES:
         raise ValueError(f"quant_type = {quant_type!r} is none of {', '.join(QUANT_TYPES)}")
@@ -590,6 +596,7 @@ def export_gguf(
     _check_importance(importance or {}, columns)
     wide = []
     types = {}
+    size = 0
     for title, (shape, _) in tensors.items():
         types[title] = kinds[block_kind(title, shape, quant_type, config)]
         if types[title] == kinds.F16 and quant_type != "f16":
@@ -597,9 +604,9 @@ def export_gguf(
         plain = {kinds.F32: np.float32, kinds.F16: np.float16}.get(types[title])
         form = shape if plain else gguf.quant_shape_to_byte_shape(shape, types[title])
         dtype = np.dtype(plain or np.uint8)
-        writer.add_tensor_info(
-            title, form, dtype, int(np.prod(form)) * dtype.itemsize, raw_dtype=types[title]
-        )
+        width = int(np.prod(form)) * dtype.itemsize
+        size += width
+        writer.add_tensor_info(title, form, dtype, width, raw_dtype=types[title])
     path.parent.mkdir(parents=True, exist_ok=True)
     with (
         writing(path),
@@ -610,6 +617,7 @@ def export_gguf(
             writer.write_header_to_file(rough)
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
+            size += sum(file.tell() for file in writer.fout or ())
             with Progress(len(tensors), "Writing GGUF", "tensor", enabled=progress) as bar:
                 for title, (_, read) in tensors.items():
                     array = read()
@@ -629,6 +637,8 @@ def export_gguf(
                     bar.update(len(sums))
         finally:
             writer.close()
+        if rough.stat().st_size < size:  # numpy says nothing of last bytes that found no room
+            raise OSError(errno.ENOSPC, "the disk is full")
         with Progress(None, "Checking what was written", enabled=progress):
             again = {t.name: _checksum(t.data) for t in gguf.GGUFReader(rough).tensors}
         if wrong := {a for a, _ in sums.items() ^ again.items()}:

@@ -133,8 +133,10 @@ def _refuse_adapter(folder: Path) -> None:
         return
     base = config.get("base_model_name_or_path")
     remedy = f"merge it with trainkit merge {base or 'BASE'} {folder} OUTPUT, and open that"
-    if (folder.parent / "model" / "config.json").is_file():
-        remedy = f"the merged model is {folder.parent / 'model'}"
+    for merged in (folder.parent / "model", folder.parent):
+        if (merged / "config.json").is_file():
+            remedy = f"the merged model is {merged}"
+            break
     of_base = f" of {base}" if base else ""
     raise ValueError(f"{folder} is an adapter{of_base}, and no model: {remedy}")
 

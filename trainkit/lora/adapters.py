@@ -15,8 +15,8 @@ again, and `FrozenAdapter` keeps a copy of an adapter that is trained further. `
 # %% auto #0
 __all__ = ['COMBINATIONS', 'adapter_names', 'active_adapters', 'use_adapter', 'remove_adapter', 'adapters_off', 'FrozenAdapter',
            'merge_updates', 'combine_adapters', 'vocabulary_size', 'resize_vocabulary', 'adapter_tensors',
-           'peft_config', 'save_adapter', 'lora_config', 'AdapterParts', 'adapter_parts', 'tensors_differ',
-           'adapter_base', 'read_adapter', 'check_adapter_base', 'load_adapter']
+           'adapter_state', 'peft_config', 'save_adapter', 'lora_config', 'AdapterParts', 'adapter_parts',
+           'tensors_differ', 'adapter_base', 'read_adapter', 'check_adapter_base', 'load_adapter']
 
 # %% ../../nbs/05_lora/06_adapters.ipynb #imports-adapters
 import copy
@@ -410,6 +410,24 @@ def adapter_tensors(
             if name in holder.lora_biases:
                 tensors[f"base_model.model.{name}"] = trained.get(name, p)
     return {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+
+
+def adapter_state(
+    model: nn.Module,  # With this adapter
+    tensors: Mapping[str, Tensor],  # As `adapter_tensors` or a folder of PEFT has them
+    adapter: str = "default",
+) -> dict[str, Tensor]:  # Of what the adapter trains; the rest of the model's state is left out
+    "The tensors of an adapter by their names in the model's own state."
+    found = {}
+    for name, own in model.state_dict().items():
+        theirs = name.replace(f".modules_to_save.{adapter}.", ".").replace(f".{adapter}.", ".")
+        for title in (theirs, theirs.removesuffix(".weight")):
+            t = tensors.get(f"base_model.model.{title}")
+            if t is not None and (title != name or title.endswith("bias")):
+                low = ".lora_A." in name or ".lora_B." in name  # With its start, which stays
+                found[name] = t[tuple(slice(n) for n in own.shape)] if low else t
+                break
+    return found
 
 
 def peft_config(

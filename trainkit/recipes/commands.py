@@ -24,6 +24,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional, cast
@@ -199,15 +200,17 @@ def convert_command(
     values = translation.given
     if as_json:
         data = dict(rows=translation.table(), config=values, command=translation.command)
-        say(to_json(data, indent=1, ensure_ascii=False, default=str))
+        shown = to_json(data, indent=1, ensure_ascii=False, default=str)
     else:
-        say(str(translation).replace("FILE", str(output or "FILE")))
+        shown = str(translation).replace("FILE", str(output or "FILE"))
     if output:
         if output.suffix == ".json":
             text = json.dumps(values, indent=1)
         else:
             text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-        write_atomic(output, text)
+        write_atomic(output, text)  # First, since the table says how to start it
+    say(shown)
+    if output:
         say(f"Config  {output}", err=True)
     if strict and translation.named("refused"):
         raise typer.Exit(1)
@@ -703,18 +706,19 @@ def evaluate(
         metrics = [functions.get(m, m) for m in metrics]
     if encoder:
         metrics.append(lambda answers, expected: bert_score(answers, expected, encoder))
-    report = evaluate_model(
-        network,
-        tok,
-        examples,
-        other[0] if other else None,
-        metrics,
-        answers,
-        names,
-        max_new_tokens,
-        progress=sys.stderr.isatty(),
-        thinking_budget=thinking_budget,
-    )
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # A metric may print
+        report = evaluate_model(
+            network,
+            tok,
+            examples,
+            other[0] if other else None,
+            metrics,
+            answers,
+            names,
+            max_new_tokens,
+            progress=sys.stderr.isatty(),
+            thinking_budget=thinking_budget,
+        )
     if samples:
         sampling = SamplingConfig(
             max_new_tokens=max_new_tokens or 256,

@@ -447,6 +447,17 @@ def _add_own(
         inputs.callbacks.append(own_metrics(inputs, compute_metrics))
 
 
+def _write_model(
+    inputs: RunInputs,
+    folder: Path,  # Of the run
+    model: nn.Module,
+    where: Path,  # Not yet under its own name
+) -> None:
+    "Save the model of a run; the adapter of the best one is in its folder, any other next to it."
+    best = where.name.startswith(".best_model.")
+    save_trained(inputs, where, (where if best else folder) / "adapter", model)
+
+
 def _save_inputs(inputs: RunInputs, folder: Path) -> None:
     "Write the tokenizer, the files and the test rows of a run into its folder."
     if hasattr(inputs.tokenizer, "save"):
@@ -540,6 +551,28 @@ def _final_metrics(
             if k.startswith("eval_") and k not in evaluation and k[5:] not in metrics
         }
     return metrics, words
+
+
+def _write_pages(
+    folder: RunFolder,
+    name: str,  # Title of the report
+    metrics: Mapping[str, float],
+    seconds: Mapping[str, float],  # Phase -> how long it took
+    judge: TextEvaluator,
+    say: Callable[..., None],
+) -> Path | None:  # None where there is no room for it: the model is saved, and no error is raised
+    "Draw the curves, write the report, and say where the results are."
+    sections = judge.sections(read_run(folder.path))
+    report = None
+    try:
+        write_curves(folder)
+        report = write_run_report(folder, name, metrics, seconds, sections, judge.measured_on)
+    except OSError as error:
+        where = str(error.strerror or error)
+    else:
+        where = str(report)
+    say("", f"Model   {folder.path / 'model'}", f"Report  {where}")
+    return report
 
 
 def _load_libraries(model: nn.Module) -> None:
@@ -691,8 +724,7 @@ def run(
         )
         stack.push(folder)
         early.pop_all()
-        adapter = folder.path / "adapter"
-        trainer.write_model = lambda model, where: save_trained(inputs, where, adapter, model)
+        trainer.write_model = partial(_write_model, inputs, folder.path)
         remote = None
         if main:
             trainer.folder = folder.path
@@ -745,16 +777,7 @@ def run(
                 tokenizer=tokenizer,
                 metrics=metrics,
             )
-        write_curves(folder)
-        report = write_run_report(
-            folder,
-            config.name,
-            metrics,
-            seconds,
-            judge.sections(read_run(folder.path)),
-            judge.measured_on,
-        )
-        say("", f"Model   {folder.path / 'model'}", f"Report  {report}")
+        report = _write_pages(folder, config.name, metrics, seconds, judge, say)
     return RunResult(
         **vars(result),
         folder=folder.path,

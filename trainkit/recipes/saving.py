@@ -16,7 +16,7 @@ __all__ = ['merged_copy', 'check_reward_class', 'save_reward_model', 'save_rewar
 # %% ../../nbs/11_recipes/09_saving.ipynb #imports-saving
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,7 +30,8 @@ from ..align.reward_model import RewardModel, score_ids
 from ..config import check_items
 from ..data.tokenization import tokenize_examples
 from ..files import atomic_folder, making_model, open_with, write_atomic
-from ..lora.adapters import adapter_base, adapter_tensors, peft_config, save_adapter
+from ..lora.adapters import adapter_base, adapter_state, adapter_tensors, peft_config
+from ..lora.adapters import read_adapter, save_adapter
 from ..lora.inject import dequantized, kind_of, replace_layer
 from ..lora.merge import merge_lora
 from ..model.generation import context_length
@@ -302,9 +303,9 @@ def save_trained(
         if parts.config.adapts and adapter:
             save_reward_adapter(net, adapter, parts.causal, base)
         return
-    if parts.config.adapts and adapter:
-        save_adapter(net, adapter, base=base, tokenizer=parts.tokenizer, source=source)
     save_pretrained(merged_copy(net) if parts.config.adapts else net, parts.tokenizer, where)
+    if parts.config.adapts and adapter:  # Perhaps in a folder of the model
+        save_adapter(net, adapter, base=base, tokenizer=parts.tokenizer, source=source)
     if parts.config.adapts and parts.config.quant.bits:  # For those who quantize it again
         origin = dict(bits=parts.config.quant.bits, base=source)
         write_atomic(where / "merged.json", json.dumps(origin) + "\n")
@@ -313,11 +314,66 @@ def save_trained(
 def read_trained(
     parts: _Inputs,
     model: nn.Module,  # Of the run
-    where: Path,  # From `save_trained`
-) -> dict[str, Tensor]:  # By their names in the model
-    "The weights of a saved model, to train on or to end with; raises `ValueError` for an adapter."
+    where: Path,  # From `save_trained`, with the adapter, if there is one, in its folder `adapter`
+) -> dict[str, Tensor]:  # By their names in the model; the critic of ppo as it is
+    "The weights of a saved model, to train on or to end with."
     from trainkit.interop.hf import load_pretrained  # transformers takes seconds to import
 
-    if parts.config.adapts or isinstance(model, RewardModel) or hasattr(model, "policy"):
-        raise ValueError("only a model that was saved as it is trained can be loaded again")
-    return load_pretrained(where, native=isinstance(model, Transformer))[0].state_dict()
+    state = model.state_dict()
+    policy = getattr(model, "policy", None)
+    if policy is not None:
+        inner = read_trained(parts, policy, where)
+        return state | {f"policy.{name}": t for name, t in inner.items()}
+    if parts.config.adapts:
+        read = _read_adapter(parts, model, where / "adapter")
+    elif isinstance(model, RewardModel):
+        read = _read_reward_model(parts, model, where)
+    else:
+        return load_pretrained(where, native=isinstance(model, Transformer))[0].state_dict()
+    absent = [name for name, p in model.named_parameters() if p.requires_grad and name not in read]
+    if absent:
+        raise ValueError(f"{where} has no '{absent[0]}', which was trained")
+    return state | read
+
+
+def _body_names(
+    parts: _Inputs,
+    weights: Mapping[str, Tensor],  # By their names in the language model; the score too
+) -> dict[str, Tensor]:  # By their names in the reward model
+    "Name the weights of a reward model as it does; the head of the language model is left out."
+    causal = parts.causal
+    start = "model." if isinstance(causal, Transformer) else f"{causal.base_model_prefix}."
+    body = {
+        f"body.{name.removeprefix(start)}": t
+        for name, t in weights.items()
+        if name.startswith(start)
+    }
+    return body | {name: t for name, t in weights.items() if name == "score.weight"}
+
+
+def _read_adapter(
+    parts: _Inputs,
+    model: nn.Module,
+    folder: Path,  # From `save_adapter` or `save_reward_adapter`
+) -> dict[str, Tensor]:  # By their names in the model
+    "The tensors of the adapter of a run."
+    _, tensors, _ = read_adapter(folder)
+    if not isinstance(model, RewardModel):
+        return adapter_state(model, tensors)
+    score = {"score.weight": tensors["base_model.model.score.weight"]}
+    return _body_names(parts, adapter_state(parts.causal, tensors) | score)
+
+
+def _read_reward_model(
+    parts: _Inputs,
+    model: RewardModel,
+    folder: Path,  # From `save_reward_model`
+) -> dict[str, Tensor]:  # By their names in the model
+    "The weights of a reward model."
+    from trainkit.interop.families import from_hf_weights
+    from trainkit.interop.hf import read_weights
+
+    weights = read_weights(folder)
+    if isinstance(parts.causal, Transformer):
+        weights = from_hf_weights(parts.causal.config, weights)
+    return _body_names(parts, weights)

@@ -167,8 +167,8 @@ class TrainConfig:
     )
     on_save_error: str = knob(
         "raise",
-        "A checkpoint that cannot be written: 'raise', or 'warn' and train on; the last "
-        "one always raises",
+        "A checkpoint or best_model that cannot be written: 'raise', or 'warn' and train on; "
+        "the last checkpoint always raises",
         choices=("raise", "warn"),
     )
     load_best_model_at_end: bool = knob(False, "Finish with the weights of the best evaluation")

@@ -616,12 +616,7 @@ class Trainer:
         "Save what is unsaved, load the best weights if asked, and return the `Result`."
         c = self.config
         s = self.state
-        self.flush_checkpoint(strict=False)
-        unsaved = self._unsaved()
-        wanted = c.save_strategy != "no" or reason not in ("finished", "early stopping")
-        if self.folder and unsaved and wanted:
-            self._save_last()
-        self.flush_checkpoint()
+        unwritten = self._finish_checkpoints(reason)
         self.accelerator.wait_for_everyone()
         self.fetch_metrics()
         if s.losses:
@@ -632,7 +627,14 @@ class Trainer:
             self.shards.gather_weights()
             self.shards.close()
             self.shards = None
-        self.save_model("model", "final")
+        try:
+            self.save_model("model", "final")
+        except OSError as error:
+            error.add_note(self._last_checkpoint())
+            raise
+        if unwritten is not None:
+            unwritten.add_note(f"(the model as it is now is in {self.folder}/model)")
+            raise unwritten
         result = self._result(reason)
         record = {name: value for name, value in vars(result).items() if name != "history"}
         self.notify("on_end", **record, step=s.step, reason=reason)
@@ -646,6 +648,21 @@ class Trainer:
                 else "Nothing was saved.",
             )
         return result
+
+    def _finish_checkpoints(self, reason: str) -> OSError | None:  # Of a disk that is full, say
+        "Save what is unsaved; one process can still write its model where that fails."
+        wanted = self.config.save_strategy != "no" or reason not in ("finished", "early stopping")
+        try:
+            self.flush_checkpoint(strict=False)
+            unsaved = self._unsaved()
+            if self.folder and unsaved and wanted:
+                self._save_last()
+            self.flush_checkpoint()
+        except OSError as error:
+            if self.accelerator.num_processes > 1:  # The others would wait for this one
+                raise
+            return error
+        return None
 
     def _save_last(self) -> None:
         "The last checkpoint; its position in the data is that after the last complete step."
@@ -784,9 +801,25 @@ class Trainer:
         if best:
             self.earlier_bests.append(earlier)
         if best and self.config.save_strategy != "no":
-            self.save_model("best_model", "best")
-            self.best_model_step = self.state.step
+            self._save_best_model()
         return best and self.config.load_best_model_at_end
+
+    def _save_best_model(self) -> None:
+        "Write `best_model`; a failure may be forgiven, as that of a checkpoint."
+        step = self.state.step
+        try:
+            self.save_model("best_model", "best")
+        except OSError as error:
+            if self.config.on_save_error == "raise":
+                error.add_note(self._last_checkpoint())
+                raise
+            left = self.best_model_step
+            self.note(
+                f"Step {step}: {error.strerror or error}. The run continues; "
+                + ("there is no best_model" if left is None else f"best_model is of step {left}")
+            )
+        else:
+            self.best_model_step = step
 
     def log_samples(
         self,
@@ -823,6 +856,10 @@ class Trainer:
                     f"Step {self.state.step}: {self.folder} was removed during the run. "
                     "It is created again, but its earlier content is lost"
                 )
+            # That the one before failed is no reason to leave this one out
+            self.flush_checkpoint(
+                strict=False, best_follows=self.state.best_step == self.state.step
+            )
             snapshot = self.snapshot(cursor, model, optimizer, states)
             best = self.writer.folder / f"checkpoint-{self.state.best_step}"
             self.flush_checkpoint(strict, lambda writer: writer.save(snapshot, keep=[best]))
@@ -832,6 +869,7 @@ class Trainer:
         self,
         strict: bool = True,  # As for `save`
         do: Callable[[CheckpointWriter], object] = CheckpointWriter.wait,
+        best_follows: bool = False,  # The next checkpoint has the best weights so far
     ) -> None:
         "Wait until the last checkpoint is written, and report it; a failure may be forgiven."
         if self.writer is None:
@@ -840,18 +878,32 @@ class Trainer:
             do(self.writer)
         except OSError as error:
             if strict or self.config.on_save_error == "raise":
+                error.add_note(self._last_checkpoint())
                 raise
             self.note(
-                f"Step {self.state.step}: {error}. The run continues; the last checkpoint is "
+                f"Step {self.state.step}: {error.strerror or error}. The run continues; the last "
+                "checkpoint is "
                 f"{self.checkpoint or 'none'}"
             )
-            self._take_back_best()
+            if not best_follows:
+                self._take_back_best()
         finally:
             paths, self.writer.done = self.writer.done, []
             for path in paths:
                 self.checkpoint = str(path)
                 step = int(path.name.split("-")[1])
                 self.notify("on_save", step=step, path=str(path), kind="checkpoint")
+
+    def _last_checkpoint(self) -> str:
+        "What is left after a save that failed, and how to resume from it."
+        last = self.checkpoint
+        if self.writer is not None:
+            with suppress(OSError):
+                self.writer.wait()  # One may be on its way
+            last = str(self.writer.done[-1]) if self.writer.done else last
+        if not last:
+            return "(there is no checkpoint yet)"
+        return f"(the last checkpoint is {last}: {self.how_to_resume or 'resume=True resumes it'})"
 
     def _best_places(self, folder: Path) -> list[Path]:  # The most exact first
         "Where the weights of the best evaluation are: checkpoints, then best_model."
@@ -1112,7 +1164,8 @@ class Trainer:
             self.schedule.base_lrs = [group["initial_lr"] for group in options]
             for group, factor in zip(groups, self.schedule.lr_lambdas, strict=True):
                 group["lr"] = group["initial_lr"] * factor(self.schedule.last_epoch)
-        self._check_next_batch(path, force)
+        if not isinstance(position, _ForgivingCursor) or not position.problem:
+            self._check_next_batch(path, force)
         return {name: value for name, value in saved.items() if name not in names}
 
     def _restart_comparisons(self, path: Path) -> None:

@@ -22,6 +22,7 @@ import random
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -174,6 +175,22 @@ VERDICTS = ("left", "right", "tie", "skip")
 def _pair_id(pair: AnswerPair) -> str:
     content = json.dumps([pair["prompt"], pair["answers"]], sort_keys=True, ensure_ascii=False)
     return blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def _write_all(
+    file: int,  # Its descriptor
+    data: bytes,
+    size: int,  # Of the file before, to which it is cut if the disk takes a part only
+) -> None:
+    "Write bytes whole or not at all."
+    written = 0
+    try:
+        while written < len(data):
+            written += os.write(file, data[written:])
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(file, size)
+        raise
 
 
 def _timestamp() -> str:
@@ -360,8 +377,9 @@ class PreferenceLabels:
             torn = self.size and os.read(file, 1) != b"\n"
             data = b"\n" + _line(record) if torn else _line(record)
             with writing(self.journal):
-                self.size += os.write(file, data)
+                _write_all(file, data, self.size)
                 os.fsync(file)
+            self.size += len(data)
         finally:
             os.close(file)
 
@@ -473,8 +491,9 @@ class PreferenceLabels:
         try:
             with writing(self.path):
                 if now is not None:
+                    size = os.lseek(file, 0, os.SEEK_END)
                     os.lseek(file, now[0], os.SEEK_SET)
-                    os.write(file, _line(self._row(pair, self.judged[pair])))
+                    _write_all(file, _line(self._row(pair, self.judged[pair])), size)
                 elif before is not None and before[0] == self.end:
                     os.ftruncate(file, self.end)
                 elif before is not None:

@@ -33,7 +33,7 @@ from ..config import ConfigError, load_config, to_dict
 from ..data.readers import plain_suffix, read_rows
 from ..data.schema import fitting_kinds
 from ..display import plural
-from ..files import show_bytes
+from ..files import show_bytes, write_atomic
 from ..interop.hub import COURSE_MODEL, course_model
 from ..train.runs import free_folders
 from .form import Advice, Guide, flatten, nested, short_path
@@ -254,12 +254,11 @@ def save_upload(
     "Write an uploaded file into the folder `uploads`; one of the same name with other bytes stays."
     folder = Path("uploads")
     name = Path(name.replace("\\", "/")).name
-    folder.mkdir(exist_ok=True)
     path, count = folder / name, 1
     while path.exists() and path.read_bytes() != content:
         count += 1
         path = folder / f"{Path(name).stem}-{count}{Path(name).suffix}"
-    path.write_bytes(content)
+    write_atomic(path, content)
     return str(path)
 
 # %% ../../nbs/12_widgets/17_settings.ipynb #settings-7
