@@ -62,7 +62,7 @@ def test_every_lesson_is_reached():
     pages |= {
         path: path.read_text(encoding="utf-8")
         for path in (
-            *course.LESSONS.rglob("README.md"),
+            *course.LESSONS.rglob("*.md"),
             *ROOT.glob("*.md"),
             *ROOT.glob("docs/**/*.md"),
             *ROOT.glob("benchmarks/*.md"),

@@ -266,6 +266,7 @@ def index(notebooks):
         "the lesson's module; skip it, and come back to it when you use the module. Cells that "
         "begin with `#| export` become the package. The long ones among them are written to be "
         "used, and the text above them says which lines to read first.",
+        "A term that is new to you may be in the [glossary](glossary.md). "
         "Every lesson ends with three exercises; each has a check that tells right from wrong, and "
         "a folded solution. A chapter ends with a checkpoint: a larger exercise that needs all of "
         "its parts. You do it without the solution, and the check measures what your code does. "
