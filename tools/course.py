@@ -172,6 +172,8 @@ def minutes(notebook):
 
 def cpu_time(name):
     "How long the lesson's cells take one core, in words."
+    if name == "00_tour":
+        return "1–2 min"  # With all of its steps; a test takes few
     seconds = read(SECONDS).get(plain_name(name)) if SECONDS.exists() else None
     if seconds is None:
         return "–"
