@@ -57,6 +57,7 @@ deepspeed: $(VENV)/.dev ## Install DeepSpeed as well, without compiling anything
 	TRAINKIT_SLOW=1 $(TEST_ENV) $(BIN)/python -m pytest -q -m deepspeed
 
 lab: $(VENV)/.dev ## JupyterLab on the course, at its index; LAB_ARGS="--allow-root" where you are root
+	JUPYTER_CONFIG_PATH="$(CURDIR)/tools/jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}" \
 	$(BIN)/jupyter lab --notebook-dir nbs $(LAB_ARGS) nbs/README.md
 
 site: $(VENV)/.dev ## The documentation as web pages: course, guides, API reference, search: site/index.html

@@ -62,7 +62,7 @@ def test_every_lesson_is_reached():
     pages |= {
         path: path.read_text(encoding="utf-8")
         for path in (
-            *course.LESSONS.rglob("README.md"),
+            *course.LESSONS.rglob("*.md"),
             *ROOT.glob("*.md"),
             *ROOT.glob("docs/**/*.md"),
             *ROOT.glob("benchmarks/*.md"),
@@ -169,16 +169,18 @@ def test_lab_hands_options_on_to_jupyterlab(tmp_path, monkeypatch):
 
     started = []
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JUPYTER_CONFIG_PATH", "")
     monkeypatch.setattr(course.os, "execv", lambda program, words: started.append(words[5:]))
     for words in ([], ["--no-browser", "--port", "9000"], ["mine"], ["mine", "--no-browser"]):
         monkeypatch.setattr(sys, "argv", ["trainkit", "lab", *words])
         with suppress(SystemExit):
             cli.main()
+    lessons, mine = ([name, f"{name}/README.md"] for name in ("trainkit-lessons", "mine"))
     assert started == [
-        ["trainkit-lessons"],
-        ["trainkit-lessons", "--no-browser", "--port", "9000"],
-        ["mine"],
-        ["mine", "--no-browser"],
+        lessons,
+        [*lessons, "--no-browser", "--port", "9000"],
+        mine,
+        [*mine, "--no-browser"],
     ]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "trainkit-lessons"]
 

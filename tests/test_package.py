@@ -616,6 +616,8 @@ def test_every_error_reaches_another_process_as_it_was_said(tmp_path):
         "ConstraintError": ("too slow",),
         "APIError": (404, "no such model"),
         "ServerError": ("no such model", 404, "model_not_found"),
+        "FieldError": ("input", "must be a text"),
+        "UnsupportedModelError": ("none of ours",),
     }
 
     def raised(name):

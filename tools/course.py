@@ -172,6 +172,8 @@ def minutes(notebook):
 
 def cpu_time(name):
     "How long the lesson's cells take one core, in words."
+    if name == "00_tour":
+        return "1–2 min"  # With all of its steps; a test takes few
     seconds = read(SECONDS).get(plain_name(name)) if SECONDS.exists() else None
     if seconds is None:
         return "–"
@@ -248,19 +250,28 @@ def index(notebooks):
     text = [
         "# The course",
         "<!-- Written by tools/course.py: `make index` -->",
-        f"Build a language model from nothing, in {len(main)} lessons: the main road, "
+        f"Build a language model from scratch, in {len(main)} lessons: the main road, "
         "marked ★ everywhere. Begin with the "
         "[tour](00_tour.ipynb), which trains, tunes, aligns and shrinks a small model on one page. "
         "The other "
-        f"{len(notebooks) - len(main)} lessons explain how each part is built.",
+        f"{len(notebooks) - len(main)} lessons explain how each part is built. You do not need "
+        "them to follow the main road; read one when you want to look inside a part.",
         "You need Python, and to have trained or at least seen a neural network in PyTorch. "
-        "If you want to see first what is under all of it, read "
-        "[the ladder](13_projects/06_ladder.ipynb): one training step, from single numbers in "
-        "plain Python to a compiled trainer. "
+        "To start at the bottom instead, with single numbers in plain Python, read "
+        "[the ladder](13_projects/06_ladder.ipynb) first: it writes one training step six times, "
+        "the last time as a compiled trainer. "
         "Reading the main road takes "
-        f"about {reading // 60} hours; a lesson runs in seconds on one CPU core.",
-        "A chapter ends with a checkpoint: one exercise that needs all of its parts. You do it "
-        "without the solution, and the check measures what your code does. "
+        f"about {reading // 60} hours; a lesson runs in seconds on one CPU core, and the tour, "
+        "which trains three models one after the other, in a minute or two.",
+        "How to read a lesson: the sentence under the title says what you will be able to do. "
+        "A paragraph near the top that consists mostly of names in `code` is the documentation of "
+        "the lesson's module; skip it, and come back to it when you use the module. Cells that "
+        "begin with `#| export` become the package. The long ones among them are written to be "
+        "used, and the text above them says which lines to read first.",
+        "A term that is new to you may be in the [glossary](glossary.md). "
+        "Every lesson ends with three exercises; each has a check that tells right from wrong, and "
+        "a folded solution. A chapter ends with a checkpoint: a larger exercise that needs all of "
+        "its parts. You do it without the solution, and the check measures what your code does. "
         "`trainkit course checkpoints` lists them.",
         "## The main road ★",
         table(main, notebooks, marked=False),
@@ -275,8 +286,10 @@ def index(notebooks):
             *checkpoints(names, notebooks),
         ]
     text.append(
-        "Reading time is computed from the length of a lesson; "
-        "CPU time is measured on one core with the `quick` profile."
+        "Reading time is computed from the length of a lesson. CPU time is measured on one core "
+        "with the `quick` profile, in a process that has already imported torch. In Jupyter a "
+        "lesson also starts a kernel and imports the libraries, and the first time Numba compiles "
+        "its functions: allow half a minute for that."
     )
     return "\n\n".join(text) + "\n"
 

@@ -21,6 +21,7 @@ REPOSITORY = "https://github.com/trainkit-llm/trainkit/blob/main"
 PAGES = {  # File -> page; the lessons and the reference come on top
     "README.md": "index.md",
     "nbs/README.md": "nbs/index.md",
+    "nbs/glossary.md": "nbs/glossary.md",
     "benchmarks/README.md": "benchmarks/index.md",
     "docs/guide.md": "docs/guide.md",
     "docs/comparison.md": "docs/comparison.md",
@@ -157,7 +158,7 @@ def lay_out(folder, only=None):
             texts[there] = (ROOT / sources[there]).read_text(encoding="utf-8")
             texts[there] += toctree(map(entry, names))
             chapters.append(f"{chapter}/index")
-    texts["nbs/index.md"] += toctree([*(map(entry, ["00_tour"])), *chapters])
+    texts["nbs/index.md"] += toctree([*(map(entry, ["00_tour"])), *chapters, "glossary"])
     guides = sorted((ROOT / "docs" / "howto").glob("*.md"))
     for path in guides:
         there = path.relative_to(ROOT).as_posix()

@@ -220,6 +220,21 @@ def copy_lessons(
     return states
 
 # %% ../nbs/90_toolbox/12_course.ipynb #9539da9d
+def _show_pages(
+    folder: Path,  # Of the lessons; the settings go into its `.jupyter`
+) -> None:
+    "Let the JupyterLab that is started next show a Markdown file as a page, not as its source."
+    from trainkit.files import write_atomic
+
+    viewers = {"defaultViewers": {"markdown": "Markdown Preview"}}
+    settings = folder.resolve() / ".jupyter"
+    file = settings / "labconfig" / "default_setting_overrides.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, json.dumps({"@jupyterlab/docmanager-extension:plugin": viewers}, indent=1))
+    paths = [str(settings), os.environ.get("JUPYTER_CONFIG_PATH", "")]
+    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, paths))
+
+
 def lab(
     context: typer.Context,
     folder: Annotated[Path, typer.Argument(help="Where your copy of the lessons goes.")] = Path(
@@ -229,7 +244,7 @@ def lab(
         bool, typer.Option("--copy-only", help="Copy, and leave JupyterLab alone.")
     ] = False,
 ) -> None:
-    """Copy the lessons to a folder and open JupyterLab there.
+    """Copy the lessons to a folder and open JupyterLab there, at their index.
 
     Edited lessons are never overwritten. Other options go to JupyterLab."""
     options = [*context.args]
@@ -245,10 +260,9 @@ def lab(
         return
     if find_spec("jupyterlab") is None:
         raise ModuleNotFoundError("JupyterLab is not installed: pip install 'trainkit-llm[lab]'")
-    os.execv(
-        sys.executable,
-        [sys.executable, "-m", "jupyter", "lab", "--notebook-dir", str(folder), *options],
-    )
+    _show_pages(folder)
+    words = ["-m", "jupyter", "lab", "--notebook-dir", str(folder), str(folder / "README.md")]
+    os.execv(sys.executable, [sys.executable, *words, *options])
 
 # %% ../nbs/90_toolbox/12_course.ipynb #6991d88d
 course = typer.Typer(

@@ -49,7 +49,7 @@ CHAT_FORMATS: dict[str, re.Pattern] = {
         "zephyr or phi": r"<\|(?:system|user|assistant)\|>",
         "deepseek": r"<｜(?:User|Assistant)｜>",
         "harmony": r"<\|start\|>(?:system|developer|user|assistant)\b",
-        "vicuna": r"(?m)^USER: ",
+        "vicuna": r"(?m)(?:^|(?<=[.!?] ))USER: ",  # Also behind its system sentences
     }.items()
 }
 ANSWER_MARKS: dict[str, re.Pattern] = {

@@ -29,6 +29,10 @@ class FieldError(ValueError):
     def __init__(self, param: str, message: str):
         super().__init__(f"{param}: {message}")
         self.param = param
+        self.message = message
+
+    def __reduce__(self):
+        return type(self), (self.param, self.message), vars(self)  # Another process reads it
 
 
 def _texts(value: object, place: str) -> str:
