@@ -48,7 +48,7 @@ def held_out(monkeypatch):
     def place(ids, share, most=1 << 20):
         made = {}
 
-        def make_batches(config, train, test, tokenizer):
+        def make_batches(config, train, test, tokenizer, tasks):
             made.update(train=train.place, test=test if test == [] else test.place)
             return SimpleNamespace(rows=[0] * 3), test
 

@@ -723,6 +723,8 @@ def _open_adapter(
     )
     if not base:
         raise ValueError(f"{folder} is an adapter and does not name its base model: {remedy}")
+    if read_json(folder / "adapter_config.json").get("task_type") == "SEQ_CLS":
+        _refuse_adapter(folder)  # Of a reward model, which writes no text
     try:
         model, tokenizer = load_pretrained(base, **how)
     except OSError as error:

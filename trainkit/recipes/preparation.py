@@ -815,7 +815,7 @@ def _shard_sources(config: DataConfig) -> list[DataSource]:
         )
     sources = read_sources(config.datasets) or [DataSource(config.path)]
     for source in sources:
-        if not (Path(source.path) / "index.json").is_file():
+        if config.datasets and not (Path(source.path) / "index.json").is_file():
             raise ValueError(
                 f"data.datasets has shards and '{source.path}', which has none: encode it with the "
                 "same tokenizer (trainkit data tokenize), or give the text of all of them"
