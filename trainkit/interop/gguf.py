@@ -376,8 +376,6 @@ def _describe_pieces(
     tokens: Sequence[str],
 ) -> None:
     scores = _scores(data, file)
-    writer.add_tokenizer_model("llama")
-    writer.add_tokenizer_pre("default")
     writer.add_token_scores([scores.get(token, -float(len(scores))) for token in tokens])
     writer.add_add_space_prefix(_adds_space(data, file))
     unknown = data["model"]["vocab"].get(data["model"].get("unk_token"))
@@ -405,14 +403,16 @@ def describe_tokenizer(
     kinds = _token_kinds(data)
     tokens = [kinds.get(i, (f"[PAD{i}]", "UNUSED"))[0] for i in range(vocab_size)]
     types = [kinds.get(i, ("", "UNUSED"))[1] for i in range(vocab_size)]
+    characters = bool(data["model"].get("byte_fallback"))  # As SentencePiece has it
+    if not characters:
+        _check_normalizer(folder / "tokenizer.json", data.get("normalizer"))
+    writer.add_tokenizer_model("llama" if characters else "gpt2")
+    writer.add_tokenizer_pre(pre or ("default" if characters else _pre_tokenizer(data)))
     writer.add_token_list(tokens)
     writer.add_token_types([int(gguf.TokenType[kind]) for kind in types])
-    if data["model"].get("byte_fallback"):
+    if characters:
         _describe_pieces(writer, data, folder / "tokenizer.json", tokens)
     else:
-        _check_normalizer(folder / "tokenizer.json", data.get("normalizer"))
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(pre or _pre_tokenizer(data))
         writer.add_token_merges([" ".join(pair) for pair in _merges(data["model"])])
     ids = {**_read(folder / "config.json"), **_read(folder / "generation_config.json")}
     ends = _as_list(ids.get("eos_token_id"))
