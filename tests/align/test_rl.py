@@ -1406,3 +1406,35 @@ def test_no_room_for_a_prompt_is_an_error():
     Rollouts(model, None, [[1]], lambda **_: [], RLConfig(max_completion_length=63))
     with pytest.raises(ValueError, match="there are no prompts"):
         Rollouts(model, None, [], lambda **_: [])
+
+
+@pytest.mark.parametrize("method", ["rloo", "grpo"])
+def test_answers_of_another_sampler_weigh_what_they_are_likelier_here_up_to_a_cap(method):
+    "RLOO weights an answer as a whole, by exp(0.3 + 0.1) or the cap 1.2; GRPO each token."
+    model = llama()
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 4, 3]])
+    labels = ids.masked_fill(torch.tensor([True, True, False, False]), -100)
+    mask = labels != -100
+    gap = torch.tensor([[0.0, 0.0, 0.3, 0.1], [0.0, 0.0, -0.2, 0.1]])
+    batch = dict(input_ids=ids, labels=labels, attention_mask=torch.ones_like(ids))
+    log_probs = token_scores(model, batch).log_probs.detach()
+    batch |= dict(advantages=torch.tensor([1.0, -2.0]), old_log_probs=log_probs)
+    batch |= dict(sampling_log_probs=log_probs - gap * mask)
+    config = RLConfig(
+        method,
+        num_generations=2,
+        importance_sampling_cap=1.2,
+        sampler_weights="q8_0",
+        entropy_coef=0.5,
+        beta=0.0,
+    )
+    terms = rl_objective(config)(model, batch).terms
+    if method == "rloo":  # -(1.2·1 + exp(-0.1)·(-2)), of two answers
+        wanted, n = -1.2 + 2 * np.exp(-0.1), 2
+    else:  # Means over the tokens of each answer
+        wanted, n = -(1.2 + np.exp(0.1)) / 2 + 2 * (np.exp(-0.2) + np.exp(0.1)) / 2, 2
+    assert float(terms["policy_loss"][0]) == pytest.approx(wanted, rel=1e-5)
+    assert int(terms["policy_loss"][1]) == n
+    total, tokens, weight = terms["entropy_loss"]
+    entropy = token_scores(model, batch).entropy[mask].sum()
+    assert float(total) == pytest.approx(-float(entropy)) and (int(tokens), weight) == (4, 0.5)

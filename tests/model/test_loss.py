@@ -191,3 +191,20 @@ def test_ids_that_do_not_exist_are_named_with_their_range():
             check_ids("ids", torch.tensor([0, wrong, 9]), 10, "look")
     with pytest.raises(ValueError, match="contains 12, but"):
         check_ids("ids", torch.tensor([-4, 12]), 10, "look")
+
+
+@pytest.mark.parametrize("logits", [True, False])
+@pytest.mark.parametrize("count", [None, 2])
+def test_a_z_loss_by_hand(logits, count):
+    "Cross-entropy and 0.1·(log Z)² of the three tokens that are learned, divided by their number."
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(vocab_size=11, d_model=16, n_heads=2, n_layers=1, d_ff=24))
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    labels = ids.clone()
+    labels[0, 1] = -100
+    out = model(ids, labels=labels, num_items_in_batch=count, return_logits=logits, z_loss=0.1)
+    every = model(ids).logits[:, :-1].flatten(0, 1)[1:]
+    squares = every.logsumexp(-1).square().sum()
+    total = F.cross_entropy(every, torch.tensor([3, 5, 6]), reduction="sum") + 0.1 * squares
+    assert torch.allclose(out.loss, total / (count or 3))
+    assert torch.allclose(out.squares, squares / (count or 3)) and not out.squares.requires_grad

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 import weakref
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from trainkit.train.optim import dynamic_code, make_optimizer, make_schedule, ne
 from trainkit.train.optim import param_groups, quantize_blocks
 from trainkit.train.config import Control, TrainConfig, TrainingError
 from trainkit.train.objectives import PLAIN_HEADS, Loss, body_and_head, lm_loss
-from trainkit.train.objectives import noisy_embeddings, objective
+from trainkit.train.objectives import lm_objective, noisy_embeddings, objective, sum_losses
 from trainkit.train.step import accumulate, count_tokens, eval_loss, make_accelerator
 from trainkit.train.trainer import Trainer
 
@@ -1847,3 +1848,126 @@ def test_noise_of_embeddings_has_its_bounds(scaled):
     with pytest.raises(ValueError, match="neftune_noise_alpha = 5: Linear has no get_input"):
         with noisy_embeddings(nn.Linear(1, 1), 5.0):
             pass
+
+
+def test_a_z_loss_of_a_model_that_returns_logits_alone():
+    "Its own labels are moved by one, and 0.5·(log Z)² is added where there is a label."
+
+    class Logits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(7, 7)
+
+        def forward(self, input_ids):
+            return self.table(input_ids)
+
+    model, ids = Logits(), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    labels = torch.tensor([[1, -100, 3], [4, 5, 6]])
+    logits = model(torch.tensor([2, 4, 5]))
+    entropy = nn.functional.cross_entropy(logits, torch.tensor([3, 5, 6]), reduction="sum")
+    squares = logits.logsumexp(-1).square().sum()
+    batch = dict(input_ids=ids, labels=labels)
+    found = sum_losses(model, batch, 0.5)
+    assert torch.allclose(found[0], entropy + 0.5 * squares) and torch.allclose(found[1], squares)
+    assert torch.allclose(sum_losses(model, batch)[0], entropy)
+    terms = lm_objective(0.5)(model, batch).terms
+    assert float(terms["cross_entropy"][0]) == pytest.approx(float(entropy), rel=1e-5)
+    assert float(terms["z_loss"][0]) == pytest.approx(float(squares), rel=1e-5)
+    assert [(int(n), w) for _, n, w in terms.values()] == [(3, 1.0), (3, 0.5)]
+
+
+class TwoProcesses(SimpleNamespace):
+    "What a loop asks of accelerate; the other process has the same numbers."
+
+    device = torch.device("cpu")
+    num_processes = 2
+    gradient_accumulation_steps = 1
+    scaler = None
+    mixed_precision = "no"
+
+    def reduce(self, x, how):
+        return 2 * x
+
+    def autocast(self):
+        return nullcontext()
+
+    def no_sync(self, model):
+        return nullcontext()
+
+    def backward(self, loss):
+        loss.backward()
+
+
+def test_processes_ask_each_other_about_once_a_second(monkeypatch):
+    """Ten steps in five seconds are two a second: they ask again two steps later.
+
+    After at least one step, and at most `logging_steps` steps.
+    """
+    monkeypatch.setattr(time, "monotonic", lambda: 105.0)
+    for seconds, step, wanted in ((5, 10, 12), (50, 10, 11), (0.1, 10, 17), (5, 4, 5)):
+        loop = SimpleNamespace(
+            state=SimpleNamespace(step=step),
+            accelerator=TwoProcesses(),
+            config=SimpleNamespace(logging_steps=7),
+            next_look=step,
+            last_look=105.0 - seconds,
+            looked_at=0,
+        )
+        assert Trainer._all_stop(loop, True) and loop.next_look == wanted
+        assert (loop.last_look, loop.looked_at) == (105.0, step)
+        assert not Trainer._all_stop(loop, True), "it is not asked again yet"
+        loop.state.step = loop.next_look
+        assert not Trainer._all_stop(loop, False)
+
+
+@pytest.mark.parametrize("main", [True, False])
+@pytest.mark.parametrize("step", [3, 4])
+def test_what_is_unsaved_is_known_to_the_process_that_saves(main, step):
+    accelerator = TwoProcesses(is_main_process=main)
+    loop = SimpleNamespace(
+        checkpoint="run/checkpoints/checkpoint-3",
+        accelerator=accelerator,
+        state=SimpleNamespace(step=step),
+    )
+    assert Trainer._unsaved(loop) is (main and step == 4)
+
+
+def test_a_process_without_a_batch_joins_in_with_zeros():
+    "One batch for two processes: the second computes it, too, and its gradient counts nothing."
+    model = nn.Linear(2, 1, bias=False)
+
+    def objective(model, batch):
+        return Loss({"loss": (model(batch["x"]).sum(), torch.tensor(4), 1.0)})
+
+    objective.additive = True
+    objective.counts = lambda batch: {"loss": 4}
+    batch = dict(x=torch.ones(4, 2))
+    for rank, gradient in ((0, 2.0), (1, 0.0)):  # Twice the gradient, since both are averaged
+        model.zero_grad()
+        loss, _ = accumulate(model, objective, [batch], TwoProcesses(process_index=rank))
+        assert model.weight.grad.tolist() == [[gradient, gradient]]
+        assert float(loss) == pytest.approx(float(model.weight.sum()) * (1 - rank))
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has no such signals")
+def test_a_signal_within_a_block_is_handled_after_it():
+    from trainkit.train.trainer import defer_signals
+
+    came = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
+    try:
+        with defer_signals(signal.SIGUSR1):
+            signal.raise_signal(signal.SIGUSR1)
+            assert not came
+        assert came == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_another_schedule_is_shown_with_both_rates(tmp_path):
+    "0.1·0.5 at this step, and 0.02 in the checkpoint."
+    schedule = SimpleNamespace(
+        base_lrs=[0.1], lr_lambdas=[lambda step: 0.5], last_epoch=3, get_last_lr=lambda: [0.02]
+    )
+    with pytest.raises(ValueError, match="rate 0.02 at step 3, and this schedule 0.05: "):
+        Trainer._check_rate(SimpleNamespace(schedule=schedule), tmp_path)
