@@ -66,7 +66,8 @@ class Kernel:
         def run(*arguments, **options):
             global instance
             given = [Address(x) if isinstance(x, Tensor) else x for x in arguments]
-            for instance in itertools.product(*map(range, grid)):
+            for place in itertools.product(*map(range, grid)):
+                instance = place
                 self.function(*given, **options)
             written = [x.stored for x in given if isinstance(x, Address) and x.stored.any()]
             assert len(written) == 1 and (written[0] == 1).all()

@@ -1453,3 +1453,13 @@ def test_formats_whose_turns_begin_with_their_role(name):
         theirs, _ = render_text(TALK[:3], original, bare)
         ours, _ = render_text(TALK[:3], jinja, dict(bos_token="<s>", eos_token=end))
         assert ours == theirs
+
+
+def test_a_template_that_ends_an_answer_with_words_is_refused_with_its_last_letters():
+    special = ["<|im_start|>", "<|im_end|>"]
+    tokenizer = BPETokenizer.train("abc abc", 260, special_tokens=special, progress=False)
+    ends = "{% for m in messages %}{{ m.content + ' and this is how it ends' }}{% endfor %}"
+    with pytest.raises(ValueError, match="ends an answer with ' this is how it ends', which"):
+        set_template(tokenizer, ends)
+    set_template(tokenizer, ends.replace("' }}", "<|im_end|>' }}"))
+    assert tokenizer.eos_token == "<|im_end|>"
