@@ -1089,7 +1089,8 @@ def test_a_rank_is_whole_and_an_alpha_need_not_be():
         LoRAConfig(rank_pattern={"q_proj": 2.5})
 
 
-def test_what_a_smaller_rank_loses():
+@pytest.mark.parametrize("unit", [1.0, 1e-5])
+def test_what_a_smaller_rank_loses(unit):
     "The next singular value, the root of the sum of squares, and its share of all."
     from trainkit.lora.rank import shrink_rank
 
@@ -1101,8 +1102,8 @@ def test_what_a_smaller_rank_loses():
     values = torch.tensor([4.0, 3.0, 2.0, 1.0])
     with torch.no_grad():
         A.copy_(torch.eye(6)[:4] * values[:, None])
-        B.copy_(torch.eye(5)[:, :4])
-    scale = layer.scaling["default"]
+        B.copy_(torch.eye(5)[:, :4] * unit)
+    scale = layer.scaling["default"] * unit
     report = shrink_rank(model, 2)["0"]
     rank, *lost = vars(report).values()
     assert rank == 2 and lost == pytest.approx([2 * scale, 5**0.5 * scale, 5 / 30])
@@ -1695,3 +1696,13 @@ def test_a_folder_says_whether_its_weights_are_transposed(transposed, tmp_path):
     save_adapter(add_lora(model, LoRAConfig(r=2, target_modules=names)), tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["fan_in_fan_out"] is transposed
+
+
+def test_a_report_of_what_trains_counts_numbers_and_megabytes():
+    "200 of 1,000 numbers; 1,500,000 of 24,000,000 bytes."
+    from trainkit.lora.inject import TrainableReport
+
+    assert str(TrainableReport(200, 1000, 1_500_000, 24_000_000)) == (
+        "trainable params: 200 || all params: 1,000 || trainable%: 20.0000 || 1.5 of 24.0 MB"
+    )
+    assert TrainableReport(0, 0, 0, 0).percent == 0

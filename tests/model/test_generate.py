@@ -1092,3 +1092,16 @@ def test_what_may_begin_a_stop_is_held_back(stops, pieces, rest):
     streamer = TextStreamer(ByteIds(), b"", stops)
     assert [streamer.push(byte) for byte in b"abEN--"] == pieces
     assert streamer.finish() == rest
+
+
+def test_prompts_that_cannot_be_read_are_named_with_their_limits():
+    "A vocabulary of 7 has the ids 0 to 6; of 8 places one must be free."
+    torch.manual_seed(0)
+    model = Transformer(
+        ModelConfig(vocab_size=7, d_model=8, n_heads=2, n_layers=1, d_ff=8, max_seq_len=8)
+    )
+    with pytest.raises(ValueError, match="prompt 1 contains the id 7, but ids go from 0 to 6:"):
+        generate(model, [[1], [6, 7]], max_new_tokens=1)
+    with pytest.raises(ValueError, match="prompt 0 has 8 tokens, .* at most 8, .* the last 7 at"):
+        generate(model, [[1] * 8], max_new_tokens=1)
+    assert len(generate(model, [[1] * 7], max_new_tokens=3)[0]) == 8

@@ -208,3 +208,15 @@ def test_a_z_loss_by_hand(logits, count):
     total = F.cross_entropy(every, torch.tensor([3, 5, 6]), reduction="sum") + 0.1 * squares
     assert torch.allclose(out.loss, total / (count or 3))
     assert torch.allclose(out.squares, squares / (count or 3)) and not out.squares.requires_grad
+
+
+@pytest.mark.parametrize(("ids", "wrong"), [([0, 5], 5), ([-1, 4], -1), ([0, 4], None), ([], None)])
+def test_ids_are_those_of_the_vocabulary(ids, wrong):
+    if wrong is None:
+        check_ids("labels", torch.tensor(ids), 5, "fix them")
+        return
+    with pytest.raises(ValueError) as error:
+        check_ids("labels", torch.tensor(ids), 5, "fix them")
+    assert str(error.value) == (
+        f"labels contains {wrong}, but all values must be from 0 to 4: fix them"
+    )

@@ -307,3 +307,12 @@ def test_a_draft_model_guesses_four_tokens_unless_asked_for_others():
     assert find_drafter(None, None, 5).tokens == 5 and find_drafter() is None
     with pytest.raises(ValueError, match="only one can guess"):
         find_drafter(DRAFT, None, 5)
+
+
+@pytest.mark.parametrize("tokens", [0, MAX_CROP])
+def test_guesses_in_a_pass_are_few(tokens):
+    with pytest.raises(
+        ValueError, match=f"{tokens} guesses in a pass: must be 1 to {MAX_CROP - 1}$"
+    ):
+        Drafter(None, tokens)
+    assert Drafter(None, MAX_CROP - 1).tokens == MAX_CROP - 1 and Drafter(None, 1).tokens == 1

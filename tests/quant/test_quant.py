@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from trainkit.progress import listen
 from trainkit.quant import calibration as calibrated
 from trainkit.quant import int8, linear
 from trainkit.quant import quantize as quant
@@ -1248,3 +1249,24 @@ def test_a_codebook_is_the_mean_of_what_is_nearest_weighted_by_the_scales(size):
     found, history = learn_codebook(x, 64, 2)
     assert found.tolist() == pytest.approx(book, abs=1e-5)
     assert history == pytest.approx(errors, rel=1e-4)
+
+
+def test_quantizing_and_loading_say_how_far_they_are(tmp_path):
+    "Two layers to quantize; of a folder each of the modules counts."
+    heard = []
+
+    def hear(bar):
+        if bar is not None:
+            heard.append((bar.title, bar.clock.done, bar.total))
+
+    def make():
+        return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+
+    save_file(make().state_dict(), tmp_path / "model.safetensors")
+    with listen(hear):
+        quantize_model(make())
+        load_quantized(make, tmp_path)
+    steps = [entry for i, entry in enumerate(heard) if entry not in heard[:i]]
+    assert steps == [("Quantizing", n, 2) for n in range(3)] + [
+        ("Loading and quantizing", n, 4) for n in range(5)
+    ]

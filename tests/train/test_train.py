@@ -1971,3 +1971,14 @@ def test_another_schedule_is_shown_with_both_rates(tmp_path):
     )
     with pytest.raises(ValueError, match="rate 0.02 at step 3, and this schedule 0.05: "):
         Trainer._check_rate(SimpleNamespace(schedule=schedule), tmp_path)
+
+
+def test_groups_are_shown_with_the_ends_of_their_names():
+    weights = [nn.Parameter(torch.zeros(3, 2)) for _ in range(5)]
+    groups = [
+        dict(params=weights[:2], param_names=["a", "b"], weight_decay=0.1),
+        dict(params=weights[2:], param_names=["c", "d", "e"], lr=0.5),
+    ]
+    first, second = optim.show_groups(torch.optim.SGD(groups, lr=0.25)).splitlines()
+    assert first.split() == "SGD 2 parameters 12 numbers rate 0.25 decay 0.1 a, b".split()
+    assert second.split() == "SGD 3 parameters 18 numbers rate 0.5 decay 0 c, d, … e".split()
