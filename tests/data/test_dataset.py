@@ -1626,3 +1626,13 @@ def test_a_long_question_on_both_sides_is_shown_by_its_beginning():
     assert len(question) == 80 and question.endswith("?" * 77)
     place = hash_position(split_key(dict(prompt=question + "?" * 20, completion="c")))
     assert 0.05 <= place < 0.4
+
+
+@pytest.mark.parametrize(("count", "words"), [(4, ""), (5, " and 1 more"), (6, " and 2 more")])
+def test_a_mixture_is_named_by_four_of_its_datasets(count, words, tmp_path):
+    for i in range(count):
+        rows = [dict(prompt=f"{i} {k}", completion="c") for k in range(4)]
+        write_examples(rows, tmp_path / f"d{i}.jsonl")
+    files = [str(tmp_path / f"d{i}.jsonl") for i in range(count)]
+    facts = load_splits(DataConfig(datasets=files, eval_fraction=0.0))[1]
+    assert facts.path == "d0 + d1 + d2 + d3" + words

@@ -748,3 +748,10 @@ def test_what_an_object_holds_is_emptied_four_levels_deep():
     assert far.numel() == 0
     _empty([layer], set())
     assert layer.weight.is_meta
+
+
+def test_a_gpu_has_room_for_what_torch_has_reserved_and_does_not_use(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3, 10))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2)
+    accelerator = SimpleNamespace(device=torch.device("cuda"))
+    assert estimate.room(SimpleNamespace(accelerator=accelerator)) == (10, 3 + 2)

@@ -1105,3 +1105,8 @@ def test_prompts_that_cannot_be_read_are_named_with_their_limits():
     with pytest.raises(ValueError, match="prompt 0 has 8 tokens, .* at most 8, .* the last 7 at"):
         generate(model, [[1] * 8], max_new_tokens=1)
     assert len(generate(model, [[1] * 7], max_new_tokens=3)[0]) == 8
+
+
+def test_the_ending_of_a_thought_closes_it():
+    with pytest.raises(ValueError, match="the ending 'Stop.' does not contain '</think>'"):
+        ThinkingBudget(None, 3, ending="Stop.")

@@ -1982,3 +1982,79 @@ def test_groups_are_shown_with_the_ends_of_their_names():
     first, second = optim.show_groups(torch.optim.SGD(groups, lr=0.25)).splitlines()
     assert first.split() == "SGD 2 parameters 12 numbers rate 0.25 decay 0.1 a, b".split()
     assert second.split() == "SGD 3 parameters 18 numbers rate 0.5 decay 0 c, d, … e".split()
+
+
+@pytest.mark.parametrize("strategy", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize("knobs", [dict(on_nan="skip"), dict(torch_compile=True), {}])
+def test_what_a_model_in_parts_cannot_be_trained_with(strategy, knobs, monkeypatch):
+    from trainkit.train import trainer
+
+    monkeypatch.setattr(trainer, "launched", lambda: True)
+    monkeypatch.setattr(trainer, "shard", lambda *_: SimpleNamespace(strategy=strategy))
+    config = SimpleNamespace(**dict(on_nan="stop", torch_compile=False) | knobs)
+    loop = SimpleNamespace(config=config, model=None, accelerator=None)
+    words = next(iter(knobs), "")
+    if not words or (words, strategy) == ("on_nan", "fsdp"):
+        Trainer._place_model(loop)
+        return
+    with pytest.raises(ValueError, match=f"{words}=.* cannot be combined with {strategy}"):
+        Trainer._place_model(loop)
+
+
+def test_with_another_number_of_processes_each_draws_its_own_numbers(monkeypatch):
+    "The second one begins with the seed 7 + 1 + 1000·3 after step 3."
+    from trainkit.train import trainer
+
+    seeds = []
+    monkeypatch.setattr(trainer, "seed_everything", seeds.append)
+    for rank, path in ((0, "checkpoint-3"), (1, "checkpoint-3"), (1, None)):
+        loop = SimpleNamespace(
+            check_resume=lambda resume, force, path=path: (path and Path(path), []),
+            state=SimpleNamespace(step=3, best_step=None, pieces=1),
+            accelerator=TwoProcesses(process_index=rank),
+            config=SimpleNamespace(seed=7),
+            cursor=None,
+            folder=None,
+            retry=SimpleNamespace(),
+            _load=lambda path, force: dict(rng_states=[0]),
+            _tidy=lambda path: None,
+            _lasting_callbacks=dict,
+            _move_later_checkpoints=lambda after: None,
+        )
+        Trainer.restore(loop, True)
+    assert seeds == [3008]
+
+
+@pytest.mark.parametrize(("best", "moved"), [(5, True), (2, False), (..., False)])
+def test_the_best_model_of_an_abandoned_future_goes_with_it(best, moved, tmp_path, monkeypatch):
+    from trainkit.train import trainer
+
+    for name in ("checkpoints/checkpoint-5", "checkpoints/checkpoint-2", "best_model"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.setattr(trainer, "_best_step", lambda folder: best)
+    said = []
+    loop = SimpleNamespace(
+        folder=tmp_path,
+        accelerator=SimpleNamespace(is_main_process=True),
+        state=SimpleNamespace(best_step=2),
+        note=said.append,
+    )
+    Trainer._move_later_checkpoints(loop, after=3)
+    aside = tmp_path / "checkpoints" / "abandoned-1"
+    gone = ["best_model", "checkpoint-5"] if moved else ["checkpoint-5"]
+    assert sorted(path.name for path in aside.iterdir()) == gone
+    assert (tmp_path / "best_model").exists() is not moved
+    assert said[0].startswith("checkpoint-5, best_model, from" if moved else "checkpoint-5, from")
+
+
+def test_random_numbers_of_a_gpu_are_restored_with_the_others(monkeypatch):
+    import random
+
+    from trainkit.train.step import set_random_state
+
+    restored = []
+    monkeypatch.setattr(torch.cuda, "set_rng_state", restored.append)
+    state = random.getstate(), torch.get_rng_state(), torch.ones(1)
+    before = random.random(), torch.rand(1)
+    set_random_state(state)
+    assert (random.random(), torch.rand(1)) == before and restored == [state[2]]
