@@ -487,3 +487,12 @@ def test_pieces_of_a_long_file_are_short(tmp_path):
     assert "".join(pieces) == text
     assert max(map(len, pieces)) <= 10_000 + 4096 and len(pieces) >= 8
     assert len(pieces[0]) >= 10_000 - 4096
+
+
+def test_the_index_of_shards_is_written_for_people(tmp_path):
+    "One space deep, and the shards in their order."
+    file = shards.write_index(tmp_path, [dict(number=1), dict(number=0)], fingerprint="x")
+    index = dict(
+        dtype="<u2", fingerprint="x", complete=True, shards=[dict(number=0), dict(number=1)]
+    )
+    assert file.read_text() == json.dumps(index, indent=1)

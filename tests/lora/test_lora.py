@@ -1706,3 +1706,14 @@ def test_a_report_of_what_trains_counts_numbers_and_megabytes():
         "trainable params: 200 || all params: 1,000 || trainable%: 20.0000 || 1.5 of 24.0 MB"
     )
     assert TrainableReport(0, 0, 0, 0).percent == 0
+
+
+def test_settings_of_an_adapter_are_written_for_people(tmp_path):
+    "A key on each line, two spaces deep, in order; a line ends the file."
+    from trainkit.lora.merge import _write_settings
+
+    save_adapter(add_lora(small(), LoRAConfig(r=2, target_modules="q_proj")), tmp_path)
+    _write_settings(tmp_path / "own.json", dict(b=[1], a=2))
+    for name in ("adapter_config.json", "own.json"):
+        text = (tmp_path / name).read_text()
+        assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + "\n"

@@ -1311,3 +1311,11 @@ def test_ranks_are_written_in_their_order(tmp_path):
     assert lines == [
         [base64.b64encode(token), b"%d" % i] for i, token in enumerate((b"a", b"ab", b"b"))
     ]
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_files_of_a_tokenizer_are_written_for_people(file, tmp_path):
+    "A key on each line, one space deep; letters of every script as they are."
+    BPETokenizer.train("日本 日本 ", 260, special_tokens=["<é>"], progress=False).save(tmp_path)
+    text = (tmp_path / file).read_text(encoding="utf-8")
+    assert text == json.dumps(json.loads(text), ensure_ascii=False, indent=1) and "<é>" in text

@@ -1,6 +1,7 @@
 "Checkpoints under real accidents: killed processes, full disks, files that change."
 
 import errno
+import json
 import os
 import random
 import shutil
@@ -602,3 +603,9 @@ def test_warnings_of_checkpoints_name_the_line_that_asked(tmp_path, monkeypatch)
         with run_lock(tmp_path / "run"):
             latest_checkpoint(tmp_path)
     assert [w.filename for w in caught] == [__file__] * 3
+
+
+def test_the_manifest_of_a_checkpoint_is_written_for_people(tmp_path):
+    path = save_checkpoint(tmp_path, nn.Linear(2, 2), state=dict(step=1))
+    text = (path / "manifest.json").read_text(encoding="utf-8")
+    assert text == json.dumps(json.loads(text), indent=2)
