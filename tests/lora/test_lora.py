@@ -37,9 +37,11 @@ from trainkit.lora.inject import LoRAConfig
 from trainkit.lora.inject import LoRALayer
 from trainkit.config import load_config
 from trainkit.lora.inject import adapted, add_lora, replace_layer, target_layers, trainable_report
-from trainkit.lora.merge import merge_folder, merge_lora, merge_quantized, merged_tensor
+from trainkit.lora.merge import agreement, merge_folder, merge_lora, merge_quantized, merged_tensor
 from trainkit.lora.merge import read_header, unmerge_lora
 from trainkit.model.config import ModelConfig
+from trainkit.quant.linear import Linear8bit
+from trainkit.quant.quantize import QuantConfig, quantize_model
 from trainkit.model.transformer import Transformer
 from trainkit.train.objectives import lm_loss
 from trainkit.train.optim import OptimConfig
@@ -1717,3 +1719,42 @@ def test_settings_of_an_adapter_are_written_for_people(tmp_path):
     for name in ("adapter_config.json", "own.json"):
         text = (tmp_path / name).read_text()
         assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + "\n"
+
+
+@pytest.mark.parametrize("target", ["dequantized", "original", "quantized"])
+def test_over_a_quantized_base_the_update_is_added_to_what_is_asked_for(target):
+    "To the weight from before, or to what its codes stand for, which may be rounded again."
+    before = small()
+    model = add_lora(quantize_model(small(), QuantConfig(bits=8)), LoRAConfig(r=2, lora_alpha=3))
+    disturb(model)
+    layers = adapted(model)
+    codes = {name: layer.matrix().detach().float().clone() for name, layer in layers.items()}
+    updates = {name: layer.update("default").detach().clone() for name, layer in layers.items()}
+    with torch.no_grad():
+        first = model.eval()(IDS).logits
+    rounded = []
+
+    def again(weight):
+        rounded.append(weight.clone())
+        return Linear8bit.from_weight(weight)
+
+    knobs = dict(original=before.state_dict()) if target == "original" else {}
+    knobs |= dict(quantize=again) if target == "quantized" else {}
+    said = merge_quantized(model, IDS, target, **knobs)
+    assert len(updates) > 2
+    for i, (name, update) in enumerate(updates.items()):
+        start = before.get_submodule(name).weight if target == "original" else codes[name]
+        layer = model.get_submodule(name)
+        found = rounded[i] if target == "quantized" else layer.weight
+        assert type(layer) is (Linear8bit if target == "quantized" else nn.Linear)
+        assert torch.allclose(found, start + update, atol=1e-5), name
+    with torch.no_grad():
+        assert said == agreement(first, model(IDS).logits)
+    for wrong in (
+        dict(target="original"),
+        dict(original={}),
+        dict(quantize=again),
+        dict(target="q"),
+    ):
+        with pytest.raises(ValueError, match="target"):
+            merge_quantized(model, IDS, **wrong)

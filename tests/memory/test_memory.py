@@ -755,3 +755,9 @@ def test_a_gpu_has_room_for_what_torch_has_reserved_and_does_not_use(monkeypatch
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2)
     accelerator = SimpleNamespace(device=torch.device("cuda"))
     assert estimate.room(SimpleNamespace(accelerator=accelerator)) == (10, 3 + 2)
+
+
+def test_what_a_step_takes_is_the_rise_of_the_peak(monkeypatch):
+    peaks = iter([100, 350])
+    monkeypatch.setattr(estimate, "peak_memory_used", lambda forget=False: next(peaks))
+    assert estimate.measure_memory(lambda: None).seen == 250

@@ -1319,3 +1319,24 @@ def test_files_of_a_tokenizer_are_written_for_people(file, tmp_path):
     BPETokenizer.train("日本 日本 ", 260, special_tokens=["<é>"], progress=False).save(tmp_path)
     text = (tmp_path / file).read_text(encoding="utf-8")
     assert text == json.dumps(json.loads(text), ensure_ascii=False, indent=1) and "<é>" in text
+
+
+def test_the_text_so_far_decides_how_words_are_counted(monkeypatch):
+    "Blocks of 2, 3 and 1 letters: the backend is chosen for 2, 5 and 6."
+    from trainkit.tokenizer import bpe
+
+    asked = []
+    monkeypatch.setattr(bpe, "_blocks", lambda texts, pattern: [["ab"], ["cd", "e"], ["f"]])
+    monkeypatch.setattr(
+        bpe, "pick_backend", lambda backend, size, kernels: asked.append(size) or "python"
+    )
+    counted = count_words("", "gpt2", backend="auto")
+    assert asked == [2, 5, 6] and counted == Counter(["ab", "cd", "e", "f"])
+
+
+def test_the_seconds_of_learning_are_counted(monkeypatch):
+    from trainkit.tokenizer import bpe
+
+    clock = iter([3.0, 5.5])
+    monkeypatch.setattr(bpe, "perf_counter", lambda: next(clock))
+    assert learn_merges(Counter(["abab"]), 1, "python").seconds == 2.5

@@ -2058,3 +2058,86 @@ def test_random_numbers_of_a_gpu_are_restored_with_the_others(monkeypatch):
     before = random.random(), torch.rand(1)
     set_random_state(state)
     assert (random.random(), torch.rand(1)) == before and restored == [state[2]]
+
+
+def test_what_is_logged_is_of_the_time_since_the_last_record(monkeypatch):
+    "600 tokens in 5 seconds, 2 of them waiting for data; the means of two losses and of a metric."
+    from trainkit.train import trainer
+
+    monkeypatch.setattr(trainer.time, "monotonic", lambda: 105.0)
+    told, shown = [], []
+    state = SimpleNamespace(
+        step=4, tokens=1000, losses=[1.0, 2.0], loss=0.0, metrics={"a": [6.0, 3], "b": [1.0, 0]}
+    )
+    state.skipped = 1
+    loop = SimpleNamespace(
+        state=state,
+        last_log=(100.0, 400),
+        data_seconds=2.0,
+        epoch=0.5,
+        learning_rate=0.1,
+        grad_norm=3.0,
+        seconds=7.0,
+        total_steps=8,
+        bar=SimpleNamespace(
+            clock=SimpleNamespace(eta=lambda steps: 10.0 * steps),
+            update=lambda step, **numbers: shown.append((step, numbers)),
+        ),
+        notify=lambda event, **record: told.append((event, record)),
+    )
+    Trainer.log(loop)
+    wanted = dict(step=4, epoch=0.5, loss=1.5, learning_rate=0.1, grad_norm=3.0, tokens=1000)
+    wanted |= dict(tokens_per_second=120.0, seconds=7.0, eta_seconds=80.0, skipped_steps=1)
+    assert told == [("on_log", {"a": 2.0, **wanted, "data_share": 0.4})]
+    assert shown == [(4, {"loss": 1.5, "tokens/s": 120.0})]
+    assert (loop.last_log, loop.data_seconds) == ((105.0, 1000), 0.0)
+    assert (state.losses, state.metrics, state.loss) == ([], {}, 1.5)
+    Trainer.log(loop)
+    record = told[1][1]
+    assert math.isnan(record["loss"]) and record["tokens_per_second"] == record["data_share"] == 0
+    loop.last_log, loop.data_seconds = (104.0, 1000), 2.0
+    Trainer.log(loop)
+    assert told[2][1]["data_share"] == 1.0, "what was waited for before the last record, too"
+
+
+def test_pauses_and_evaluations_are_timed(monkeypatch):
+    "From 10 to 13 seconds: the last record is taken to be 3 seconds later."
+    from trainkit.train import trainer
+
+    clock = iter([10.0, 13.0, 20.0, 22.5])
+    monkeypatch.setattr(trainer.time, "monotonic", lambda: next(clock))
+    loop = SimpleNamespace(last_log=(100.0, 5))
+    with Trainer.pause_clock(loop):
+        pass
+    assert loop.last_log == (103.0, 5)
+    monkeypatch.setattr(trainer, "eval_loss", lambda *_: dict(loss=2.0, f1=0.5))
+    loop = SimpleNamespace(
+        eval_start=None,
+        shards=None,
+        model=nn.Linear(1, 1),
+        accelerator=SimpleNamespace(device="cpu"),
+        eval_batches=[],
+        objective=None,
+        state=SimpleNamespace(step=9),
+        _eval_bar=nullcontext,
+    )
+    assert Trainer.evaluate(loop) == dict(step=9, eval_loss=2.0, eval_f1=0.5, eval_seconds=2.5)
+
+
+@pytest.mark.parametrize("tasks", [("a", "b"), ("a", "a")])
+def test_losses_of_tasks_are_means_over_their_own_items(tasks):
+    "(6 + 2) / (3 + 1) and 9 / 3, each with half of a second term; together 17 / 7."
+
+    def goal(model, batch):
+        total, count = batch["numbers"].tolist()
+        return Loss(
+            {"loss": (total, count, 1.0), "other": (2 * total, count, 0.5)}, {"m": (total, 2)}
+        )
+
+    numbers = [(6.0, 3, tasks[0]), (2.0, 1, tasks[0]), (9.0, 3, tasks[1])]
+    batches = [dict(numbers=torch.tensor([s, n]), task=task) for s, n, task in numbers]
+    found = eval_loss(nn.Linear(1, 1), goal, batches, make_accelerator("no"))
+    wanted = dict(loss=2 * 17 / 7, tokens=7, m=17 / 6, other=2 * 17 / 7)
+    if tasks == ("a", "b"):
+        wanted |= dict(a_loss=2 * 2.0, b_loss=2 * 3.0)
+    assert found == pytest.approx(wanted)
