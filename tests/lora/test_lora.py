@@ -1758,3 +1758,36 @@ def test_over_a_quantized_base_the_update_is_added_to_what_is_asked_for(target):
     ):
         with pytest.raises(ValueError, match="target"):
             merge_quantized(model, IDS, **wrong)
+
+
+def test_a_direction_that_the_update_puts_in_place_of_another_is_an_intruder():
+    "W maps e1 to 2·e1, and with the update to 3·e3, where W maps nothing."
+    from trainkit.lora.rank import intruder_dimensions
+
+    config = LoRAConfig(r=1, lora_alpha=1, target_modules="0")
+    model = add_lora(nn.Sequential(nn.Linear(2, 3, bias=False)), config)
+    A, B = model[0].factors("default")
+    with torch.no_grad():
+        model[0].base_layer.weight.copy_(torch.tensor([[2.0, 0], [0, 1], [0, 0]]))
+        A.copy_(torch.tensor([[1.0, 0.0]]))
+        B.copy_(torch.tensor([[-2.0], [0.0], [3.0]]))
+    assert intruder_dimensions(model, 1) == {"0": 1} == intruder_dimensions(model, 2)
+
+
+@pytest.mark.parametrize(
+    ("base", "saved", "differ"),
+    [
+        ((torch.float32, 1 + 2**-20), (torch.bfloat16, 1.0), False),
+        ((torch.bfloat16, 1.0), (torch.float32, 1 + 2**-20), False),
+        ((torch.float32, 1 + 2**-20), (torch.float32, 1.0), True),
+        ((torch.bfloat16, 1.0), (torch.float16, 1 + 2**-10), False),
+        ((torch.float16, 1 + 2**-10), (torch.bfloat16, 1.0), True),
+        ((torch.bfloat16, 1.0), (torch.bfloat16, 1 + 2**-7), True),
+    ],
+)
+def test_weights_differ_by_more_than_rounding_to_the_narrower_format(base, saved, differ):
+    "Of two formats of one width, that of the model decides."
+    from trainkit.lora.adapters import tensors_differ
+
+    a, b = (torch.tensor([2.0, number], dtype=dtype) for dtype, number in (base, saved))
+    assert tensors_differ(a, b) is differ and tensors_differ(a, b[:1])
