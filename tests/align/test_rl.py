@@ -4,6 +4,7 @@ import asyncio
 import copy
 import random
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -1438,3 +1439,27 @@ def test_answers_of_another_sampler_weigh_what_they_are_likelier_here_up_to_a_ca
     total, tokens, weight = terms["entropy_loss"]
     entropy = token_scores(model, batch).entropy[mask].sum()
     assert float(total) == pytest.approx(-float(entropy)) and (int(tokens), weight) == (4, 0.5)
+
+
+def test_on_a_cpu_a_round_takes_the_memory_of_merged_weights(monkeypatch):
+    "And of a copy of all of them where they are rearranged."
+    from trainkit.align import rollouts
+
+    merged, copied = [], []
+    real = torch.empty_like
+
+    def merge(policy):
+        merged.append(policy)
+        return nullcontext()
+
+    def copy_of(p):
+        copied.append(p)
+        return real(p)
+
+    monkeypatch.setattr(rollouts, "decode_rows", lambda *_, **__: (i for i in range(5)))
+    monkeypatch.setattr(rollouts, "merged_lora", merge)
+    source = rounds(num_prompts=3, num_generations=2)
+    monkeypatch.setattr(source, "_weights_copy", lambda count, policy: count == 6)
+    monkeypatch.setattr(torch, "empty_like", copy_of)
+    source.begin(source.model, source.largest())
+    assert merged == [source.model] and len(copied) == len({*source.model.parameters()})

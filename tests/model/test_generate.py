@@ -1110,3 +1110,27 @@ def test_prompts_that_cannot_be_read_are_named_with_their_limits():
 def test_the_ending_of_a_thought_closes_it():
     with pytest.raises(ValueError, match="the ending 'Stop.' does not contain '</think>'"):
         ThinkingBudget(None, 3, ending="Stop.")
+
+
+@pytest.mark.parametrize(("length", "room"), [(1, 64), (64, 64), (65, 128), (128, 128)])
+def test_a_compiled_step_has_room_for_the_next_power_of_two(length, room, monkeypatch):
+    "So that few shapes are compiled: of at least 64 tokens."
+    from trainkit.model import decoding
+
+    made = []
+
+    class Compiled:
+        def __init__(self, config, like, rows, length, backend):
+            made.append((rows, length, backend))
+
+        def step(self, model, ids):
+            assert ids.tolist() == [0, 0, 0]
+
+        clear = list
+
+    monkeypatch.setattr(decoding, "CompiledStep", Compiled)
+    model = Transformer(ModelConfig(vocab_size=7, d_model=8, n_heads=2, n_layers=1, d_ff=8)).eval()
+    for _ in range(2):  # The second time it is there already
+        with decoding.compiled_step(model, 3, length, "eager") as step:
+            assert isinstance(step, Compiled)
+    assert made == [(3, room, "eager")]
