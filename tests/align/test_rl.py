@@ -25,7 +25,7 @@ from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.train.objectives import lm_loss
 from trainkit.train.optim import OptimConfig, hidden_matrices
-from trainkit.align.policy import ActorCritic, token_scores
+from trainkit.align.policy import ActorCritic, _LogProbFromHidden, token_scores
 from trainkit.align.rewards import answer_value, passes_tests, right_answer, right_length
 from trainkit.align.rewards import same_answer, score
 from trainkit.align.rl import METHODS, RLConfig, rl_objective
@@ -1463,3 +1463,26 @@ def test_on_a_cpu_a_round_takes_the_memory_of_merged_weights(monkeypatch):
     monkeypatch.setattr(torch, "empty_like", copy_of)
     source.begin(source.model, source.largest())
     assert merged == [source.model] and len(copied) == len({*source.model.parameters()})
+
+
+@pytest.mark.parametrize("learn", [True, False])
+def test_scores_of_a_large_vocabulary_are_computed_64_tokens_at_a_time(learn):
+    "100 tokens of 8,192 words in two parts: the values and gradients of the whole matrix."
+    torch.manual_seed(0)
+    hidden = torch.randn(100, 4, requires_grad=True)
+    weight = torch.randn(8192, 4, requires_grad=True)
+    ids = torch.randint(8192, (100,))
+    with warnings.catch_warnings(), torch.set_grad_enabled(learn):
+        warnings.simplefilter("error")
+        found = _LogProbFromHidden.apply(hidden, weight, ids, 0.7, learn)
+        every = (hidden @ weight.T / 0.7).log_softmax(-1)
+    log_probs = every.gather(1, ids[:, None])[:, 0]
+    for ours, exact in zip(found, (log_probs, -(every.exp() * every).sum(1)), strict=True):
+        assert torch.allclose(ours, exact, atol=1e-4)
+    if learn:
+        slopes = [
+            torch.autograd.grad(x.square().sum(), (hidden, weight), retain_graph=True)
+            for x in (found[0], log_probs)
+        ]
+        for ours, exact in zip(*slopes, strict=True):
+            assert torch.allclose(ours, exact, atol=1e-2, rtol=1e-3)

@@ -286,3 +286,8 @@ def test_only_longer_words_in_ascii_are_stemmed():
 
     assert _Words(True).tokenize("Its cats sing, ties rügens") == "its cat sing tie rügens".split()
     assert _Words(False).tokenize("cats") == ["cats"]
+
+
+def test_the_calibration_error_of_a_single_answer_is_its_distance():
+    "It was right, and its probability 0.7 was 0.3 too little."
+    assert calibration_error([0.7], [1]) == pytest.approx(0.3)

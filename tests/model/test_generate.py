@@ -2,6 +2,8 @@
 
 import math
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
@@ -1134,3 +1136,15 @@ def test_a_compiled_step_has_room_for_the_next_power_of_two(length, room, monkey
         with decoding.compiled_step(model, 3, length, "eager") as step:
             assert isinstance(step, Compiled)
     assert made == [(3, room, "eager")]
+
+
+@pytest.mark.parametrize(
+    ("ids", "wanted"), [([5, 7], [7, 5, 7]), ([7, 5], [7, 5]), ([], [7]), ([5], [7, 5])]
+)
+def test_a_text_begins_with_the_token_that_begins_every_text(ids, wanted):
+    "Once: it is not put before itself."
+    first = SimpleNamespace(
+        special_tokens={}, cut=None, first_token_id=7, encode=lambda text, *_: [*ids]
+    )
+    assert text_to_ids("a text", first) == wanted
+    assert text_to_ids("a text", SimpleNamespace(**vars(first) | dict(first_token_id=None))) == ids

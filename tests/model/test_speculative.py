@@ -15,7 +15,7 @@ from trainkit.model.config import ModelConfig
 from trainkit.model.generation import SamplingConfig, choose, decode_rows, find_drafter, generate
 from trainkit.model.generation import guess_token, stream
 from trainkit.model.kernels import PackedModel
-from trainkit.model.speculative import Drafter, Guess, repeat_ngram, verify
+from trainkit.model.speculative import Drafter, Guess, Lookahead, repeat_ngram, verify
 from trainkit.model.transformer import Transformer
 from trainkit.quant.quantize import QuantConfig, quantize_model
 
@@ -316,3 +316,20 @@ def test_guesses_in_a_pass_are_few(tokens):
     ):
         Drafter(None, tokens)
     assert Drafter(None, MAX_CROP - 1).tokens == MAX_CROP - 1 and Drafter(None, 1).tokens == 1
+
+
+def test_passes_and_guesses_are_counted():
+    "1 2 3 1 2 3 goes on with 1 2 as before: one pass, two guesses, and the first is right."
+    reads = []
+
+    def read(start, ids):
+        reads.append((start, ids))
+        return torch.arange(3.0 * len(ids)).view(len(ids), 3)
+
+    drafter = Drafter(None, 2)
+    ahead = Lookahead(drafter, 20, read, None, [1, 2, 3, 1, 2])
+    rows = [ahead.step(torch.tensor([token])).tolist() for token in (3, 1, 9)]
+    assert reads == [(5, [3, 1, 2]), (7, [9])]
+    assert rows == [[[0, 1, 2]], [[3, 4, 5]], [[0, 1, 2]]]
+    assert (drafter.passes, drafter.guessed, drafter.accepted) == (2, 2, 1)
+    assert repr(drafter) == "Drafter(n-grams, 1 of 2 guesses were right)"
