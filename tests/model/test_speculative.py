@@ -319,7 +319,7 @@ def test_guesses_in_a_pass_are_few(tokens):
 
 
 def test_passes_and_guesses_are_counted():
-    "1 2 3 1 2 3 goes on with 1 2 as before: one pass, two guesses, and the first is right."
+    "1 2 3 1 2 3 continues with 1 2 as before: one pass, two guesses, and the first is right."
     reads = []
 
     def read(start, ids):
