@@ -14,6 +14,7 @@ from trainkit import generate, load_pretrained, quantize_model, run, save_adapte
 from trainkit import stream
 from trainkit.align.distillation import distill_objective
 from trainkit.align.dpo import dpo_objective
+from trainkit.align.kto import tokenize_unpaired
 from trainkit.align.preference_data import PairBatches, tokenize_pairs
 from trainkit.align.reference import make_reference
 from trainkit.align.rl import RLConfig
@@ -31,8 +32,11 @@ from trainkit.model.generation import end_ids
 from trainkit.recipes.config import RunConfig, method_config
 from trainkit.recipes.evaluation import ask
 from trainkit.recipes.saving import score_answers
+from trainkit.tokenizer.chat import set_template
 from trainkit.train.config import TrainConfig, check_callbacks
 from trainkit.train.objectives import Loss, lm_loss, lm_objective
+from trainkit.train.optim import OptimConfig, make_schedule
+from trainkit.train.step import tf32
 from trainkit.train.trainer import Trainer
 from trainkit.widgets.chat_compare import _with_server
 
@@ -374,3 +378,48 @@ def test_a_step_of_evaluation_alone_means_steps():
     assert (train.eval_strategy, train.eval_steps) == ("steps", 7)
     never = dict(eval_steps=7, eval_strategy="no")
     assert method_config(dict(method="pretrain", train=never)).train.eval_strategy == "no"
+
+
+def warn_of_rates(model):
+    make_schedule(torch.optim.SGD(model.parameters()), OptimConfig(warmup_steps=9), 5)
+
+
+def warn_of_tf32(model):
+    with tf32(True):
+        pass
+
+
+def warn_of_rows(model):
+    special = ["<|im_start|>", "<|im_end|>"]
+    tok = BPETokenizer.train("abc abc", 260, special_tokens=special, progress=False)
+    set_template(tok, "chatml")
+    rows = [dict(prompt="a", completion=text, label=True) for text in ("b", "bcbcbc", "cacaca")]
+    least = min(row["length"] for row in tokenize_unpaired(rows, tok))
+    tokenize_unpaired(rows, tok, least, truncation="drop")
+
+
+def warn_of_a_trainer(model):
+    rows = [{"input_ids": [1, 2], "labels": [1, 2]}] * 4
+    Trainer(model, lm_loss, Batches(rows, 2), config=TrainConfig(per_device_train_batch_size=3))
+
+
+def warn_of_a_split(model):
+    split_examples([dict(text="a")])
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        (warn_of_rates, "fills the whole run of 5"),
+        (warn_of_tf32, "tf32=True has no effect"),
+        (warn_of_rows, r"^Of 3 rows 2 were left out \(max_length = [0-9]+\)$"),
+        (warn_of_a_trainer, "=3 changes nothing here"),
+        (warn_of_a_split, "to evaluate on"),
+    ],
+)
+def test_a_warning_names_the_line_of_the_program_that_caused_it(cause, words, model):
+    with pytest.warns(UserWarning, match=words) as caught:
+        cause(model)
+    code = cause.__code__
+    assert [w.filename for w in caught] == [__file__]
+    assert code.co_firstlineno < caught[0].lineno <= max(line or 0 for *_, line in code.co_lines())

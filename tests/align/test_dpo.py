@@ -1219,3 +1219,46 @@ def test_of_a_conversation_with_an_opinion_the_last_answer_is_learned():
         (cut,) = tokenize_unpaired([row], tok, size - 1, truncation="prompt")
     assert cut["prompt"].tolist() == out["prompt"][1:].tolist() and cut["length"] == size - 1
     assert cut["completion"].tolist() == out["completion"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "off", "same"),
+    [
+        (torch.float32, 1.5e-4, True),
+        (torch.float32, 1e-3, False),
+        (torch.float64, 1e-3, False),
+        (torch.bfloat16, 0.15, True),  # Three digits of a sum
+        (torch.bfloat16, 0.3, False),
+    ],
+)
+def test_a_prompt_is_shared_where_it_changes_no_more_than_rounding_does(
+    dtype, off, same, monkeypatch
+):
+    "A log-probability of -1 may move by 2e-4, in half precision by 0.2."
+
+    def moved(model, batch, share):
+        return SimpleNamespace(chosen=torch.tensor([-1.0 - off * share]), rejected=torch.zeros(1))
+
+    monkeypatch.setattr(logprobs, "pair_log_probs", moved)
+    assert shares_prompts(ours().to(dtype)) is same
+
+
+@pytest.mark.parametrize(("then", "wanted"), [(None, 2.5), ((0.5, 1.0), 1.75), ((9.0, 9.0), 0.0)])
+def test_kto_estimates_its_distance_from_answers_to_other_prompts(then, wanted, monkeypatch):
+    "The mean of (1, 2, 3, 4) less that of the reference, and no less than 0."
+    from trainkit.align import dpo
+
+    asked = []
+
+    def scores(model, batch, share):
+        asked.append(batch["chosen_labels"].tolist())
+        return SimpleNamespace(chosen=torch.tensor([1.0, 2]), rejected=torch.tensor([3.0, 4]))
+
+    def reference(model, batch):
+        asked.append(batch["chosen_labels"].tolist())
+        return SimpleNamespace(chosen=torch.full((2,), then[0]), rejected=torch.full((2,), then[1]))
+
+    monkeypatch.setattr(dpo, "pair_log_probs", scores)
+    batch = dict(prompt_input_ids=torch.zeros(2, 1), chosen_labels=torch.tensor([5, 6]))
+    kl = dpo._estimate_kl(None, reference if then else None, batch, False)
+    assert float(kl) == wanted and asked == [[6, 5]] * (2 if then else 1)

@@ -1,7 +1,9 @@
 "Reward models against TRL's RewardTrainer, step by step."
 
 import copy
+import math
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.train.optim import OptimConfig
 from trainkit.align.preference_data import PairBatches
-from trainkit.align.reward_model import RewardModel, reward_objective, score_pairs
+from trainkit.align.reward_model import RewardModel, reward_objective, score_ids, score_pairs
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 from trainkit.train.config import TrainConfig
 from trainkit.train.trainer import Trainer
@@ -220,3 +222,51 @@ def test_scores_begin_small_and_a_tie_is_half_right(monkeypatch):
         rewards, share = score_pairs(scorer, pairs, batch_size)
         assert rewards.tolist() == [[7, 7], [5, 4], [1, 8], [7, 7]] and share == 0.5
     assert score_pairs(scorer, pairs[:2])[1] == 0.75
+
+
+@pytest.mark.parametrize(("center", "margin"), [(0.0, None), (0.01, [0.5, 0.0, 1.0])])
+def test_the_objective_of_a_reward_model_by_hand(center, margin, monkeypatch):
+    "Rewards of 1, 2, 2 against 0, 2, 3: one pair is ahead, one is a tie, and counts half."
+    chosen, rejected = torch.tensor([1.0, 2.0, 2.0]), torch.tensor([0.0, 2.0, 3.0])
+    monkeypatch.setattr(
+        "trainkit.align.reward_model.pair_rewards", lambda model, batch: (chosen, rejected)
+    )
+    batch = dict(prompt_input_ids=torch.zeros(3, 1, dtype=torch.int64))
+    batch |= {} if margin is None else dict(margin=torch.tensor(margin))
+    goal = reward_objective(center)
+    loss = goal(tiny(), batch)
+    off = [1.0, 0.0, -1.0] if margin is None else [0.5, 0.0, -2.0]  # Less the margin
+    wanted = dict(reward=(sum(math.log(1 + math.exp(-x)) for x in off), 3, 1.0))
+    if center:
+        wanted["center"] = 1 + 16 + 25, 3, 0.01  # (r_w + r_l)²
+    assert goal.counts(batch) == {name: 3 for name in wanted}
+    assert {n: (pytest.approx(float(s)), k, w) for n, (s, k, w) in loss.terms.items()} == wanted
+    logged = {name.split("/")[1]: (float(s), n) for name, (s, n) in loss.metrics.items()}
+    assert logged == dict(
+        chosen=(5, 3), rejected=(5, 3), margins=(0, 3), accuracies=(1.5, 3), ties=(1, 3)
+    )
+
+
+def test_without_a_padding_token_a_classifier_reads_one_text_at_a_time():
+    "Ours reads several, and each text is read at its own last token."
+    sizes = []
+
+    class Classifier(torch.nn.Linear):
+        config = SimpleNamespace(pad_token_id=None)
+
+        def forward(self, ids, attention_mask):
+            sizes.append(ids.shape)
+            return SimpleNamespace(logits=(ids * attention_mask).sum(1, keepdim=True).float())
+
+    texts = [torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5, 6])]
+    model = Classifier(1, 1)
+    assert score_ids(model, texts) == [3, 3, 15] and sizes == [(1, 2), (1, 1), (1, 3)]
+    sizes.clear()
+    model.config = SimpleNamespace(pad_token_id=7)
+    assert score_ids(model, texts, 2) == [3, 3, 15] and sizes == [(2, 2), (1, 3)]
+    ours = RewardModel(tiny())
+    alone = [score_ids(ours, [text])[0] for text in texts]
+    assert score_ids(ours, texts) == pytest.approx(alone, abs=1e-5)
+    with pytest.raises(ValueError, match=r"gives \[3, 2\] numbers for 3 texts"):
+        model.forward = lambda ids, attention_mask: torch.zeros(3, 2)
+        score_ids(model, texts)

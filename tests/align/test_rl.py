@@ -4,6 +4,7 @@ import asyncio
 import copy
 import random
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,7 +25,7 @@ from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.train.objectives import lm_loss
 from trainkit.train.optim import OptimConfig, hidden_matrices
-from trainkit.align.policy import ActorCritic, token_scores
+from trainkit.align.policy import ActorCritic, _LogProbFromHidden, token_scores
 from trainkit.align.rewards import answer_value, passes_tests, right_answer, right_length
 from trainkit.align.rewards import same_answer, score
 from trainkit.align.rl import METHODS, RLConfig, rl_objective
@@ -1406,3 +1407,82 @@ def test_no_room_for_a_prompt_is_an_error():
     Rollouts(model, None, [[1]], lambda **_: [], RLConfig(max_completion_length=63))
     with pytest.raises(ValueError, match="there are no prompts"):
         Rollouts(model, None, [], lambda **_: [])
+
+
+@pytest.mark.parametrize("method", ["rloo", "grpo"])
+def test_answers_of_another_sampler_weigh_what_they_are_likelier_here_up_to_a_cap(method):
+    "RLOO weights an answer as a whole, by exp(0.3 + 0.1) or the cap 1.2; GRPO each token."
+    model = llama()
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 4, 3]])
+    labels = ids.masked_fill(torch.tensor([True, True, False, False]), -100)
+    mask = labels != -100
+    gap = torch.tensor([[0.0, 0.0, 0.3, 0.1], [0.0, 0.0, -0.2, 0.1]])
+    batch = dict(input_ids=ids, labels=labels, attention_mask=torch.ones_like(ids))
+    log_probs = token_scores(model, batch).log_probs.detach()
+    batch |= dict(advantages=torch.tensor([1.0, -2.0]), old_log_probs=log_probs)
+    batch |= dict(sampling_log_probs=log_probs - gap * mask)
+    config = RLConfig(
+        method,
+        num_generations=2,
+        importance_sampling_cap=1.2,
+        sampler_weights="q8_0",
+        entropy_coef=0.5,
+        beta=0.0,
+    )
+    terms = rl_objective(config)(model, batch).terms
+    if method == "rloo":  # -(1.2·1 + exp(-0.1)·(-2)), of two answers
+        wanted, n = -1.2 + 2 * np.exp(-0.1), 2
+    else:  # Means over the tokens of each answer
+        wanted, n = -(1.2 + np.exp(0.1)) / 2 + 2 * (np.exp(-0.2) + np.exp(0.1)) / 2, 2
+    assert float(terms["policy_loss"][0]) == pytest.approx(wanted, rel=1e-5)
+    assert int(terms["policy_loss"][1]) == n
+    total, tokens, weight = terms["entropy_loss"]
+    entropy = token_scores(model, batch).entropy[mask].sum()
+    assert float(total) == pytest.approx(-float(entropy)) and (int(tokens), weight) == (4, 0.5)
+
+
+def test_on_a_cpu_a_round_takes_the_memory_of_merged_weights(monkeypatch):
+    "And of a copy of all of them where they are rearranged."
+    from trainkit.align import rollouts
+
+    merged, copied = [], []
+    real = torch.empty_like
+
+    def merge(policy):
+        merged.append(policy)
+        return nullcontext()
+
+    def copy_of(p):
+        copied.append(p)
+        return real(p)
+
+    monkeypatch.setattr(rollouts, "decode_rows", lambda *_, **__: (i for i in range(5)))
+    monkeypatch.setattr(rollouts, "merged_lora", merge)
+    source = rounds(num_prompts=3, num_generations=2)
+    monkeypatch.setattr(source, "_weights_copy", lambda count, policy: count == 6)
+    monkeypatch.setattr(torch, "empty_like", copy_of)
+    source.begin(source.model, source.largest())
+    assert merged == [source.model] and len(copied) == len({*source.model.parameters()})
+
+
+@pytest.mark.parametrize("learn", [True, False])
+def test_scores_of_a_large_vocabulary_are_computed_64_tokens_at_a_time(learn):
+    "100 tokens of 8,192 words in two parts: the values and gradients of the whole matrix."
+    torch.manual_seed(0)
+    hidden = torch.randn(100, 4, requires_grad=True)
+    weight = torch.randn(8192, 4, requires_grad=True)
+    ids = torch.randint(8192, (100,))
+    with warnings.catch_warnings(), torch.set_grad_enabled(learn):
+        warnings.simplefilter("error")
+        found = _LogProbFromHidden.apply(hidden, weight, ids, 0.7, learn)
+        every = (hidden @ weight.T / 0.7).log_softmax(-1)
+    log_probs = every.gather(1, ids[:, None])[:, 0]
+    for ours, exact in zip(found, (log_probs, -(every.exp() * every).sum(1)), strict=True):
+        assert torch.allclose(ours, exact, atol=1e-4)
+    if learn:
+        slopes = [
+            torch.autograd.grad(x.square().sum(), (hidden, weight), retain_graph=True)
+            for x in (found[0], log_probs)
+        ]
+        for ours, exact in zip(*slopes, strict=True):
+            assert torch.allclose(ours, exact, atol=1e-2, rtol=1e-3)

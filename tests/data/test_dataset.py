@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,6 +22,7 @@ from support.processes import ROOT
 
 from trainkit.config import ConfigError
 from trainkit.data.dataset import (
+    LoadedRows,
     DataConfig,
     _find_kind,
     _remedy,
@@ -1565,3 +1567,72 @@ def test_a_mixture_says_what_comes_several_times():
         mix({**data, "c": []})
     with pytest.raises(ValueError, match="1 weights for 2 datasets"):
         mix(data, [1])
+
+
+def test_warnings_of_data_name_the_line_that_asked():
+    rows = [dict(text=f"text {i}") for i in range(3)]
+    with pytest.warns(UserWarning, match="several times") as caught:
+        mix({"a": rows}, total=4)
+    assert caught[0].filename == __file__
+
+
+def test_long_values_of_a_row_are_shown_by_their_beginning():
+    rows = LoadedRows([dict(text="x" * 301)])
+    rows.report = SimpleNamespace(_repr_html_=lambda: "")
+    assert "<td>" + "x" * 300 + "</td>" in rows._repr_html_()
+
+
+def test_datasets_of_one_name_are_numbered():
+    from trainkit.data.mixture import read_sources
+
+    entries = [dict(path=f"{i}.jsonl", name="sums") for i in range(3)] + ["a/x.txt", "b/x.txt"]
+    names = [source.name for source in read_sources([*entries, "sums.jsonl"])]
+    assert names == ["sums", "sums (2)", "sums (3)", "a/x.txt", "b/x.txt", "sums (4)"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts", "rows"),
+    [
+        ([3, 9], [0.5, 0.5], (12, 6, 18)),
+        ([3, 4], [3 / 7, 4 / 7], (7, 7, 7)),  # 3 / (3/7) is a little less than 7
+        ([5, 9], [0.4, 0.6], (14, 12, 15)),  # 5 / 0.4 = 12.5 and 9 / 0.6 = 15
+        ([3, 9, 4], [0.5, 0.5, 0.0], (16, 6, 18)),
+    ],
+)
+def test_where_a_mixture_ends_by_hand(sizes, parts, rows):
+    from trainkit.data.mixture import STOPPING, mixture_size
+
+    assert tuple(mixture_size(sizes, parts, rule) for rule in STOPPING) == rows
+
+
+def test_only_the_first_question_is_marked():
+    turns = [
+        dict(role=role, content=text)
+        for role, text in (("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"))
+    ]
+    marked = add_prefix(dict(messages=turns), "[X] ")["messages"]
+    assert [turn["content"] for turn in marked] == ["s", "[X] a", "b", "c"]
+
+
+def test_a_long_question_on_both_sides_is_shown_by_its_beginning():
+    rows = [
+        dict(prompt=f"{i:03}" + "?" * 97, completion="c", task=task)
+        for i in range(30)
+        for task in ("easy", "hard")
+    ]
+    with pytest.raises(ValueError) as told:
+        split_examples(rows, 0.2, by="task", fractions={"easy": 0.05, "hard": 0.4})
+    question = str(told.value).split("'")[1]
+    assert len(question) == 80 and question.endswith("?" * 77)
+    place = hash_position(split_key(dict(prompt=question + "?" * 20, completion="c")))
+    assert 0.05 <= place < 0.4
+
+
+@pytest.mark.parametrize(("count", "words"), [(4, ""), (5, " and 1 more"), (6, " and 2 more")])
+def test_a_mixture_is_named_by_four_of_its_datasets(count, words, tmp_path):
+    for i in range(count):
+        rows = [dict(prompt=f"{i} {k}", completion="c") for k in range(4)]
+        write_examples(rows, tmp_path / f"d{i}.jsonl")
+    files = [str(tmp_path / f"d{i}.jsonl") for i in range(count)]
+    facts = load_splits(DataConfig(datasets=files, eval_fraction=0.0))[1]
+    assert facts.path == "d0 + d1 + d2 + d3" + words

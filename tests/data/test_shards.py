@@ -518,3 +518,12 @@ def test_mixed_rows_know_their_lengths():
     rows = MixedRows(parts, temperature=2.0)
     assert rows.lengths.tolist() == [len(row) for row in rows]
     assert {*rows.lengths.tolist()} == {5, 7, 10}  # The last rows of both are shorter
+
+
+def test_the_index_of_shards_is_written_for_people(tmp_path):
+    "One space deep, and the shards in their order."
+    file = shards.write_index(tmp_path, [dict(number=1), dict(number=0)], fingerprint="x")
+    index = dict(
+        dtype="<u2", fingerprint="x", complete=True, shards=[dict(number=0), dict(number=1)]
+    )
+    assert file.read_text() == json.dumps(index, indent=1)

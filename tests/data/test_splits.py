@@ -70,3 +70,16 @@ def test_a_question_that_shares_would_put_on_both_sides_is_named():
         split_examples(rows, 0.2, by="task", fractions={"easy": 0.05, "hard": 0.4})
     question = str(told.value).split("'")[1]
     assert 0.05 <= hash_position(split_key(dict(prompt=question, completion="c"))) < 0.4
+
+
+@pytest.mark.parametrize("tasks", [2, 3, 5])
+def test_of_many_warnings_three_are_written_out(tasks):
+    rows = [dict(prompt=f"q{i}", completion="c", task=f"t{i}") for i in range(tasks)]
+    rows.append(dict(prompt="heard", completion="c", task="heard"))
+    shares = {f"t{i}": 1e-9 for i in range(tasks)} | dict(heard=1 - 1e-9)
+    with pytest.warns(UserWarning) as caught:
+        split_examples(rows, 0.5, by="task", fractions=shares)
+    said = str(caught[0].message)
+    assert said.count("is set apart to evaluate on") == min(tasks, 3)
+    assert said.endswith(" (and 2 more of the kind)") is (tasks == 5)
+    assert ("more of the kind" in said) is (tasks > 3)

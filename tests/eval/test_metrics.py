@@ -2,12 +2,14 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from trainkit.eval.metrics import (
+    bert_score,
     Running,
     calibration,
     calibration_error,
@@ -222,3 +224,70 @@ def test_tokens_take_their_best_partner():
     weight = idf_weights([[1, 2, 2], [2, 3], [2]])
     wanted = {None: math.log(4), 1: math.log(2), 2: 0.0, 3: math.log(2)}
     assert weight == pytest.approx(wanted)
+
+
+class Table(torch.nn.Module):
+    "An encoder of letters whose two layers are tables of vectors; '^' begins a text."
+
+    config = SimpleNamespace(num_hidden_layers=1)
+    unk_token_id = None
+    all_special_ids = (94,)
+    sizes: list[int]
+
+    def __init__(self):
+        super().__init__()
+        self.tables = torch.nn.ModuleList(torch.nn.Embedding(128, 3) for _ in range(2))
+        self.sizes = []
+
+    def encode(self, text, truncation, max_length):
+        return [94, *map(ord, text)]
+
+    def forward(self, ids, attention_mask, output_hidden_states):
+        self.sizes.append(len(ids))
+        return SimpleNamespace(hidden_states=[table(ids) for table in self.tables])
+
+
+@pytest.mark.parametrize("layer", [0, 1, None])
+@pytest.mark.parametrize("idf", [False, True])
+def test_bert_score_by_hand(layer, idf):
+    "Each letter takes its most similar one; the best of several references counts."
+    torch.manual_seed(0)
+    model = Table()
+    answers = ["abc", "b", "abca", ""]
+    references = [["abd", "c"], ["ab"], ["cab", "abca"], ["a"]]
+    rows = [ref for refs in references for ref in refs]
+    table = model.tables[1 if layer is None else layer].weight.detach()
+    table = torch.nn.functional.normalize(table, dim=-1)
+
+    def weight(letter):  # ln((N + 1) / (n + 1)) where n of N references hold the letter
+        return math.log((len(rows) + 1) / (sum(letter in ref for ref in rows) + 1)) if idf else 1.0
+
+    def share(text, other):  # Whose letters find their likes in the other, special ones too
+        total = sum(map(weight, text))
+        likes = [max(float(table[ord(c)] @ table[ord(d)]) for d in "^" + other) for c in text]
+        return sum(w * x for w, x in zip(map(weight, text), likes, strict=True)) / total
+
+    for batch_size in (1, 2, 32):
+        found = bert_score(answers, references, (model, model), layer, idf, batch_size)
+        for i, (answer, refs) in enumerate(zip(answers, references, strict=True)):
+            pairs = [(share(answer, r), share(r, answer)) for r in refs] if answer else [(0.0, 0.0)]
+            scores = [(p, r, 2 * p * r / (p + r) if answer else 0.0) for p, r in pairs]
+            best = [max(0.0, *column) for column in zip(*scores, strict=True)]
+            assert [found[name][i] for name in found] == pytest.approx(best, abs=1e-5)
+    assert max(model.sizes[:12]) == 1 and max(model.sizes) == 6
+    with pytest.raises(ValueError, match="layer = 2: this model has 1"):
+        bert_score(answers, references, (model, model), 2)
+
+
+def test_only_longer_words_in_ascii_are_stemmed():
+    "As rouge-score does: of more than three letters."
+    pytest.importorskip("nltk")
+    from trainkit.eval.metrics import _Words
+
+    assert _Words(True).tokenize("Its cats sing, ties rügens") == "its cat sing tie rügens".split()
+    assert _Words(False).tokenize("cats") == ["cats"]
+
+
+def test_the_calibration_error_of_a_single_answer_is_its_distance():
+    "It was right, and its probability 0.7 was 0.3 too little."
+    assert calibration_error([0.7], [1]) == pytest.approx(0.3)

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 import shutil
 import warnings
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from support.peak import run_measured
@@ -37,8 +39,11 @@ from trainkit.lora.inject import LoRAConfig
 from trainkit.lora.inject import LoRALayer
 from trainkit.config import load_config
 from trainkit.lora.inject import adapted, add_lora, replace_layer, target_layers, trainable_report
-from trainkit.lora.merge import merge_folder, merge_lora, merge_quantized, unmerge_lora
+from trainkit.lora.merge import agreement, merge_folder, merge_lora, merge_quantized, merged_tensor
+from trainkit.lora.merge import read_header, unmerge_lora
 from trainkit.model.config import ModelConfig
+from trainkit.quant.linear import Linear8bit
+from trainkit.quant.quantize import QuantConfig, quantize_model
 from trainkit.model.transformer import Transformer
 from trainkit.train.objectives import lm_loss
 from trainkit.train.optim import OptimConfig
@@ -1088,7 +1093,8 @@ def test_a_rank_is_whole_and_an_alpha_need_not_be():
         LoRAConfig(rank_pattern={"q_proj": 2.5})
 
 
-def test_what_a_smaller_rank_loses():
+@pytest.mark.parametrize("unit", [1.0, 1e-5])
+def test_what_a_smaller_rank_loses(unit):
     "The next singular value, the root of the sum of squares, and its share of all."
     from trainkit.lora.rank import shrink_rank
 
@@ -1100,8 +1106,8 @@ def test_what_a_smaller_rank_loses():
     values = torch.tensor([4.0, 3.0, 2.0, 1.0])
     with torch.no_grad():
         A.copy_(torch.eye(6)[:4] * values[:, None])
-        B.copy_(torch.eye(5)[:, :4])
-    scale = layer.scaling["default"]
+        B.copy_(torch.eye(5)[:, :4] * unit)
+    scale = layer.scaling["default"] * unit
     report = shrink_rank(model, 2)["0"]
     rank, *lost = vars(report).values()
     assert rank == 2 and lost == pytest.approx([2 * scale, 5**0.5 * scale, 5 / 30])
@@ -1361,6 +1367,9 @@ def test_effective_ranks_and_intruders_by_hand():
     assert intruder_dimensions(model, 1, 0.6) == {"0": 1}
     counts = [intruder_dimensions(model, top, 0.99)["0"] for top in (1, 2, 5)]
     assert counts == sorted(counts) and counts[0] == 1
+    with torch.no_grad():
+        B.zero_()
+    assert intruder_dimensions(model, 5, 1.0) == {"0": 0}, "a cosine of 1 is not below 1"
 
 
 def test_how_alike_two_models_predict():
@@ -1583,3 +1592,265 @@ def test_the_tensors_of_an_adapter_by_the_names_of_the_model(knobs):
         torch.nn.init.zeros_(p)
     model.load_state_dict(state, strict=False)
     assert all(torch.equal(t, tensors[name]) for name, t in adapter_tensors(model).items())
+
+
+@pytest.mark.parametrize("kind", ["linear", "flipped", "embedding", "dora"])
+def test_a_merged_weight_by_hand(kind):
+    "W + s·BA; transposed where W is, and with rows of the lengths that DoRA learned."
+    A, B = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[4.0], [5.0]])
+    W = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    whole = torch.tensor([[3.0, 4.0, 6.0], [2.5, 6.0, 7.5]])  # W + 0.5·BA
+    parts = dict(lora_A=A, lora_B=B)
+    if kind == "dora":
+        parts["lora_magnitude_vector"] = torch.tensor([2.0, 3.0])
+        whole = whole / whole.norm(dim=1)[:, None] * torch.tensor([[2.0], [3.0]])
+    if kind == "embedding":  # One row for each of three tokens
+        parts = dict(lora_embedding_A=A, lora_embedding_B=B)
+        W, whole = W.T, whole.T
+    if kind == "flipped":
+        W, whole = W.T, whole.T
+    merged = merged_tensor(W, parts, 0.5, kind == "flipped")
+    assert torch.allclose(merged, whole)
+
+
+@pytest.mark.parametrize("rows", [(96, 32), (95, 32), (96, 31)])
+def test_an_adapter_of_an_embedding_merges_only_into_a_table_of_its_shape(rows, tmp_path):
+    model = small(vocab_size=rows[0], d_model=32)
+    add_lora(model, LoRAConfig(r=2, target_modules="embed_tokens"))
+    save_adapter(model, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    if rows[1] != 32:
+        name = next(n for n in tensors if "embedding_B" in n)
+        save_file(tensors | {name: tensors[name][: rows[1]].contiguous()}, file)
+    (tmp_path / "base").mkdir()
+    save_file(small().state_dict(), tmp_path / "base" / "model.safetensors")
+    if rows == (96, 32):
+        merge_folder(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+        return
+    with pytest.raises(ValueError, match=re.escape(f"which is {rows} there")):
+        merge_folder(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+
+
+@pytest.mark.parametrize("header", [b"[]", b'{"a": 1}', b'{"a": {"data_offsets": [0]}}', b"{"])
+def test_a_file_whose_header_is_nonsense_is_damaged(header, tmp_path):
+    (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match="damaged or cut short"):
+        read_header(tmp_path / "x")
+
+
+def test_a_tied_head_gets_no_update_of_its_own():
+    with pytest.raises(ValueError, match="lm_head shares its weight with model.embed_tokens:") as e:
+        add_lora(small(tie_embeddings=True), LoRAConfig(r=2, target_modules=["lm_head"]))
+    assert str(e.value).endswith("modules_to_save=['lm_head']")
+    with pytest.raises(ValueError, match="embed_tokens shares its weight with lm_head:"):
+        add_lora(small(tie_embeddings=True), LoRAConfig(r=2, target_modules=["embed_tokens"]))
+
+
+def test_a_layer_that_is_missing_is_looked_for_among_the_ends_of_names():
+    with pytest.raises(
+        ValueError, match="no layer fits 'q_prj'; there are embed_tokens, q_proj, k_proj, v"
+    ):
+        add_lora(small(), LoRAConfig(target_modules=["q_prj"]))
+
+
+def test_a_layer_that_learns_whole_reads_half_precision_in_its_own():
+    "Its result is in half precision again; what else it is given arrives unchanged."
+    model = add_lora(small(), LoRAConfig(r=2, target_modules="q_proj", modules_to_save=["lm_head"]))
+    head, x = model.lm_head, torch.randn(2, 32).bfloat16()
+    with torch.no_grad():
+        y = head(x)
+        assert y.dtype == torch.bfloat16 and torch.equal(
+            y, F.linear(x.float(), head.weight).bfloat16()
+        )
+
+
+def test_several_adapters_at_once_are_the_sum_of_their_updates():
+    "y = W·x + Σ weight·scale·B·A·x, also where their matrices are stacked to one."
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5))
+    for name, r, alpha in (("a", 2, 3), ("b", 3, 4)):
+        add_lora(model, LoRAConfig(r=r, lora_alpha=alpha, target_modules="0"), name)
+    disturb(model)
+    use_adapter(model, {"a": 0.5, "b": -2.0})
+    layer, x = model[0], torch.randn(7, 6)
+    (a, A), (b, B) = ((layer.factors(n)[1], layer.factors(n)[0]) for n in "ab")
+    wanted = layer.base_layer(x) + 0.5 * 3 / 2 * x @ (a @ A).T - 2 * 4 / 3 * x @ (b @ B).T
+    assert torch.allclose(model(x), wanted, atol=1e-5)
+
+
+def test_a_pickled_adapter_is_not_opened(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError) as e:
+        read_adapter(tmp_path)
+    assert str(e.value).endswith("has no adapter_model.safetensors: is it an adapter?")
+    (tmp_path / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match="an adapter\\?; adapter_model.bin is a pickle"):
+        read_adapter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "reason"),
+    [(dict(use_dora=True), "use_dora"), (dict(bias="all"), "bias"), ({}, "")],
+)
+def test_what_is_more_than_a_sum_is_not_combined(knobs, reason):
+    model = add_lora(small(), LoRAConfig(r=2, target_modules="q_proj", **knobs), "a")
+    if not reason:
+        combine_adapters(model, {"a": 1.0}, "c")
+        return
+    with pytest.raises(ValueError, match=reason):
+        combine_adapters(model, {"a": 1.0}, "c")
+
+
+def test_a_combined_adapter_counts_once_and_drops_nothing():
+    "Its factor is 1, for the factors and weights of its parts are in B already."
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5))
+    for name, r in (("a", 2), ("b", 3)):
+        config = LoRAConfig(r=r, lora_alpha=4, lora_dropout=0.5, target_modules="0")
+        add_lora(model, config, name)
+    disturb(model)
+    layer = model[0]
+    wanted = 0.5 * layer.update("a") + 2 * layer.update("b")
+    combine_adapters(model, {"a": 0.5, "b": 2.0}, "c")
+    assert torch.allclose(layer.update("c"), wanted, atol=1e-5)
+    assert layer.scaling["c"] == 1 and layer.dropout["c"] == 0 and list(layer.active) == ["c"]
+    config = model.lora_configs["c"]
+    assert config.r == config.lora_alpha == 5
+
+
+def test_what_grows_is_noise_beside_the_old_directions():
+    "An embedding's noise is in B, with standard deviation 1; another's in A, as in a new adapter."
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 40), nn.Linear(40, 30))
+    add_lora(model, LoRAConfig(r=2, target_modules=["0", "1"]))
+    before = [[f.detach().clone() for f in m.factors("default")] for m in adapted(model).values()]
+    grow_rank(model, 22)
+    for i, layer in enumerate(adapted(model).values()):
+        A, B = layer.factors("default")
+        assert torch.equal(A[:2], before[i][0]) and torch.equal(B[:, :2], before[i][1])
+        noise, zeros = (B[:, 2:], A[2:]) if i == 0 else (A[2:], B[:, 2:])
+        assert zeros.abs().max() == 0
+        if i == 0:
+            assert float(noise.std()) == pytest.approx(1, rel=0.1)
+        else:  # Uniform up to 1/√in
+            assert 0.98 < noise.abs().max() * 40**0.5 <= 1
+
+
+def test_each_row_of_a_batch_has_its_own_weights_of_the_adapters():
+    "Row i gets W·x + Σ weight_i·(alpha/r)·B·A·x."
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5))
+    for name, r, alpha in (("a", 2, 3), ("b", 3, 4)):
+        add_lora(model, LoRAConfig(r=r, lora_alpha=alpha, target_modules="0"), name)
+    disturb(model)
+    layer, x = model[0], torch.randn(2, 7, 6)
+    updates = {n: layer.factors(n)[1] @ layer.factors(n)[0] for n in "ab"}
+    wanted = layer.base_layer(x)
+    wanted[0] += 2 * (3 / 2) * x[0] @ updates["a"].T
+    wanted[1] += -1 * (4 / 3) * x[1] @ updates["b"].T + 0.5 * (3 / 2) * x[1] @ updates["a"].T
+    weights = dict(a=torch.tensor([2.0, 0.5]), b=torch.tensor([0.0, -1.0]))
+    layer.row_weights = {name: weight.view(2, 1, 1) for name, weight in weights.items()}
+    assert torch.allclose(model(x), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_folder_says_whether_its_weights_are_transposed(transposed, tmp_path):
+    model = gpt2() if transposed else small()
+    names = ["c_fc"] if transposed else ["q_proj", "embed_tokens"]
+    save_adapter(add_lora(model, LoRAConfig(r=2, target_modules=names)), tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["fan_in_fan_out"] is transposed
+
+
+def test_a_report_of_what_trains_counts_numbers_and_megabytes():
+    "200 of 1,000 numbers; 1,500,000 of 24,000,000 bytes."
+    from trainkit.lora.inject import TrainableReport
+
+    assert str(TrainableReport(200, 1000, 1_500_000, 24_000_000)) == (
+        "trainable params: 200 || all params: 1,000 || trainable%: 20.0000 || 1.5 of 24.0 MB"
+    )
+    assert TrainableReport(0, 0, 0, 0).percent == 0
+
+
+def test_settings_of_an_adapter_are_written_for_people(tmp_path):
+    "A key on each line, two spaces deep, in order; a line ends the file."
+    from trainkit.lora.merge import _write_settings
+
+    save_adapter(add_lora(small(), LoRAConfig(r=2, target_modules="q_proj")), tmp_path)
+    _write_settings(tmp_path / "own.json", dict(b=[1], a=2))
+    for name in ("adapter_config.json", "own.json"):
+        text = (tmp_path / name).read_text()
+        assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + "\n"
+
+
+@pytest.mark.parametrize("target", ["dequantized", "original", "quantized"])
+def test_over_a_quantized_base_the_update_is_added_to_what_is_asked_for(target):
+    "To the weight from before, or to what its codes stand for, which may be rounded again."
+    before = small()
+    model = add_lora(quantize_model(small(), QuantConfig(bits=8)), LoRAConfig(r=2, lora_alpha=3))
+    disturb(model)
+    layers = adapted(model)
+    codes = {name: layer.matrix().detach().float().clone() for name, layer in layers.items()}
+    updates = {name: layer.update("default").detach().clone() for name, layer in layers.items()}
+    with torch.no_grad():
+        first = model.eval()(IDS).logits
+    rounded = []
+
+    def again(weight):
+        rounded.append(weight.clone())
+        return Linear8bit.from_weight(weight)
+
+    knobs = dict(original=before.state_dict()) if target == "original" else {}
+    knobs |= dict(quantize=again) if target == "quantized" else {}
+    said = merge_quantized(model, IDS, target, **knobs)
+    assert len(updates) > 2
+    for i, (name, update) in enumerate(updates.items()):
+        start = before.get_submodule(name).weight if target == "original" else codes[name]
+        layer = model.get_submodule(name)
+        found = rounded[i] if target == "quantized" else layer.weight
+        assert type(layer) is (Linear8bit if target == "quantized" else nn.Linear)
+        assert torch.allclose(found, start + update, atol=1e-5), name
+    with torch.no_grad():
+        assert said == agreement(first, model(IDS).logits)
+    for wrong in (
+        dict(target="original"),
+        dict(original={}),
+        dict(quantize=again),
+        dict(target="q"),
+    ):
+        with pytest.raises(ValueError, match="target"):
+            merge_quantized(model, IDS, **wrong)
+
+
+def test_a_direction_that_the_update_puts_in_place_of_another_is_an_intruder():
+    "W maps e1 to 2·e1, and with the update to 3·e3, where W maps nothing."
+    from trainkit.lora.rank import intruder_dimensions
+
+    config = LoRAConfig(r=1, lora_alpha=1, target_modules="0")
+    model = add_lora(nn.Sequential(nn.Linear(2, 3, bias=False)), config)
+    A, B = model[0].factors("default")
+    with torch.no_grad():
+        model[0].base_layer.weight.copy_(torch.tensor([[2.0, 0], [0, 1], [0, 0]]))
+        A.copy_(torch.tensor([[1.0, 0.0]]))
+        B.copy_(torch.tensor([[-2.0], [0.0], [3.0]]))
+    assert intruder_dimensions(model, 1) == {"0": 1} == intruder_dimensions(model, 2)
+
+
+@pytest.mark.parametrize(
+    ("base", "saved", "differ"),
+    [
+        ((torch.float32, 1 + 2**-20), (torch.bfloat16, 1.0), False),
+        ((torch.bfloat16, 1.0), (torch.float32, 1 + 2**-20), False),
+        ((torch.float32, 1 + 2**-20), (torch.float32, 1.0), True),
+        ((torch.bfloat16, 1.0), (torch.float16, 1 + 2**-10), False),
+        ((torch.float16, 1 + 2**-10), (torch.bfloat16, 1.0), True),
+        ((torch.bfloat16, 1.0), (torch.bfloat16, 1 + 2**-7), True),
+    ],
+)
+def test_weights_differ_by_more_than_rounding_to_the_narrower_format(base, saved, differ):
+    "Of two formats of one width, that of the model decides."
+    from trainkit.lora.adapters import tensors_differ
+
+    a, b = (torch.tensor([2.0, number], dtype=dtype) for dtype, number in (base, saved))
+    assert tensors_differ(a, b) is differ and tensors_differ(a, b[:1])

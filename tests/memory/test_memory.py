@@ -728,3 +728,36 @@ def test_the_peak_of_a_run_is_not_lower_than_before_it(monkeypatch):
     watch.held = 60
     watch.restart(run_of())
     assert watch.before == 30
+
+
+def test_what_an_object_holds_is_emptied_four_levels_deep():
+    "Weights go where they take no memory, gradients and the state of an optimizer vanish."
+    from trainkit.memory.estimate import _empty
+
+    layer, near, far = torch.nn.Linear(2, 2), torch.ones(3), torch.ones(3)
+    optimizer = torch.optim.SGD(layer.parameters(), momentum=0.9)
+    weights = [*layer.parameters()]
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    near.grad = torch.ones(3)
+    holder = SimpleNamespace(parts=[near, dict(far=[far])], optimizer=optimizer)
+    _empty(holder, set())
+    assert near.numel() == 0 and near.grad is None and not optimizer.state
+    assert all(p.grad is None for p in weights) and far.numel() == 3
+    _empty([[[[far]]]], set())
+    assert far.numel() == 0
+    _empty([layer], set())
+    assert layer.weight.is_meta
+
+
+def test_a_gpu_has_room_for_what_torch_has_reserved_and_does_not_use(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3, 10))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2)
+    accelerator = SimpleNamespace(device=torch.device("cuda"))
+    assert estimate.room(SimpleNamespace(accelerator=accelerator)) == (10, 3 + 2)
+
+
+def test_what_a_step_takes_is_the_rise_of_the_peak(monkeypatch):
+    peaks = iter([100, 350])
+    monkeypatch.setattr(estimate, "peak_memory_used", lambda forget=False: next(peaks))
+    assert estimate.measure_memory(lambda: None).seen == 250

@@ -2,6 +2,8 @@
 
 import math
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
@@ -1092,3 +1094,57 @@ def test_what_may_begin_a_stop_is_held_back(stops, pieces, rest):
     streamer = TextStreamer(ByteIds(), b"", stops)
     assert [streamer.push(byte) for byte in b"abEN--"] == pieces
     assert streamer.finish() == rest
+
+
+def test_prompts_that_cannot_be_read_are_named_with_their_limits():
+    "A vocabulary of 7 has the ids 0 to 6; of 8 places one must be free."
+    torch.manual_seed(0)
+    model = Transformer(
+        ModelConfig(vocab_size=7, d_model=8, n_heads=2, n_layers=1, d_ff=8, max_seq_len=8)
+    )
+    with pytest.raises(ValueError, match="prompt 1 contains the id 7, but ids go from 0 to 6:"):
+        generate(model, [[1], [6, 7]], max_new_tokens=1)
+    with pytest.raises(ValueError, match="prompt 0 has 8 tokens, .* at most 8, .* the last 7 at"):
+        generate(model, [[1] * 8], max_new_tokens=1)
+    assert len(generate(model, [[1] * 7], max_new_tokens=3)[0]) == 8
+
+
+def test_the_ending_of_a_thought_closes_it():
+    with pytest.raises(ValueError, match="the ending 'Stop.' does not contain '</think>'"):
+        ThinkingBudget(None, 3, ending="Stop.")
+
+
+@pytest.mark.parametrize(("length", "room"), [(1, 64), (64, 64), (65, 128), (128, 128)])
+def test_a_compiled_step_has_room_for_the_next_power_of_two(length, room, monkeypatch):
+    "So that few shapes are compiled: of at least 64 tokens."
+    from trainkit.model import decoding
+
+    made = []
+
+    class Compiled:
+        def __init__(self, config, like, rows, length, backend):
+            made.append((rows, length, backend))
+
+        def step(self, model, ids):
+            assert ids.tolist() == [0, 0, 0]
+
+        clear = list
+
+    monkeypatch.setattr(decoding, "CompiledStep", Compiled)
+    model = Transformer(ModelConfig(vocab_size=7, d_model=8, n_heads=2, n_layers=1, d_ff=8)).eval()
+    for _ in range(2):  # The second time it is there already
+        with decoding.compiled_step(model, 3, length, "eager") as step:
+            assert isinstance(step, Compiled)
+    assert made == [(3, room, "eager")]
+
+
+@pytest.mark.parametrize(
+    ("ids", "wanted"), [([5, 7], [7, 5, 7]), ([7, 5], [7, 5]), ([], [7]), ([5], [7, 5])]
+)
+def test_a_text_begins_with_the_token_that_begins_every_text(ids, wanted):
+    "Once: it is not put before itself."
+    first = SimpleNamespace(
+        special_tokens={}, cut=None, first_token_id=7, encode=lambda text, *_: [*ids]
+    )
+    assert text_to_ids("a text", first) == wanted
+    assert text_to_ids("a text", SimpleNamespace(**vars(first) | dict(first_token_id=None))) == ids

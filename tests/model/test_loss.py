@@ -191,3 +191,72 @@ def test_ids_that_do_not_exist_are_named_with_their_range():
             check_ids("ids", torch.tensor([0, wrong, 9]), 10, "look")
     with pytest.raises(ValueError, match="contains 12, but"):
         check_ids("ids", torch.tensor([-4, 12]), 10, "look")
+
+
+@pytest.mark.parametrize("logits", [True, False])
+@pytest.mark.parametrize("count", [None, 2])
+def test_a_z_loss_by_hand(logits, count):
+    "Cross-entropy and 0.1·(log Z)² of the three tokens that are learned, divided by their number."
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(vocab_size=11, d_model=16, n_heads=2, n_layers=1, d_ff=24))
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    labels = ids.clone()
+    labels[0, 1] = -100
+    out = model(ids, labels=labels, num_items_in_batch=count, return_logits=logits, z_loss=0.1)
+    every = model(ids).logits[:, :-1].flatten(0, 1)[1:]
+    squares = every.logsumexp(-1).square().sum()
+    total = F.cross_entropy(every, torch.tensor([3, 5, 6]), reduction="sum") + 0.1 * squares
+    assert torch.allclose(out.loss, total / (count or 3))
+    assert torch.allclose(out.squares, squares / (count or 3)) and not out.squares.requires_grad
+
+
+@pytest.mark.parametrize(("ids", "wrong"), [([0, 5], 5), ([-1, 4], -1), ([0, 4], None), ([], None)])
+def test_ids_are_those_of_the_vocabulary(ids, wrong):
+    if wrong is None:
+        check_ids("labels", torch.tensor(ids), 5, "fix them")
+        return
+    with pytest.raises(ValueError) as error:
+        check_ids("labels", torch.tensor(ids), 5, "fix them")
+    assert str(error.value) == (
+        f"labels contains {wrong}, but all values must be from 0 to 4: fix them"
+    )
+
+
+@pytest.mark.parametrize(("tokens", "fast"), [(63, False), (64, True), (70, True)])
+def test_a_linear_layer_takes_the_faster_product_for_64_tokens_or_more(tokens, fast, monkeypatch):
+    "With the values and gradients of the usual one."
+    from trainkit.model import transformer
+
+    taken, product = [], transformer._Product
+
+    class Watched:
+        @staticmethod
+        def apply(*args):
+            taken.append(args[0].shape)
+            return product.apply(*args)
+
+    monkeypatch.setattr(transformer, "onednn_pays", lambda: True)
+    monkeypatch.setattr(transformer, "_Product", Watched)
+    torch.manual_seed(0)
+    layer = transformer.Linear(4, 3, bias=False)
+    x = torch.randn(1, tokens, 4, requires_grad=True)
+    y, wanted = layer(x), F.linear(x, layer.weight)
+    assert torch.allclose(y, wanted, atol=1e-6) and taken == [(tokens, 4)] * fast
+    inputs = x, layer.weight
+    slopes = [torch.autograd.grad(out.square().sum(), inputs) for out in (y, wanted)]
+    for ours, theirs in zip(*slopes, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_gate_lets_through_silu_of_it_times_the_rest(compiled, learned, monkeypatch):
+    "2·σ(2)·3 and -1·σ(-1)·4; neither input changes."
+    from trainkit.model.transformer import swiglu
+
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
+    gate, up = torch.tensor([2.0, -1.0]), torch.tensor([3.0, 4.0])
+    with torch.set_grad_enabled(learned):
+        y = swiglu(gate, up)
+    assert torch.allclose(y, torch.tensor([6 * 0.880797, -4 * 0.268941]), atol=1e-5)
+    assert gate.tolist() == [2, -1] and up.tolist() == [3, 4]

@@ -12,9 +12,10 @@ from trainkit.interop.hf import load_pretrained
 from trainkit.lora.inject import LoRAConfig, add_lora
 from trainkit.model.attention import MAX_CROP
 from trainkit.model.config import ModelConfig
-from trainkit.model.generation import SamplingConfig, decode_rows, generate, stream
+from trainkit.model.generation import SamplingConfig, choose, decode_rows, find_drafter, generate
+from trainkit.model.generation import guess_token, stream
 from trainkit.model.kernels import PackedModel
-from trainkit.model.speculative import Drafter, Guess, repeat_ngram, verify
+from trainkit.model.speculative import Drafter, Guess, Lookahead, repeat_ngram, verify
 from trainkit.model.transformer import Transformer
 from trainkit.quant.quantize import QuantConfig, quantize_model
 
@@ -274,3 +275,61 @@ def test_guesses_are_kept_in_proportion():
         with pytest.raises(ValueError, match=f"{tokens} guesses in a pass: must be 1 to"):
             Drafter(tokens=tokens)
     Drafter(tokens=1), Drafter(tokens=MAX_CROP - 1)
+
+
+def test_a_guess_stays_as_often_as_the_model_would_draw_it():
+    """p = (0.5, 0.3, 0.2) and q = (0.8, 0.1, 0.1): the guess 0 stays with probability 0.625.
+
+    Else one of the others comes, with their surplus 0.2 and 0.1.
+    """
+    p, q = torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([[0.8, 0.1, 0.1]])
+    config = SamplingConfig(temperature=1.0)
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    chosen = []
+    for u in torch.linspace(0.005, 0.995, 100):
+        guess = Guess(torch.tensor([0]), q, torch.tensor([0.62]))
+        assert int(choose(p.log(), ids, config, u[None], guess=guess)) == 0
+        guess = guess._replace(u=torch.tensor([0.63]))
+        chosen.append(int(choose(p.log(), ids, config, u[None], guess=guess)))
+    assert sorted(map(chosen.count, range(3))) == [0, 33, 67] and chosen.count(0) == 0
+
+
+def test_a_draft_model_draws_with_the_first_number_and_is_judged_by_the_second():
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    u = torch.tensor([0.3, 0.9])
+    guess = guess_token(logits, [1, 2], SamplingConfig(temperature=1.0), u)
+    assert torch.allclose(guess.q, logits.exp()) and guess.u.tolist() == [u[1].item()]
+    assert guess.ids.tolist() == choose(logits, guess.ids[None], SamplingConfig(), u[:1]).tolist()
+
+
+def test_a_draft_model_guesses_four_tokens_unless_asked_for_others():
+    assert find_drafter(DRAFT).tokens == 4 and find_drafter(DRAFT, 7).tokens == 7
+    assert find_drafter(None, None, 5).tokens == 5 and find_drafter() is None
+    with pytest.raises(ValueError, match="only one can guess"):
+        find_drafter(DRAFT, None, 5)
+
+
+@pytest.mark.parametrize("tokens", [0, MAX_CROP])
+def test_guesses_in_a_pass_are_few(tokens):
+    with pytest.raises(
+        ValueError, match=f"{tokens} guesses in a pass: must be 1 to {MAX_CROP - 1}$"
+    ):
+        Drafter(None, tokens)
+    assert Drafter(None, MAX_CROP - 1).tokens == MAX_CROP - 1 and Drafter(None, 1).tokens == 1
+
+
+def test_passes_and_guesses_are_counted():
+    "1 2 3 1 2 3 continues with 1 2 as before: one pass, two guesses, and the first is right."
+    reads = []
+
+    def read(start, ids):
+        reads.append((start, ids))
+        return torch.arange(3.0 * len(ids)).view(len(ids), 3)
+
+    drafter = Drafter(None, 2)
+    ahead = Lookahead(drafter, 20, read, None, [1, 2, 3, 1, 2])
+    rows = [ahead.step(torch.tensor([token])).tolist() for token in (3, 1, 9)]
+    assert reads == [(5, [3, 1, 2]), (7, [9])]
+    assert rows == [[[0, 1, 2]], [[3, 4, 5]], [[0, 1, 2]]]
+    assert (drafter.passes, drafter.guessed, drafter.accepted) == (2, 2, 1)
+    assert repr(drafter) == "Drafter(n-grams, 1 of 2 guesses were right)"

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib.util
 import json
 import logging
 import os
@@ -13,12 +14,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from support.fake_triton import pretended_triton
 from support.peak import run_measured
 from support.processes import ROOT
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from trainkit.progress import listen
 from trainkit.quant import calibration as calibrated
 from trainkit.quant import int8, linear
 from trainkit.quant import quantize as quant
@@ -678,6 +681,51 @@ def test_the_fused_product_in_tritons_interpreter():
     assert done.returncode == 0 and "equal" in done.stdout, done.stderr
 
 
+@pytest.fixture
+def fused(monkeypatch):
+    "`trainkit.quant.linear` as it is where Triton is installed."
+    for name, module in pretended_triton().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    spec = importlib.util.spec_from_file_location("trainkit.quant.fused", linear.__file__)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "rows", "quant_type", "double"),
+    [((70, 33), 1, "nf4", True), ((33, 31), 17, "fp4", False), ((64, 96), 65, "nf4", False)],
+)
+def test_the_fused_product_is_the_product_with_the_unpacked_weight(
+    fused, back, shape, rows, quant_type, double
+):
+    "Tiles that are not full, bytes that two rows share, blocks across rows, one row and many."
+    q = quantize_4bit(torch.randn(shape), quant_type, 64, double)
+    W = dequantize_4bit(q, torch.float32)
+    x = torch.randn(rows, shape[0 if back else 1])
+    y = fused.fused_product(x, q, back)
+    assert torch.allclose(y, x @ W if back else x @ W.T, atol=1e-5)
+    assert torch.equal(fused.fused_product(x.view(1, rows, 1, -1), q, back)[0, :, 0], y)
+    assert fused.fused_product(x.new_empty(0, 3, x.shape[1]), q, back).shape == (0, 3, y.shape[1])
+    with pytest.raises(ValueError, match=f"its last dimension must be {x.shape[1]}$"):
+        fused.fused_product(x[:, 1:], q, back)
+
+
+@pytest.mark.parametrize("interpreted", ["0", "1"])
+def test_bfloat16_is_unpacked_to_its_own_bits_but_in_the_interpreter(
+    fused, interpreted, monkeypatch
+):
+    "Triton's interpreter would multiply the bits: it gets float32, and its product is rounded."
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    q = quantize_4bit(torch.randn(8, 64))
+    x = (torch.eye(64) + torch.eye(64).roll(1, 0)).bfloat16()  # Sums of two: no order matters
+    W = dequantize_4bit(q, torch.bfloat16 if interpreted == "0" else torch.float32)
+    y = fused.fused_product(x, q)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, (x.float() @ W.float().T).bfloat16())
+
+
 @pytest.mark.parametrize("rows", [1, 7, 33])
 @pytest.mark.parametrize("size", [64, 1023, 1025, 5000])
 def test_both_products_of_bytes_are_one(rows, size, monkeypatch):
@@ -1105,3 +1153,120 @@ def test_products_of_bytes_in_floats_are_exact(width):
     a[0], b[0] = -128, -128  # The largest sum there is
     exact = a.long() @ b.long().T
     assert torch.equal(FLOAT_PRODUCT(a, b).long(), exact)
+
+
+@pytest.mark.parametrize(("double", "bits"), [(False, "4.500"), (True, "4.141")])
+def test_a_quantized_tensor_says_how_many_bits_a_number_takes(double, bits):
+    """4096 numbers: 2048 bytes of codes, and 64 scales of 32 bits: 4 + 64·32/4096.
+
+    Quantized the scales take 8 bits each, and two numbers of 32 bits more.
+    """
+    q = quantize_4bit(torch.randn(64, 64), "nf4", 64, double)
+    assert repr(q) == f"QuantizedTensor(nf4, (64, 64), blocks of 64, {bits} bits a number)"
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_processor_that_saturates_products_of_bytes_is_found_out(exact, monkeypatch):
+    "256 products of 127·127 are 4,129,024; each pair of them is above the 32,767 of 16 bits."
+
+    def product(a, b):
+        pairs = (a.long()[:, None] * b.T.long()).unflatten(-1, (-1, 2)).sum(-1)
+        return (pairs if exact else pairs.clamp(max=32767 // 2)).sum(-1)
+
+    monkeypatch.setattr(torch.ops.aten, "_int_mm", product)
+    assert int8._byte_products_are_exact() == exact
+
+
+@pytest.mark.parametrize(
+    ("rows", "deep", "wide", "fast"),
+    [(17, 16, 8, True), (16, 16, 8, False), (17, 12, 8, False), (17, 16, 12, False)],
+)
+def test_on_a_gpu_bytes_are_multiplied_in_many_rows_of_whole_eights(rows, deep, wide, fast):
+    class OnGPU(torch.Tensor):
+        device = torch.device("cuda")
+        is_cuda = True
+
+    a, b = (torch.zeros(n, deep, dtype=torch.int8).as_subclass(OnGPU) for n in (rows, wide))
+    assert int8._multiplies_bytes(a, b) is fast
+
+
+def test_a_layer_of_8_bits_takes_no_weights_that_are_not_quantized():
+    layer = Linear8bit.from_weight(torch.randn(4, 8))
+    with pytest.raises(RuntimeError, match="weight holds torch.float32: it is not quantized yet"):
+        layer.load_state_dict(dict(weight=torch.randn(4, 8)), strict=False)
+
+
+class WithBuffer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8, bias=False)
+        self.register_buffer("shift", torch.zeros(3))
+
+
+def test_buffers_are_loaded_and_what_is_left_over_is_named(tmp_path):
+    state = {"inner.weight": torch.randn(8, 8), "shift": torch.tensor([1.0, 2.0, 3.0])}
+    save_file(state, tmp_path / "model.safetensors")
+    model = load_quantized(WithBuffer, tmp_path)
+    assert model.shift.tolist() == [1, 2, 3] and type(model.inner) is Linear4bit
+    more = {f"other.{i}": torch.zeros(1) for i in (4, 2, 1, 3)}
+    save_file(state | more, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="the model does not: other.1, other.2, other.3$"):
+        load_quantized(WithBuffer, tmp_path)
+
+
+def test_errors_of_layers_are_relative_however_small_their_weights_are():
+    from trainkit.quant.quantize import layer_errors
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 8, bias=False))
+    (large,) = layer_errors(model, QuantConfig(bits=8))
+    with torch.no_grad():
+        model[0].weight.mul_(2.0**-20)
+    (little,) = layer_errors(model, QuantConfig(bits=8))
+    for name in ("relative error", "largest / std"):
+        assert little[name] == pytest.approx(large[name])
+    assert little["max"] == pytest.approx(large["max"] / 2**20)
+    assert little["mse"] == pytest.approx(large["mse"] / 2**40)
+
+
+@pytest.mark.parametrize("size", [40, 64 * 5 + 7])
+def test_a_codebook_is_the_mean_of_what_is_nearest_weighted_by_the_scales(size):
+    "Lloyd's rounds in plain Python; numbers after the last whole block are left out."
+    from trainkit.quant.nf4 import CODEBOOKS, learn_codebook
+
+    x = torch.randn(size, generator=torch.Generator().manual_seed(0)) ** 3
+    blocks = x.split(64)[: max(1, size // 64)]
+    rows = [(float(v / b.abs().max()), float(b.abs().max()) ** 2) for b in blocks for v in b]
+    book, errors = CODEBOOKS["nf4"].tolist(), []
+    for step in range(3):
+        nearest = [min(range(16), key=lambda k: abs(book[k] - v)) for v, _ in rows]
+        off = [w * (book[k] - v) ** 2 for k, (v, w) in zip(nearest, rows, strict=True)]
+        errors.append(sum(off) / len(off))
+        if step < 2:
+            for k in {*range(16)} - {0, 7, 15}:
+                mine = [row for row, at in zip(rows, nearest, strict=True) if at == k]
+                if mine:
+                    book[k] = sum(v * w for v, w in mine) / sum(w for _, w in mine)
+    found, history = learn_codebook(x, 64, 2)
+    assert found.tolist() == pytest.approx(book, abs=1e-5)
+    assert history == pytest.approx(errors, rel=1e-4)
+
+
+def test_quantizing_and_loading_say_how_far_they_are(tmp_path):
+    "Two layers to quantize; of a folder each of the modules counts."
+    heard = []
+
+    def hear(bar):
+        if bar is not None:
+            heard.append((bar.title, bar.clock.done, bar.total))
+
+    def make():
+        return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+
+    save_file(make().state_dict(), tmp_path / "model.safetensors")
+    with listen(hear):
+        quantize_model(make())
+        load_quantized(make, tmp_path)
+    steps = [entry for i, entry in enumerate(heard) if entry not in heard[:i]]
+    assert steps == [("Quantizing", n, 2) for n in range(3)] + [
+        ("Loading and quantizing", n, 4) for n in range(5)
+    ]

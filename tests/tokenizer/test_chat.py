@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import ByteLevel
@@ -1453,3 +1454,39 @@ def test_formats_whose_turns_begin_with_their_role(name):
         theirs, _ = render_text(TALK[:3], original, bare)
         ours, _ = render_text(TALK[:3], jinja, dict(bos_token="<s>", eos_token=end))
         assert ours == theirs
+
+
+def test_a_template_that_ends_an_answer_with_words_is_refused_with_its_last_letters():
+    special = ["<|im_start|>", "<|im_end|>"]
+    tokenizer = BPETokenizer.train("abc abc", 260, special_tokens=special, progress=False)
+    ends = "{% for m in messages %}{{ m.content + ' and this is how it ends' }}{% endfor %}"
+    with pytest.raises(ValueError, match="ends an answer with ' this is how it ends', which"):
+        set_template(tokenizer, ends)
+    set_template(tokenizer, ends.replace("' }}", "<|im_end|>' }}"))
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_new_rows_of_a_model_of_transformers_are_the_mean_of_the_old_ones(tied):
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=20,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            tie_word_embeddings=tied,
+        )
+    )
+    layers = model.get_input_embeddings, model.get_output_embeddings
+    before = [layer().weight.detach().clone() for layer in layers]
+    assert resize_embeddings(model, 20) == 0 and resize_embeddings(model, 23) == 3
+    for layer, old in zip(layers, before, strict=True):
+        new = layer().weight.detach()
+        assert torch.equal(new[:20], old) and new.shape == (23, 8)
+        assert torch.allclose(new[20:], old.mean(0).expand(3, -1), atol=1e-6)
+    assert model.config.vocab_size == 23
+    assert (layers[0]().weight is layers[1]().weight) is tied

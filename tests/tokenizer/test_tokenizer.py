@@ -1062,7 +1062,9 @@ def odd_words(rng, count):
     "Words of few letters and all lengths, short ones often; some come again."
     words = []
     for _ in range(count):
-        letters = rng.choice(("ab", "abc", "abcdefgh", "é日a", "aA'ſsdmtlvre", "\n\r .,/1²"))
+        letters = rng.choice(
+            ("ab", "abc", "abcdefgh", "é日a", "aA'ſsdmtlvre", "\n\r .,/1²", "a😀𝒳𐐀𝟘")
+        )
         length = rng.choice((1, 2, 3, 5, 8, 9, 15, 16, 17, 24, 25, 40, 64, 65, 70, 130))
         words.append("".join(rng.choices(letters, k=rng.randint(1, length))))
         if rng.random() < 0.4:
@@ -1230,3 +1232,111 @@ def test_long_texts_are_cut_at_the_next_safe_place(size, pieces):
     assert [*safe_pieces("ab cd efg h", "cl100k", size)] == pieces
     assert _with_gaps("--ab, c", r"\w+|x*") == ["--", "ab", ", ", "c"]
     assert _with_gaps("ab!", r"\w+") == ["ab", "!"] and _with_gaps("ab", r"\w+") == ["ab"]
+
+
+def test_a_tokenizer_shows_itself():
+    "Its six longest tokens, the first learned first; a pattern of its own by its beginning."
+    tokenizer = BPETokenizer.train(
+        "abcdefgh abcdefg abcdef abcde abcd abc ab " * 9,
+        263,
+        pattern="[a-z]+|[^a-z]+|never written",
+    )
+    assert repr(tokenizer) == (
+        f"BPETokenizer({tokenizer.vocab_size} tokens, pattern '[a-z]+|[^a-z]+|never…', "
+        "special: none)"
+    )
+    longest = sorted(tokenizer.tokens, key=lambda t: (-len(t), tokenizer.tokens[t]))
+    page = tokenizer._repr_html_()
+    assert "&#x27;  &#x27;".join(t.decode() for t in longest[:6]) in page
+    assert f"&#x27;{longest[6].decode()}&#x27;" not in page
+
+
+def test_a_vocabulary_without_the_letters_is_no_byte_level_one():
+    tokens = {bytes([b]): b for b in range(256) if b not in b"ab" and b < 250}
+    with pytest.raises(ValueError, match="no token for b'a' and 8 bytes in all"):
+        Encoder(tokens, [], [])
+
+
+@pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer"])
+def test_of_a_part_that_cannot_be_read_the_beginning_is_shown(part, tmp_path):
+    file = BPETokenizer.train("abc abc", 258).save(tmp_path) / "tokenizer.json"
+    other = dict(type="Lowercase", much="x" * 400)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {part: other}))
+    with pytest.raises(ValueError) as error:
+        BPETokenizer.load(tmp_path)
+    assert f"{part} {json.dumps(other)[:300]} cannot be read" in str(error.value)
+
+
+def test_threads_get_pieces_of_a_quarter_of_a_megabyte():
+    "Each text gets its ids back, in order; a group ends once it has more than 262,144 letters."
+    groups = []
+
+    def encode(texts):
+        groups.append(sum(map(len, texts)))
+        ids = np.array([ord(c) for text in texts for c in text])
+        return ids, np.array([len(text) for text in texts], np.int64)
+
+    encoder = SimpleNamespace(pattern="gpt2", _encode_numba=encode)
+    texts = ["word " * 60_000, "", "ab " * 10, "also " * 120_000, "end"]
+    ids, sizes = Encoder._encode_threads(encoder, texts, 1)
+    assert sizes.tolist() == [len(text) for text in texts]
+    assert "".join(map(chr, ids)) == "".join(texts)
+    warm, *groups = groups
+    assert warm == 0 and sum(groups) == sum(map(len, texts))
+    assert all(1 << 18 < size <= 2 << 18 for size in groups[:-1]) and len(groups) == 4
+
+
+def test_a_table_of_pairs_grows_to_twice_its_size_without_those_that_are_gone():
+    from trainkit.numba_utils import find_key
+    from trainkit.tokenizer.bpe import _grow_table
+
+    old = np.array([5, -1, 9, 7]), np.array([1, 0, 0, 2]), np.array([30, -1, 31, 32], np.int32)
+    with np.errstate(over="ignore"):
+        keys, count, head, used = _grow_table(*old)
+        places = {key: find_key(keys, key) for key in (5, 7)}
+    assert used == 2 and len(keys) == len(count) == len(head) == 8
+    assert {key: (int(count[at]), int(head[at])) for key, at in places.items()} == {
+        5: (1, 30),
+        7: (2, 32),
+    }
+    rest = [at for at in range(8) if at not in places.values()]
+    assert {*keys[rest]} == {-1} == {*head[rest]} and {*count[rest]} == {0}
+
+
+def test_ranks_are_written_in_their_order(tmp_path):
+    from trainkit.tokenizer.bpe_tokenizer import write_ranks
+
+    file = write_ranks({b"b": 2, b"a": 0, b"ab": 1}, tmp_path / "ranks")
+    lines = [line.split() for line in file.read_bytes().splitlines()]
+    assert lines == [
+        [base64.b64encode(token), b"%d" % i] for i, token in enumerate((b"a", b"ab", b"b"))
+    ]
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_files_of_a_tokenizer_are_written_for_people(file, tmp_path):
+    "A key on each line, one space deep; letters of every script as they are."
+    BPETokenizer.train("日本 日本 ", 260, special_tokens=["<é>"], progress=False).save(tmp_path)
+    text = (tmp_path / file).read_text(encoding="utf-8")
+    assert text == json.dumps(json.loads(text), ensure_ascii=False, indent=1) and "<é>" in text
+
+
+def test_the_text_so_far_decides_how_words_are_counted(monkeypatch):
+    "Blocks of 2, 3 and 1 letters: the backend is chosen for 2, 5 and 6."
+    from trainkit.tokenizer import bpe
+
+    asked = []
+    monkeypatch.setattr(bpe, "_blocks", lambda texts, pattern: [["ab"], ["cd", "e"], ["f"]])
+    monkeypatch.setattr(
+        bpe, "pick_backend", lambda backend, size, kernels: asked.append(size) or "python"
+    )
+    counted = count_words("", "gpt2", backend="auto")
+    assert asked == [2, 5, 6] and counted == Counter(["ab", "cd", "e", "f"])
+
+
+def test_the_seconds_of_learning_are_counted(monkeypatch):
+    from trainkit.tokenizer import bpe
+
+    clock = iter([3.0, 5.5])
+    monkeypatch.setattr(bpe, "perf_counter", lambda: next(clock))
+    assert learn_merges(Counter(["abab"]), 1, "python").seconds == 2.5

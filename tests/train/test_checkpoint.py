@@ -1,6 +1,7 @@
 "Checkpoints under real accidents: killed processes, full disks, files that change."
 
 import errno
+import json
 import os
 import random
 import shutil
@@ -11,6 +12,7 @@ import time
 import warnings
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -563,3 +565,47 @@ def test_a_step_is_a_whole_number(step):
     with pytest.raises(ValueError, match="must be a whole number from 0 up"):
         checkpoint.take_snapshot(nn.Linear(1, 1), state=dict(step=step))
     assert checkpoint.take_snapshot(nn.Linear(1, 1), state=dict(step=0)).step == 0
+
+
+@pytest.mark.parametrize(("more", "age"), [(1, "a newer"), (-1, "an older")])
+def test_a_checkpoint_of_another_format_says_which(more, age):
+    format = checkpoint.FORMAT + more
+    said = checkpoint._check_manifest(dict(format=format))
+    assert said == f"was written by {age} version (format {format}, here {checkpoint.FORMAT})"
+
+
+def test_on_windows_one_byte_far_behind_the_text_is_locked(tmp_path, monkeypatch):
+    "A gigabyte behind it, so that others can read which process has the lock."
+    locked = []
+    windows = SimpleNamespace(
+        LK_NBLCK=2, locking=lambda file, how, size: locked.append((os.lseek(file, 0, 1), how, size))
+    )
+    monkeypatch.setitem(sys.modules, "msvcrt", windows)
+    monkeypatch.setattr(sys, "platform", "win32")
+    with open(tmp_path / "lock", "w") as file:
+        checkpoint.lock_file(file.fileno())
+    assert locked == [(1 << 30, 2, 1)]
+
+
+def test_warnings_of_checkpoints_name_the_line_that_asked(tmp_path, monkeypatch):
+    state = checkpoint.rng_state()
+
+    def resume():
+        checkpoint.set_rng_state(state | dict(cuda=[torch.zeros(1)]))
+
+    def taken(descriptor):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(checkpoint, "lock_file", taken)
+    (tmp_path / "checkpoint-1").mkdir()
+    with pytest.warns(UserWarning) as caught:
+        resume()
+        with run_lock(tmp_path / "run"):
+            latest_checkpoint(tmp_path)
+    assert [w.filename for w in caught] == [__file__] * 3
+
+
+def test_the_manifest_of_a_checkpoint_is_written_for_people(tmp_path):
+    path = save_checkpoint(tmp_path, nn.Linear(2, 2), state=dict(step=1))
+    text = (path / "manifest.json").read_text(encoding="utf-8")
+    assert text == json.dumps(json.loads(text), indent=2)

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 import weakref
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from trainkit.train.optim import dynamic_code, make_optimizer, make_schedule, ne
 from trainkit.train.optim import param_groups, quantize_blocks
 from trainkit.train.config import Control, TrainConfig, TrainingError
 from trainkit.train.objectives import PLAIN_HEADS, Loss, body_and_head, lm_loss
-from trainkit.train.objectives import noisy_embeddings, objective
+from trainkit.train.objectives import lm_objective, noisy_embeddings, objective, sum_losses
 from trainkit.train.step import accumulate, count_tokens, eval_loss, make_accelerator
 from trainkit.train.trainer import Trainer
 
@@ -1847,3 +1848,296 @@ def test_noise_of_embeddings_has_its_bounds(scaled):
     with pytest.raises(ValueError, match="neftune_noise_alpha = 5: Linear has no get_input"):
         with noisy_embeddings(nn.Linear(1, 1), 5.0):
             pass
+
+
+def test_a_z_loss_of_a_model_that_returns_logits_alone():
+    "Its own labels are moved by one, and 0.5·(log Z)² is added where there is a label."
+
+    class Logits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(7, 7)
+
+        def forward(self, input_ids):
+            return self.table(input_ids)
+
+    model, ids = Logits(), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    labels = torch.tensor([[1, -100, 3], [4, 5, 6]])
+    logits = model(torch.tensor([2, 4, 5]))
+    entropy = nn.functional.cross_entropy(logits, torch.tensor([3, 5, 6]), reduction="sum")
+    squares = logits.logsumexp(-1).square().sum()
+    batch = dict(input_ids=ids, labels=labels)
+    found = sum_losses(model, batch, 0.5)
+    assert torch.allclose(found[0], entropy + 0.5 * squares) and torch.allclose(found[1], squares)
+    assert torch.allclose(sum_losses(model, batch)[0], entropy)
+    terms = lm_objective(0.5)(model, batch).terms
+    assert float(terms["cross_entropy"][0]) == pytest.approx(float(entropy), rel=1e-5)
+    assert float(terms["z_loss"][0]) == pytest.approx(float(squares), rel=1e-5)
+    assert [(int(n), w) for _, n, w in terms.values()] == [(3, 1.0), (3, 0.5)]
+
+
+class TwoProcesses(SimpleNamespace):
+    "What a loop asks of accelerate; the other process has the same numbers."
+
+    device = torch.device("cpu")
+    num_processes = 2
+    gradient_accumulation_steps = 1
+    scaler = None
+    mixed_precision = "no"
+
+    def reduce(self, x, how):
+        return 2 * x
+
+    def autocast(self):
+        return nullcontext()
+
+    def no_sync(self, model):
+        return nullcontext()
+
+    def backward(self, loss):
+        loss.backward()
+
+
+def test_processes_ask_each_other_about_once_a_second(monkeypatch):
+    """Ten steps in five seconds are two a second: they ask again two steps later.
+
+    After at least one step, and at most `logging_steps` steps.
+    """
+    monkeypatch.setattr(time, "monotonic", lambda: 105.0)
+    for seconds, step, wanted in ((5, 10, 12), (50, 10, 11), (0.1, 10, 17), (5, 4, 5)):
+        loop = SimpleNamespace(
+            state=SimpleNamespace(step=step),
+            accelerator=TwoProcesses(),
+            config=SimpleNamespace(logging_steps=7),
+            next_look=step,
+            last_look=105.0 - seconds,
+            looked_at=0,
+        )
+        assert Trainer._all_stop(loop, True) and loop.next_look == wanted
+        assert (loop.last_look, loop.looked_at) == (105.0, step)
+        assert not Trainer._all_stop(loop, True), "it is not asked again yet"
+        loop.state.step = loop.next_look
+        assert not Trainer._all_stop(loop, False)
+
+
+@pytest.mark.parametrize("main", [True, False])
+@pytest.mark.parametrize("step", [3, 4])
+def test_what_is_unsaved_is_known_to_the_process_that_saves(main, step):
+    accelerator = TwoProcesses(is_main_process=main)
+    loop = SimpleNamespace(
+        checkpoint="run/checkpoints/checkpoint-3",
+        accelerator=accelerator,
+        state=SimpleNamespace(step=step),
+    )
+    assert Trainer._unsaved(loop) is (main and step == 4)
+
+
+def test_a_process_without_a_batch_joins_in_with_zeros():
+    "One batch for two processes: the second computes it, too, and its gradient counts nothing."
+    model = nn.Linear(2, 1, bias=False)
+
+    def objective(model, batch):
+        return Loss({"loss": (model(batch["x"]).sum(), torch.tensor(4), 1.0)})
+
+    objective.additive = True
+    objective.counts = lambda batch: {"loss": 4}
+    batch = dict(x=torch.ones(4, 2))
+    for rank, gradient in ((0, 2.0), (1, 0.0)):  # Twice the gradient, since both are averaged
+        model.zero_grad()
+        loss, _ = accumulate(model, objective, [batch], TwoProcesses(process_index=rank))
+        assert model.weight.grad.tolist() == [[gradient, gradient]]
+        assert float(loss) == pytest.approx(float(model.weight.sum()) * (1 - rank))
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has no such signals")
+def test_a_signal_within_a_block_is_handled_after_it():
+    from trainkit.train.trainer import defer_signals
+
+    came = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
+    try:
+        with defer_signals(signal.SIGUSR1):
+            signal.raise_signal(signal.SIGUSR1)
+            assert not came
+        assert came == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_another_schedule_is_shown_with_both_rates(tmp_path):
+    "0.1·0.5 at this step, and 0.02 in the checkpoint."
+    schedule = SimpleNamespace(
+        base_lrs=[0.1], lr_lambdas=[lambda step: 0.5], last_epoch=3, get_last_lr=lambda: [0.02]
+    )
+    with pytest.raises(ValueError, match="rate 0.02 at step 3, and this schedule 0.05: "):
+        Trainer._check_rate(SimpleNamespace(schedule=schedule), tmp_path)
+
+
+def test_groups_are_shown_with_the_ends_of_their_names():
+    weights = [nn.Parameter(torch.zeros(3, 2)) for _ in range(5)]
+    groups = [
+        dict(params=weights[:2], param_names=["a", "b"], weight_decay=0.1),
+        dict(params=weights[2:], param_names=["c", "d", "e"], lr=0.5),
+    ]
+    first, second = optim.show_groups(torch.optim.SGD(groups, lr=0.25)).splitlines()
+    assert first.split() == "SGD 2 parameters 12 numbers rate 0.25 decay 0.1 a, b".split()
+    assert second.split() == "SGD 3 parameters 18 numbers rate 0.5 decay 0 c, d, … e".split()
+
+
+@pytest.mark.parametrize("strategy", ["deepspeed", "fsdp"])
+@pytest.mark.parametrize("knobs", [dict(on_nan="skip"), dict(torch_compile=True), {}])
+def test_what_a_model_in_parts_cannot_be_trained_with(strategy, knobs, monkeypatch):
+    from trainkit.train import trainer
+
+    monkeypatch.setattr(trainer, "launched", lambda: True)
+    monkeypatch.setattr(trainer, "shard", lambda *_: SimpleNamespace(strategy=strategy))
+    config = SimpleNamespace(**dict(on_nan="stop", torch_compile=False) | knobs)
+    loop = SimpleNamespace(config=config, model=None, accelerator=None)
+    words = next(iter(knobs), "")
+    if not words or (words, strategy) == ("on_nan", "fsdp"):
+        Trainer._place_model(loop)
+        return
+    with pytest.raises(ValueError, match=f"{words}=.* cannot be combined with {strategy}"):
+        Trainer._place_model(loop)
+
+
+def test_with_another_number_of_processes_each_draws_its_own_numbers(monkeypatch):
+    "The second one begins with the seed 7 + 1 + 1000·3 after step 3."
+    from trainkit.train import trainer
+
+    seeds = []
+    monkeypatch.setattr(trainer, "seed_everything", seeds.append)
+    for rank, path in ((0, "checkpoint-3"), (1, "checkpoint-3"), (1, None)):
+        loop = SimpleNamespace(
+            check_resume=lambda resume, force, path=path: (path and Path(path), []),
+            state=SimpleNamespace(step=3, best_step=None, pieces=1),
+            accelerator=TwoProcesses(process_index=rank),
+            config=SimpleNamespace(seed=7),
+            cursor=None,
+            folder=None,
+            retry=SimpleNamespace(),
+            _load=lambda path, force: dict(rng_states=[0]),
+            _tidy=lambda path: None,
+            _lasting_callbacks=dict,
+            _move_later_checkpoints=lambda after: None,
+        )
+        Trainer.restore(loop, True)
+    assert seeds == [3008]
+
+
+@pytest.mark.parametrize(("best", "moved"), [(5, True), (2, False), (..., False)])
+def test_the_best_model_of_an_abandoned_future_goes_with_it(best, moved, tmp_path, monkeypatch):
+    from trainkit.train import trainer
+
+    for name in ("checkpoints/checkpoint-5", "checkpoints/checkpoint-2", "best_model"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.setattr(trainer, "_best_step", lambda folder: best)
+    said = []
+    loop = SimpleNamespace(
+        folder=tmp_path,
+        accelerator=SimpleNamespace(is_main_process=True),
+        state=SimpleNamespace(best_step=2),
+        note=said.append,
+    )
+    Trainer._move_later_checkpoints(loop, after=3)
+    aside = tmp_path / "checkpoints" / "abandoned-1"
+    gone = ["best_model", "checkpoint-5"] if moved else ["checkpoint-5"]
+    assert sorted(path.name for path in aside.iterdir()) == gone
+    assert (tmp_path / "best_model").exists() is not moved
+    assert said[0].startswith("checkpoint-5, best_model, from" if moved else "checkpoint-5, from")
+
+
+def test_random_numbers_of_a_gpu_are_restored_with_the_others(monkeypatch):
+    import random
+
+    from trainkit.train.step import set_random_state
+
+    restored = []
+    monkeypatch.setattr(torch.cuda, "set_rng_state", restored.append)
+    state = random.getstate(), torch.get_rng_state(), torch.ones(1)
+    before = random.random(), torch.rand(1)
+    set_random_state(state)
+    assert (random.random(), torch.rand(1)) == before and restored == [state[2]]
+
+
+def test_what_is_logged_is_of_the_time_since_the_last_record(monkeypatch):
+    "600 tokens in 5 seconds, 2 of them waiting for data; the means of two losses and of a metric."
+    from trainkit.train import trainer
+
+    monkeypatch.setattr(trainer.time, "monotonic", lambda: 105.0)
+    told, shown = [], []
+    state = SimpleNamespace(
+        step=4, tokens=1000, losses=[1.0, 2.0], loss=0.0, metrics={"a": [6.0, 3], "b": [1.0, 0]}
+    )
+    state.skipped = 1
+    loop = SimpleNamespace(
+        state=state,
+        last_log=(100.0, 400),
+        data_seconds=2.0,
+        epoch=0.5,
+        learning_rate=0.1,
+        grad_norm=3.0,
+        seconds=7.0,
+        total_steps=8,
+        bar=SimpleNamespace(
+            clock=SimpleNamespace(eta=lambda steps: 10.0 * steps),
+            update=lambda step, **numbers: shown.append((step, numbers)),
+        ),
+        notify=lambda event, **record: told.append((event, record)),
+    )
+    Trainer.log(loop)
+    wanted = dict(step=4, epoch=0.5, loss=1.5, learning_rate=0.1, grad_norm=3.0, tokens=1000)
+    wanted |= dict(tokens_per_second=120.0, seconds=7.0, eta_seconds=80.0, skipped_steps=1)
+    assert told == [("on_log", {"a": 2.0, **wanted, "data_share": 0.4})]
+    assert shown == [(4, {"loss": 1.5, "tokens/s": 120.0})]
+    assert (loop.last_log, loop.data_seconds) == ((105.0, 1000), 0.0)
+    assert (state.losses, state.metrics, state.loss) == ([], {}, 1.5)
+    Trainer.log(loop)
+    record = told[1][1]
+    assert math.isnan(record["loss"]) and record["tokens_per_second"] == record["data_share"] == 0
+    loop.last_log, loop.data_seconds = (104.0, 1000), 2.0
+    Trainer.log(loop)
+    assert told[2][1]["data_share"] == 1.0, "what was waited for before the last record, too"
+
+
+def test_pauses_and_evaluations_are_timed(monkeypatch):
+    "From 10 to 13 seconds: the last record is taken to be 3 seconds later."
+    from trainkit.train import trainer
+
+    clock = iter([10.0, 13.0, 20.0, 22.5])
+    monkeypatch.setattr(trainer.time, "monotonic", lambda: next(clock))
+    loop = SimpleNamespace(last_log=(100.0, 5))
+    with Trainer.pause_clock(loop):
+        pass
+    assert loop.last_log == (103.0, 5)
+    monkeypatch.setattr(trainer, "eval_loss", lambda *_: dict(loss=2.0, f1=0.5))
+    loop = SimpleNamespace(
+        eval_start=None,
+        shards=None,
+        model=nn.Linear(1, 1),
+        accelerator=SimpleNamespace(device="cpu"),
+        eval_batches=[],
+        objective=None,
+        state=SimpleNamespace(step=9),
+        _eval_bar=nullcontext,
+    )
+    assert Trainer.evaluate(loop) == dict(step=9, eval_loss=2.0, eval_f1=0.5, eval_seconds=2.5)
+
+
+@pytest.mark.parametrize("tasks", [("a", "b"), ("a", "a")])
+def test_losses_of_tasks_are_means_over_their_own_items(tasks):
+    "(6 + 2) / (3 + 1) and 9 / 3, each with half of a second term; together 17 / 7."
+
+    def goal(model, batch):
+        total, count = batch["numbers"].tolist()
+        return Loss(
+            {"loss": (total, count, 1.0), "other": (2 * total, count, 0.5)}, {"m": (total, 2)}
+        )
+
+    numbers = [(6.0, 3, tasks[0]), (2.0, 1, tasks[0]), (9.0, 3, tasks[1])]
+    batches = [dict(numbers=torch.tensor([s, n]), task=task) for s, n, task in numbers]
+    found = eval_loss(nn.Linear(1, 1), goal, batches, make_accelerator("no"))
+    wanted = dict(loss=2 * 17 / 7, tokens=7, m=17 / 6, other=2 * 17 / 7)
+    if tasks == ("a", "b"):
+        wanted |= dict(a_loss=2 * 2.0, b_loss=2 * 3.0)
+    assert found == pytest.approx(wanted)

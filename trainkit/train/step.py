@@ -740,6 +740,7 @@ def eval_loss(
         **{
             name: total(s) / count if (count := total(n)) else math.nan
             for name, (s, n) in metrics.items()
+            if name not in ("loss", "tokens")  # A term of several may be called loss
         },
     }
 
