@@ -777,7 +777,7 @@ def load_pretrained(
             "set native=False to spread it over several"
         )
     path = _find(source, cache_dir, token, trust_remote_code)
-    if (base := adapter_base(path)) is not None:
+    if (path / "adapter_config.json").is_file() and (base := adapter_base(path)) is not None:
         how = dict(native=native, dtype=dtype, cache_dir=cache_dir, device_map=device_map)
         how |= dict(use_cache=use_cache, token=token, trust_remote_code=trust_remote_code)
         return _open_adapter(path, base, merge_adapter, how | dict(quant=quant))

@@ -189,8 +189,9 @@ def set_model_knobs(
 def unused_model_knobs(
     config: RunConfig,  # With `init_from`
     model: nn.Module,  # That it opened
+    causal: nn.Module | None = None,  # The language model, where `model` has another head
 ) -> list[str]:  # As in the config: model.d_model, say
-    "The knobs of a new model that have no effect, since the run starts from a trained one."
+    "The knobs of a new model, or a new adapter, without effect: the run starts from a trained one."
     shape = model.config
     said = _said(config.model)
     unused = []
@@ -199,7 +200,7 @@ def unused_model_knobs(
         there = [getattr(shape, name) for name in names if hasattr(shape, name)]
         if knob.name in said and knob.name != "gradient_checkpointing":
             unused += [f"model.{knob.name}"] * (said[knob.name] not in there)
-    return unused
+    return [*unused, *unused_lora_knobs(config, model if causal is None else causal)]
 
 
 def open_trained(
@@ -478,7 +479,7 @@ def unused_lora_knobs(
     model: nn.Module,  # That it trains
 ) -> list[str]:  # As in the config: lora.r, say
     "The knobs of a new adapter that have no effect, since the run trains one further."
-    own = getattr(model, "lora_configs", {}).get("default")
+    own = getattr(model, "lora_configs", {}).get("default") if config.adapts else None
     plain = replace(LoRAConfig(), target_modules="all-linear")  # As runs have it
     free = ("lora_dropout", "task_type")
     return [
@@ -502,7 +503,7 @@ def adapt(
     A model that has an adapter already, because the run starts from one, keeps it."""
     if not config.adapts:
         return model
-    if adapter_names(model):
+    if getattr(model, "lora_configs", None):
         if new_tokens:
             raise ValueError(
                 f"the chat format adds {plural(new_tokens, 'token')} that the adapter to start "

@@ -46,7 +46,6 @@ from ..interop.families import FAMILIES, hf_architecture, unsupported_knobs
 from ..interop.hub import HubPush
 from ..interop.llamafactory import llamafactory_plan, run_llamafactory
 from ..interop.trl import engine_line, make_loop
-from ..lora.adapters import adapter_base
 from ..lora.inject import trainable_report
 from ..memory.estimate import MemoryWatch, check_size, extrapolate, predict_run, room
 from ..memory.estimate import rows_at_once
@@ -73,7 +72,6 @@ from trainkit.recipes.preparation import (
     prepare_shards,
     prepare_text,
     timed,
-    unused_lora_knobs,
     unused_model_knobs,
 )
 from .saving import read_trained, save_trained
@@ -206,10 +204,7 @@ def _unused_knobs_note(
 ) -> list[str]:  # One line, or none
     "The knobs of a new model that have no effect on the trained one."
     c = inputs.config
-    unused = unused_model_knobs(c, inputs.model) if c.init_from else []
-    if c.adapts and adapter_base(c.init_from) is not None:
-        causal = inputs.model if inputs.causal is None else inputs.causal
-        unused = [*unused, *unused_lora_knobs(c, causal)]
+    unused = unused_model_knobs(c, inputs.model, inputs.causal) if c.init_from else []
     if not unused:
         return []
     return [
