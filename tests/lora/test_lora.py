@@ -1854,3 +1854,13 @@ def test_weights_differ_by_more_than_rounding_to_the_narrower_format(base, saved
 
     a, b = (torch.tensor([2.0, number], dtype=dtype) for dtype, number in (base, saved))
     assert tensors_differ(a, b) is differ and tensors_differ(a, b[:1])
+
+
+def test_two_adapters_are_not_stacked_where_one_is_more_than_a_sum():
+    model = add_lora(small(), LoRAConfig(r=2), "plain")
+    add_lora(model, LoRAConfig(r=2, use_dora=True), "directions")
+    with pytest.raises(
+        ValueError, match="'directions' cannot be weighted or stacked: with use_dora"
+    ):
+        use_adapter(model, ["plain", "directions"])
+    use_adapter(model, "directions")

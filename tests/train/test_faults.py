@@ -445,3 +445,21 @@ def test_a_single_file_checkpoint_is_refused_with_a_sentence(tmp_path):
         ValueError, match=r"checkpoint-10000.pt is one file, and a checkpoint here is a folder"
     ):
         trainer(folder=tmp_path / "run").train(resume=path)
+
+
+def test_a_run_that_began_within_an_epoch_is_rescued_where_it_was(tmp_path):
+    "From the fourth batch of the loader on; after the error the same batches follow."
+
+    def run(name, loss=lm_loss):
+        made = trainer(folder=tmp_path / name, gradient_accumulation_steps=1, loss=loss)
+        batches = Batches(ROWS, 2, seed=3)
+        batches.load_state_dict(batches.state_dict() | dict(index=3))
+        return Trainer(made.model, loss, batches, config=made.config)
+
+    whole = run("whole")
+    whole.train()
+    with pytest.raises(TrainingError, match="everything up to step 2"):
+        run("half", limited(0, start=2)).train()
+    resumed = run("half")
+    resumed.train(resume=True)
+    assert same(resumed.model, whole.model)
