@@ -566,7 +566,7 @@ class FlagCommand(TyperCommand):
         "Fail for a flag that cannot be a change to a config."
         if not any(option.name == "overrides" for option in self.get_params(ctx)):
             ctx.fail(f"No such option: {name}. {self._instead(plain, [*flags])}")
-        from trainkit.recipes.converter import ANSWERS
+        from trainkit.recipes.foreign_settings import ANSWERS
 
         if plain in ANSWERS:
             ctx.fail(f"{name}: {ANSWERS[plain]}")
@@ -633,7 +633,7 @@ def _value_of(word: str, rest: list[str]) -> str | None:
     values = [rest.pop(0)]
     if values[0].endswith(".json") or not rest or ends(rest[0]):
         return values[0]
-    from trainkit.recipes.converter import takes_list
+    from trainkit.recipes.foreign_settings import takes_list
 
     while takes_list(word) and rest and not ends(rest[0]):
         values.append(rest.pop(0))
@@ -647,7 +647,7 @@ def _changes(
     ctx: typer.Context, foreign: list[tuple[str, str | None]], flags: list[str]
 ) -> list[str]:
     from trainkit.config import nearest
-    from trainkit.recipes.converter import flag_changes
+    from trainkit.recipes.foreign_settings import flag_changes
 
     typed = ctx.meta.setdefault("trainkit.flags", {})
     for word, text in foreign:
@@ -713,7 +713,7 @@ def read_run_config(
     except ConfigError as error:
         if not any("unknown key" in p.remedy for p in error.problems):
             raise
-    from trainkit.recipes import converter  # noqa: F401 - with it the error explains foreign words
+    from trainkit.recipes import foreign_settings  # noqa: F401 - with it the error explains foreign words
 
     try:
         return read()

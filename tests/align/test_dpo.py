@@ -887,7 +887,7 @@ def test_cpo_of_trl_is_the_same_number_here(loss):
     import types
 
     pytest.importorskip("trl")
-    from trainkit.recipes.converter import look_up
+    from trainkit.recipes.foreign_settings import look_up
 
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     from trl.experimental.cpo import CPOTrainer

@@ -933,7 +933,8 @@ def test_every_word_of_transformers_trl_and_peft_leads_somewhere():
     import trl
     from transformers import Seq2SeqTrainingArguments
 
-    from trainkit.recipes.converter import Implied, Refused, look_up
+    from trainkit.recipes.foreign_settings import look_up
+    from trainkit.recipes.foreign_words import Implied, Refused
 
     unknown, refused = {}, {}
     for kind in (

@@ -15,13 +15,16 @@ from support.processes import ROOT, call
 from support.processes import shell as trainkit
 
 from trainkit.config import ConfigError, knobs, load_config, save_config
-from trainkit.recipes.converter import CONTEXTS, PRECISIONS, Computed, Implied, Refused, look_up
-from trainkit.recipes.converter import read_python, read_settings
+from trainkit.recipes.config_files import Computed
+from trainkit.recipes.foreign_settings import CONTEXTS, look_up
+from trainkit.recipes.foreign_words import PRECISIONS, Implied, Refused
+from trainkit.recipes.config_files import read_python, read_settings
 from trainkit.recipes.config import METHODS, RunConfig, method_config
 from trainkit.train.config import TrainConfig
 from trainkit.recipes.config import PRESETS
 from trainkit.recipes.methods import ALIGNED
-from trainkit.recipes.converter import convert_config, flag_changes
+from trainkit.recipes.converter import convert_config
+from trainkit.recipes.foreign_settings import flag_changes
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
 MEANT = {  # file -> knobs that it must come to, and what must be refused
@@ -2093,10 +2096,10 @@ def test_an_adapter_to_train_further_is_the_start_of_the_run(words):
 
 
 def test_the_trackers_of_the_converter_are_those_of_a_run():
-    from trainkit.recipes import converter
+    from trainkit.recipes import foreign_words
     from trainkit.train.loggers import TRACKERS
 
-    assert {*converter._TRACKERS} == {"all", *TRACKERS}
+    assert {*foreign_words._TRACKERS} == {"all", *TRACKERS}
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,11 @@ from support.snapshots import answer_all, compare
 
 from trainkit.config import ConfigError
 from trainkit.recipes.config import choose_method, read_method
-from trainkit.recipes.converter import Computed, Implied, Refused
-from trainkit.recipes.converter import convert_config, flag_changes, look_up, read_python
+from trainkit.recipes.config_files import Computed
+from trainkit.recipes.foreign_words import Implied, Refused
+from trainkit.recipes.config_files import read_python
+from trainkit.recipes.converter import convert_config
+from trainkit.recipes.foreign_settings import flag_changes, look_up
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
 

@@ -1,6 +1,7 @@
 from . import (
     commands as commands,
     config as config,
+    config_files as config_files,
     control as control,
     conversation as conversation,
     converter as converter,
@@ -8,6 +9,9 @@ from . import (
     demo as demo,
     evaluation as evaluation,
     final_project as final_project,
+    foreign_datasets as foreign_datasets,
+    foreign_settings as foreign_settings,
+    foreign_words as foreign_words,
     launcher as launcher,
     memory_commands as memory_commands,
     methods as methods,
