@@ -139,7 +139,7 @@ _OTHER_NAMES = dict(
     repeat_penalty="repetition_penalty",
 )
 
-
+# %% ../../nbs/14_engine/03_server.ipynb #eng3-bodies-def-2
 class _Sampling(BaseModel):
     "The fields that chats and completions share; None means the default."
 
@@ -225,7 +225,7 @@ class _Sampling(BaseModel):
     def wants_usage(self) -> bool:
         return bool((self.stream_options or {}).get("include_usage"))
 
-
+# %% ../../nbs/14_engine/03_server.ipynb #eng3-bodies-def-3
 class _ChatBody(_Sampling):
     messages: list[_Object] = Field(min_length=1, max_length=4096)
     logprobs: bool | None = None
@@ -268,7 +268,7 @@ class _EmbeddingBody(BaseModel):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
 
-
+# %% ../../nbs/14_engine/03_server.ipynb #eng3-bodies-def-4
 def _listed(value: _Prompt | list[str] | list[list[int]]) -> list[_Prompt]:
     "One prompt or several, as a list of prompts."
     single = isinstance(value, str) or (value and isinstance(value[0], int))
@@ -318,7 +318,7 @@ def _call(call: Any, place: str) -> _Object:
     own = dict(name=function["name"], arguments=arguments)
     return dict(type="function", function=own) | ({"id": call["id"]} if call.get("id") else {})
 
-
+# %% ../../nbs/14_engine/03_server.ipynb #eng3-messages-def-2
 def clean_messages(
     messages: Sequence[Mapping[str, object]],  # As a client sends them
 ) -> list[_Object]:  # As templates read them
@@ -381,7 +381,7 @@ class ServerConfig:
     def local(self) -> bool:
         return self.host in _LOCAL
 
-
+# %% ../../nbs/14_engine/03_server.ipynb #eng3-config-def-2
 class _Gate:
     "Refuses strangers and bodies that are too large, counts, and logs a line for each request."
 
@@ -445,7 +445,7 @@ class _Gate:
         if not size.isdigit() or int(size) > config.max_body:
             raise APIError(413, f"the body is larger than {config.max_body} bytes")
 
-
+# %% ../../nbs/14_engine/03_server.ipynb #eng3-config-def-3
 class _Metrics:
     "What Prometheus reads from `/metrics`."
 
@@ -505,7 +505,7 @@ def _penalties(
         found.append(penalize)
     return found
 
-
+# %% ../../nbs/14_engine/03_server.ipynb #eng3-server-def-2
 _Maker = Callable[[Grammars], Constraint]
 _Answer = TypeVar("_Answer")
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -549,7 +549,7 @@ def _from_structure(name: str, value: object) -> _Maker:
         raise APIError(400, text, "structured_outputs")
     return lambda grammars: makers[name](grammars, value)
 
-
+# %% ../../nbs/14_engine/03_server.ipynb #eng3-server-def-3
 # Of the formats whose calls are JSON: the texts around a call, and the name of its arguments
 _FORCED_CALLS = dict(
     hermes=('"\\n"', '"\\n"', "arguments"),
@@ -611,7 +611,7 @@ def _tool_grammar(tools: Sequence[_Object], tokenizer: "AnyTokenizer") -> str:
     call = json.dumps(dict(anyOf=choices) | {"x-guidance": {"whitespace_flexible": False}})
     return f"start: {begin} {before} call {after} {end}\ncall: %json {call}"
 
-
+# %% ../../nbs/14_engine/03_server.ipynb #eng3-server-def-4
 def _check_tools(tools: Sequence[_Object]) -> None:
     for i, tool in enumerate(tools):
         function = tool.get("function")
@@ -674,7 +674,7 @@ def _choose_tools(
     text = "tool_choice: must be none, auto, required, or an object of type function or "
     raise APIError(400, f"{text}allowed_tools (with mode auto or required)", "tool_choice")
 
-
+# %% ../../nbs/14_engine/03_server.ipynb #eng3-server-def-5
 class _AfterThought:
     "A constraint that begins where the thought ends that the prompt has opened."
 
@@ -715,7 +715,7 @@ class _AfterThought:
         )
         return logits.index_fill(-1, places, -torch.inf)
 
-
+# %% ../../nbs/14_engine/03_server.ipynb #eng3-server-def-6
 @dataclass
 class _Job:
     "One answer of a request: its place among the choices, and how its text is read."
@@ -819,7 +819,7 @@ class _Watched:
             prompt_tokens_details=dict(cached_tokens=sum(r.cached for r in prompts)),
         )
 
-
+# %% ../../nbs/14_engine/03_server.ipynb #eng3-server-def-7
 def _failure(error: Exception) -> APIError:
     if isinstance(error, ConstraintError):
         return APIError(400, str(error), "response_format")
@@ -832,7 +832,7 @@ def _failure(error: Exception) -> APIError:
         return APIError(500, str(error))
     return APIError(500, f"the model failed: {type(error).__name__}")
 
-
+# %% ../../nbs/14_engine/03_server.ipynb #eng3-server-def-8
 class _Events(StreamingResponse):
     "Server-sent events that stop when the client goes."
 
@@ -894,7 +894,7 @@ async def _unless_gone(receive: Receive, answer: Awaitable[_Answer]) -> _Answer:
             return_exceptions=True,
         )
 
-
+# %% ../../nbs/14_engine/03_server.ipynb #eng3-server-def-9
 class ChatServer:
     "A model behind the HTTP interface of OpenAI."
 
@@ -1424,7 +1424,7 @@ class ChatServer:
         text = generate_latest(self.metrics.registry)
         return Response(text, media_type="text/plain; version=0.0.4")
 
-
+# %% ../../nbs/14_engine/03_server.ipynb #eng3-server-def-10
 async def _not_found(http: HttpRequest, error: Exception) -> Response:
     known = cast(HTTPException, error)
     path = http.url.path
@@ -1472,7 +1472,7 @@ class _Shape:
             return text, [letters[letter] for letter in name]
         return text, list(text.encode())
 
-
+# %% ../../nbs/14_engine/03_server.ipynb #eng3-shapes-def-2
 class _ChatShape(_Shape):
     prefix = "chatcmpl"
 
@@ -1595,7 +1595,7 @@ class _ChatShape(_Shape):
         if usage:
             yield head | dict(choices=[], usage=watched.usage())
 
-
+# %% ../../nbs/14_engine/03_server.ipynb #eng3-shapes-def-3
 class _ResponseShape(_ChatShape):
     "The items of the Responses interface, and their events."
 
@@ -1663,7 +1663,7 @@ class _ResponseShape(_ChatShape):
         for event in self.end(watched):
             yield event
 
-
+# %% ../../nbs/14_engine/03_server.ipynb #eng3-shapes-def-4
 class _TextShape(_Shape):
     prefix = "cmpl"
     echo = False  # Whether the answer begins with the prompt
@@ -1777,7 +1777,7 @@ class _Impatient(_Protocol):
         if self.cycle is None:
             transport.close()
 
-
+# %% ../../nbs/14_engine/03_server.ipynb #eng3-run-def-2
 class _Uvicorn(uvicorn.Server):
     def __init__(self, server: ChatServer, tell: Callable[[], object] | None = None):
         limits = dict(
@@ -1809,7 +1809,7 @@ class _Uvicorn(uvicorn.Server):
         await asyncio.to_thread(self.engine.close)  # Running answers end now
         await super().shutdown(sockets)
 
-
+# %% ../../nbs/14_engine/03_server.ipynb #eng3-run-def-3
 def open_socket(
     config: ServerConfig,
 ) -> tuple[socket.socket, str]:  # And the address for clients
@@ -1827,7 +1827,7 @@ def open_socket(
     name = f"[{name}]" if ":" in name else name
     return bound, f"http://{name}:{bound.getsockname()[1]}"
 
-
+# %% ../../nbs/14_engine/03_server.ipynb #eng3-run-def-4
 def serve(
     server: ChatServer,
     bound: tuple[socket.socket, str] | None = None,  # From `open_socket`
