@@ -36,7 +36,7 @@ _STEP_SECONDS = 1.0  # Of CPU time; while one text waits for its mask, the other
 class ConstraintError(ValueError):
     "A text cannot continue as its constraint demands, or it takes too long to find out how."
 
-
+# %% ../../nbs/14_engine/02_constrained.ipynb #eng2-grammars-2
 class Constraint:
     "Allows only tokens that continue a valid text; a processor of logits for one text."
 
@@ -80,7 +80,7 @@ class Constraint:
         allowed[: len(bits)] = torch.from_numpy(bits.astype(bool))
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
 
-
+# %% ../../nbs/14_engine/02_constrained.ipynb #eng2-grammars-3
 class _Vocabulary:
     "A `BPETokenizer` as llguidance asks for one."
 
@@ -98,7 +98,7 @@ class _Vocabulary:
             text = text.decode("utf-8", "replace")
         return list(self.tokenizer.encode(text, (), ()))
 
-
+# %% ../../nbs/14_engine/02_constrained.ipynb #eng2-grammars-4
 class Grammars:
     "Constraints for the texts of one tokenizer."
 
@@ -187,7 +187,7 @@ class Grammars:
             raise ValueError(f"the {kind} is not valid: {_in_one_line(matcher.get_error())}")
         return Constraint(matcher)
 
-
+# %% ../../nbs/14_engine/02_constrained.ipynb #eng2-grammars-5
 def _try_steps(matcher: "LLMatcher") -> float:  # CPU seconds
     "Compute the first mask, and the next on a copy: errors and slow grammars show up there."
     begun = time.thread_time()

@@ -66,7 +66,7 @@ def _function_call(item: _Object, place: str) -> _Object:
         function=function,
     )
 
-
+# %% ../../nbs/14_engine/06_responses.ipynb #eng6-items-def-2
 def read_items(
     items: str | Sequence[object],  # The `input` of a request: a text, or items
 ) -> list[_Object]:  # Messages of a chat; raises `FieldError` with the place of what is wrong
@@ -202,7 +202,7 @@ _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # What the t
 def _new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(12)}"
 
-
+# %% ../../nbs/14_engine/06_responses.ipynb #eng6-writer-def-2
 class ResponseWriter:
     "Turns the parts of an answer into the items of a response, and into events of a stream."
 
@@ -451,7 +451,7 @@ class ResponseWriter:
             ),
         ]
 
-
+# %% ../../nbs/14_engine/06_responses.ipynb #eng6-writer-def-3
 def response_usage(
     usage: _Object,  # Of a chat completion
     thought: int = 0,  # Tokens of the reasoning

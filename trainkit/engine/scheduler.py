@@ -113,7 +113,7 @@ class SlotCache:
         for side in (*self.keys, *self.values):
             side[slot].zero_()
 
-
+# %% ../../nbs/14_engine/01_continuous_batching.ipynb #eng1-slot-cache-2
 class _Part:
     "One slot in the place of a `KVCache`, for reading a part of a prompt."
 
@@ -189,7 +189,7 @@ class Piece:
     top: tuple[tuple[int, float], ...] = ()  # The likeliest tokens and their log-probabilities
     finish_reason: str = ""  # At the end: 'stop', 'length', 'cancelled' or 'error'
 
-
+# %% ../../nbs/14_engine/01_continuous_batching.ipynb #eng1-request-def-2
 @dataclass(eq=False, repr=False)
 class Request:
     "A prompt, its settings, and what has been written so far. `Scheduler.add` makes one."
@@ -703,7 +703,7 @@ class Scheduler:
         self._release(request.slot, clear=True)
         request.finish("error", error=error)
 
-
+# %% ../../nbs/14_engine/01_continuous_batching.ipynb #eng1-scheduler-def-2
 def _score(log_probs: Tensor, token: int, count: int) -> _Score:
     best = log_probs.topk(min(count, len(log_probs)))
     top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -746,7 +746,7 @@ def _run_layers(model: Transformer, ids: Tensor, rows: _Rows) -> Tensor:  # (B,)
 class QueueFull(RuntimeError):
     "Too many requests are waiting."
 
-
+# %% ../../nbs/14_engine/01_continuous_batching.ipynb #eng1-engine-def-2
 _T = TypeVar("_T")
 
 

@@ -210,7 +210,7 @@ def byte_table(
     numbers = rounded[best].int()
     return numbers.tolist(), scales[best].item()
 
-
+# %% ../../nbs/14_engine/05_stored_weights.ipynb #stored-kernel-2
 def _shift(layout: BlockLayout, instruction: str) -> int:  # What codes are larger by in a product
     signed = layout.bits == 8 or layout.table
     if signed and instruction == "vpdpbusd":
@@ -279,7 +279,7 @@ def _code_vectors(
                 codes = _look_up(v, instruction, table, codes)
             yield codes, 4 * part
 
-
+# %% ../../nbs/14_engine/05_stored_weights.ipynb #stored-kernel-3
 def _input_sums(v: "Vectors", block: "Value") -> "dict[tuple[int, ...], Value]":
     "Of the codes of x in a block: the sums of the first 16, of the others, and of all."
     b = v.builder
@@ -329,7 +329,7 @@ class _Scales:
         half = self._half(part, 1)
         return b.fneg(b.fmul(half, self._factor(part, 1))) if self.layout.superblock else half
 
-
+# %% ../../nbs/14_engine/05_stored_weights.ipynb #stored-kernel-4
 def block_tile(
     kind: str,  # A name in `LAYOUTS`
     rows: int,  # Rows of x
@@ -428,7 +428,7 @@ def multiply_stored(step, layer, m, x, columns, x_row, y, y_row, first, last):
     else:
         sixth_product(w, s, x, y, columns, w_row, s_row, x_row, y_row, first, last, rows)
 
-
+# %% ../../nbs/14_engine/05_stored_weights.ipynb #stored-compile-2
 def fingerprint(*codes: CodeType) -> int:
     "A number that changes when a function does, or one inside it."
     version = 0

@@ -101,7 +101,7 @@ def _unpack_q4_0(codes: Tensor) -> Tensor:  # (out, in / 2) uint8 -> (out, in)
     groups = codes.unflatten(1, (-1, 16))
     return torch.cat((groups & 15, groups >> 4), -1).flatten(1).float() - 8
 
-
+# %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-packing-2
 @dataclass(frozen=True)
 class WeightFormat:
     "How the numbers of a matrix lie in memory."
@@ -129,7 +129,7 @@ FORMATS: dict[str, WeightFormat] = {
     "q4_0": WeightFormat(32, 0.5, _pack_q4_0, _unpack_q4_0),
 }
 
-
+# %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-packing-3
 @dataclass(frozen=True)
 class PackedMatrix:
     "A matrix (out, in) in one of the `FORMATS`."
@@ -260,7 +260,7 @@ class Vectors:
         shifted = self.builder.shl(words, self.all(self.words, 16))
         return self.builder.bitcast(shifted, self.vector)
 
-
+# %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-vectors-def-2
 def prefetch(v: Vectors, address: "Value", size: int) -> None:
     "Ask for some bytes of memory, a cache line at a time."
     for i in range(0, size, 64):
@@ -382,7 +382,7 @@ def integer_instruction() -> tuple[str, int]:  # And the number of sums; '' leav
         return "sdot", 4
     return "", 8
 
-
+# %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-instruction-def-2
 def _shift(kind: str, instruction: str) -> int:  # What codes are larger by in a product
     if kind == "q4_0":
         return 8
@@ -430,7 +430,7 @@ def add_products(
     odd = v.places(pairs, range(1, 2 * n, 2))
     return b.add(sums, b.add(even, odd))
 
-
+# %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-instruction-def-3
 def _codes(
     v: Vectors,
     address: "Value",
@@ -475,7 +475,7 @@ def store_first(v: Vectors, value: "Value", address: "Value", count: "Value") ->
     name = f"masked.store.v{v.lanes}f32.p0"
     v.call(name, v.ir.VoidType(), value, place, v.word(4), inside)
 
-
+# %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-instruction-def-4
 def integer_tile(
     kind: str,  # 'int8', 'q8_0' or 'q4_0'
     rows: int,  # Rows of x
@@ -544,7 +544,7 @@ def integer_tile(
 
     return tile
 
-
+# %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-instruction-def-5
 def group_quantizer(
     # What the codes of W are larger by in a product. None: a block ends with the sums of its two
     # halves, 16 bits each, and every product does with them what its format needs
@@ -677,7 +677,7 @@ def _totals(v: Vectors, vectors: "list[Value]") -> "Value":
         vectors = sums
     return vectors[0]
 
-
+# %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-attention-def-2
 def attention_tiles(
     lanes: int,  # Numbers in a vector
 ) -> dict[str, Callable | int]:  # For compiled code, by name
@@ -862,7 +862,7 @@ def gated_activation(gate, up, gelu):
             z = np.float32(1.5957691) * (x + np.float32(0.044715) * x * x * x)
         gate[i] = x * sigmoid(z) * up[i]
 
-
+# %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-small-def-2
 def normalize(x, weight, eps, out):
     "RMSNorm of one row."
     total = np.float32(0.0)
@@ -888,7 +888,7 @@ def rotate_head(x, cos, sin):
         x[i] = a * cos[i] - b * sin[i]
         x[half + i] = b * cos[i] + a * sin[i]
 
-
+# %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-small-def-3
 def soften(x, scale):
     "The softmax of scaled scores, in place."
     best = np.float32(-3.0e38)
@@ -931,7 +931,7 @@ def attend_together(q, keys, values, scale, scores, out):
                 for i in range(even, width):
                     out[h, i] += scores[h, s] * values[s, i]
 
-
+# %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-small-def-4
 def wait(place, target, threads):
     "A barrier: every thread waits here until all have arrived."
     if threads > 1:
@@ -977,7 +977,7 @@ class StepMemory(NamedTuple):
     barrier: np.ndarray  # (1,)
     blocks: np.ndarray  # (threads + 1, …) of x in 8 bits: each thread's own, and one of all
 
-
+# %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-step-def-2
 def part_of(size, unit, thread, threads):
     "The rows of a matrix that a thread multiplies: some tiles of `unit` rows."
     tiles = -(-size // unit)
@@ -1009,7 +1009,7 @@ def multiply(step, layer, m, x, columns, x_row, y, y_row, first, last):
         len(step.x),
     )
 
-
+# %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-step-def-3
 def normalize_stream(step, layer, which, thread):
     wide = step.x.shape[1]
     weight = step.norms[layer, which, :wide]
@@ -1046,7 +1046,7 @@ def read_heads(step, layer, thread, threads):
                 step.qkv[b, i] += step.biases[layer, i]
         begin += size
 
-
+# %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-step-def-4
 def attend_groups(step, layer, thread, threads):
     "Attention of some of the rows' groups of heads, over the cache, which grows by the new token."
     width = step.width
@@ -1083,7 +1083,7 @@ def attend_groups(step, layer, thread, threads):
         out = step.att[b, first : first + group * width].reshape(group, width)
         attend_together(queries, keys, values, step.scale, step.scores[thread], out)
 
-
+# %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-step-def-5
 def add_product(step, layer, m, x, columns, x_row, thread, threads):
     "Add a part of the product with `o` or `down` to the stream."
     own = step.hidden[thread]
@@ -1114,7 +1114,7 @@ def gate_and_up(step, layer, thread, threads):
     act = np.int64(step.act.ctypes.data)
     return round_rows(act, y_row, np.int64(all), first, last, len(own))
 
-
+# %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-step-def-6
 def decode_part(step, thread, threads):
     "What one thread does of a step: its part of all layers; `hidden` is ready for the head."
     deep = step.act.shape[1] // 2
@@ -1184,7 +1184,7 @@ def compiled_kernels(
     own = compile_kernels((*products, *STEP_PARTS), extra, label, FREE_SUMS)
     return SimpleNamespace(**vars(same), **vars(own))
 
-
+# %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-compile-def-2
 _THREADS = max(1, os.cpu_count() or 1)
 _POOL: ThreadPoolExecutor
 _ONE_AT_A_TIME: threading.Lock  # Threads of two steps would wait for each other
@@ -1289,7 +1289,7 @@ def in_one_memory(matrices: Sequence[PackedMatrix]) -> list[PackedMatrix]:
     use_large_pages([memory])
     return moved
 
-
+# %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-model-def-2
 class PackedModel:
     "A `Transformer` whose weights are packed once, for steps of one token a row."
 
@@ -1534,7 +1534,7 @@ class PackedPlan:
                 side[:] = [torch.empty(shape) for _ in side]
         return cast("tuple[list[Tensor], list[Tensor]]", (cache.keys, cache.values))
 
-
+# %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-plan-def-2
 def _has_wide_products() -> bool:
     """Whether torch's own products of bfloat16 are the faster ones for a batch.
 
@@ -1562,7 +1562,7 @@ def packed_copy(
         _COPIES[model] = state, copy
     return copy
 
-
+# %% ../../nbs/14_engine/04_memory_bandwidth.ipynb #roof-plan-def-3
 def decode_plan(
     model: "Transformer",  # One for which `unsupported_reason` is empty
     cache: KVCache,
