@@ -50,7 +50,7 @@ def _greedy(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         room -= n
     return rows
 
-
+# %% ../../nbs/02_data/15_packing.ipynb #97b9b2d1-2
 def _first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """The first row with enough room, in logarithmic time.
 
@@ -76,7 +76,7 @@ def _first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
             most[node] = max(most[2 * node], most[2 * node + 1])
     return rows
 
-
+# %% ../../nbs/02_data/15_packing.ipynb #97b9b2d1-3
 def _best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """The row with the least room that is enough, in constant time.
 
@@ -101,7 +101,7 @@ def _best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
             filled |= 1 << (room - n)
     return rows
 
-
+# %% ../../nbs/02_data/15_packing.ipynb #97b9b2d1-4
 STRATEGIES: dict[str, Callable[[Sequence[int], int], list[list[int]]]] = {
     "greedy": _greedy,  # One open row: keeps the order
     "first_fit": _first_fit,  # The first row with enough room
@@ -424,7 +424,7 @@ class _Planned(Dataset):
             return batch
         return {**batch, "task": str(self.tasks[plan[0]])}
 
-
+# %% ../../nbs/02_data/17_dataloader.ipynb #fd57971e-2
 def _length(row: dict | np.ndarray) -> int:
     if not isinstance(row, dict):
         return len(row)
@@ -445,7 +445,7 @@ def _join_small(
             joined.append(batch)
     return joined
 
-
+# %% ../../nbs/02_data/17_dataloader.ipynb #fd57971e-3
 class Batches:
     "Shuffled batches of `rows`, epoch after epoch, with a place that can be saved."
 

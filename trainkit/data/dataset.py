@@ -103,7 +103,7 @@ class _Checker:
             out.setdefault("line", line)
         return out, other
 
-
+# %% ../../nbs/02_data/04_loading.ipynb #af929ea5-2
 def _preferred(row: object, preferred: Collection[str]) -> str | None:
     "The one preferred kind among several that fit a row."
     fits = [*fitting_kinds(row)] if isinstance(row, Mapping) else []
@@ -147,7 +147,7 @@ def _find_kind(
         raise ValueError(f"none of {plural(len(rows), 'row')} is an example. {first_error}")
     return "", rows
 
-
+# %% ../../nbs/02_data/04_loading.ipynb #af929ea5-3
 def _renamed(row: Mapping, kind: str, columns: Mapping[str, str] | None) -> dict[str, str]:
     "Usual name -> the name in this row, for the columns that have another one."
     names = dict(columns or {})
@@ -221,7 +221,7 @@ def _labelled_chats(raw: Iterator[Raw]) -> Iterator[Raw]:
                 row = dict(prompt=turns[:-1], completion=turns[-1:], **rest)
         yield where, source, line, row
 
-
+# %% ../../nbs/02_data/04_loading.ipynb #5ffc0ccc-2
 def _source_name(source: object) -> str:
     "The name of a path, a corpus, or rows in memory, for reports and errors."
     if isinstance(source, (str, PathLike)):
@@ -251,7 +251,7 @@ def _memory_rows(rows: object, split: str | None) -> Iterator[Raw]:
         )
     return ((f"row {number}", f"{name} in memory", None, row) for number, row in enumerate(rows, 1))
 
-
+# %% ../../nbs/02_data/04_loading.ipynb #5ffc0ccc-3
 def _check_options(
     kind: str | None,
     text_column: str | None,
@@ -270,7 +270,7 @@ def _check_options(
     if text_column is not None and kind not in (None, "text"):
         raise ValueError(f"text_column = {text_column!r} says kind text, but kind = {kind!r}")
 
-
+# %% ../../nbs/02_data/04_loading.ipynb #5ffc0ccc-4
 def stream_examples(
     # A file, a folder, a name in `CORPORA`, a Hugging Face dataset `owner/name`, or rows in memory
     path_or_name: str | Path | Iterable[Mapping],
@@ -347,7 +347,7 @@ def stream_examples(
             + "".join(report.bad[:1])
         )
 
-
+# %% ../../nbs/02_data/04_loading.ipynb #5ffc0ccc-5
 def load_examples(
     # A file, a folder, a name in `CORPORA`, a Hugging Face dataset `owner/name`, or rows in memory
     path_or_name: str | Path | Iterable[Mapping],
@@ -389,7 +389,7 @@ def load_examples(
         warnings.warn(str(report), stacklevel=2)
     return rows
 
-
+# %% ../../nbs/02_data/04_loading.ipynb #5ffc0ccc-6
 def _texts_of(row: Mapping, kind: str | None) -> list[str]:
     "All texts of an example, in order."
     texts: list[str] = []
@@ -487,7 +487,7 @@ def _split_before(places: list[float]) -> str:
         "seed would split what is left)"
     )
 
-
+# %% ../../nbs/02_data/05_splits.ipynb #f55c7762-2
 def _check(
     rows: list[dict],
     eval_fraction: float,
@@ -519,7 +519,7 @@ def _check(
     if strange := {*own} - {str(row[by]) for row in rows if own}:
         raise ValueError(f"fractions names {min(strange)!r}, which no row has as its {by}")
 
-
+# %% ../../nbs/02_data/05_splits.ipynb #f55c7762-3
 _TRAIN, _EVAL, _TEST = range(3)
 
 
@@ -545,7 +545,7 @@ def _empty_part(
         f"since the text of each alone decides its side. {advice}"
     )
 
-
+# %% ../../nbs/02_data/05_splits.ipynb #f55c7762-4
 def split_examples(
     rows: Iterable[dict],  # Examples of any kind
     eval_fraction: float = 0.1,  # About this share of the rows
@@ -918,7 +918,7 @@ class DataConfig:
         if problems:
             raise ConfigError(problems, "DataConfig")
 
-
+# %% ../../nbs/02_data/06_dataset.ipynb #e2fe747e-2
 def _own_length(row: dict, kind: str) -> int:
     "Characters of all texts of a row, without the spaces around each, as `clean_examples` counts."
     return sum(len(text.strip()) for text in _texts_of(row, kind))
@@ -961,7 +961,7 @@ def _read(
         out = chunk_examples(out, config.chunk_chars)
     return out, cleaning, report
 
-
+# %% ../../nbs/02_data/06_dataset.ipynb #e2fe747e-3
 @dataclass(frozen=True)
 class DataFacts:
     "Where the rows of a run come from, and how many there are."
@@ -983,7 +983,7 @@ class DataFacts:
     renamed: dict[str, str] = field(default_factory=dict)  # Usual name -> the column in the file
     mixture: MixReport | None = None  # Of several datasets
 
-
+# %% ../../nbs/02_data/06_dataset.ipynb #e2fe747e-4
 def load_splits(
     config: DataConfig,
     seed: int = 0,  # Chooses the evaluation rows
@@ -1045,7 +1045,7 @@ def load_splits(
     )
     return parts, _with_counts(facts, parts, config.group)
 
-
+# %% ../../nbs/02_data/06_dataset.ipynb #e2fe747e-4-2
 def _with_counts(
     facts: DataFacts,
     parts: Mapping[str, list[dict]],  # `train`, `eval` and `test`
@@ -1075,7 +1075,7 @@ def _with_counts(
     }
     return replace(facts, sha256=digest.hexdigest(), shared=shared, **counts)
 
-
+# %% ../../nbs/02_data/06_dataset.ipynb #e2fe747e-5
 def _load_mixture(
     config: DataConfig,
     seed: int,
@@ -1139,7 +1139,7 @@ def _load_mixture(
     )
     return parts, _with_counts(facts, parts, config.group)
 
-
+# %% ../../nbs/02_data/06_dataset.ipynb #e2fe747e-6
 def load_texts(
     config: DataConfig,
     seed: int = 0,  # Chooses the evaluation rows

@@ -116,7 +116,7 @@ class Mixture(list):
     def _repr_html_(self) -> str:
         return self.report._repr_html_()
 
-
+# %% ../../nbs/02_data/07_mixtures.ipynb #81a86e43-2
 def common_kind(
     kinds: Mapping[str, str],  # Task -> kind of its rows, a key of `KINDS`
 ) -> str:  # 'messages' where they differ; raises `ValueError` where they do not train together
@@ -131,7 +131,7 @@ def common_kind(
         )
     return "messages"
 
-
+# %% ../../nbs/02_data/07_mixtures.ipynb #81a86e43-3
 STOPPING = ("total", "first_exhausted", "all_exhausted")
 
 
@@ -150,7 +150,7 @@ def mixture_size(
         return math.floor(min(whole) + 1e-9)  # 3 / (3 / 7) shall be 7
     return math.ceil(max(whole) - 1e-9)
 
-
+# %% ../../nbs/02_data/07_mixtures.ipynb #81a86e43-4
 def _check_names(argument: str, value: object, datasets: Mapping) -> None:
     "Raise `ValueError` if a mapping names a dataset that is missing."
     if isinstance(value, Mapping) and (unknown := {*value} - {*datasets}):
@@ -175,7 +175,7 @@ def _report_mixture(names: Sequence[str], sizes: Sequence[int], counts: Sequence
     }
     return MixReport(parts)
 
-
+# %% ../../nbs/02_data/07_mixtures.ipynb #81a86e43-5
 def mix(
     datasets: Mapping[str, Sequence[dict]],  # Task -> its rows
     # How much of each, in any unit; None: by size
@@ -333,7 +333,7 @@ class DataSource:
         own = {name: value for name, value in vars(self).items() if value not in (None, {})}
         return {name: value for name, value in own.items() if name not in ("name", "weight")}
 
-
+# %% ../../nbs/02_data/07_mixtures.ipynb #mix-source-2
 def read_sources(
     entries: Sequence[str | Mapping],  # Paths, or the settings of a `DataSource`
 ) -> list[DataSource]:  # With different names; raises `ConfigError` with every problem

@@ -440,7 +440,7 @@ def diversity(case: Case) -> Iterator[Finding]:
             "Drop or rewrite most of them; ask for variety where answers are generated.",
         )
 
-
+# %% ../../nbs/02_data/11_proportions.ipynb #3a97e2ae-2
 def classes(case: Case) -> Iterator[Finding]:
     "Labels, classes of answers and sources that are rare next to the others."
     rows = case.train
@@ -668,7 +668,7 @@ def cut_answers(case: Case) -> Iterator[Finding]:
             remedy,
         )
 
-
+# %% ../../nbs/02_data/11_proportions.ipynb #0331ac81-2
 def too_long(case: Case) -> Iterator[Finding]:
     """Rows with more tokens than fit.
 
@@ -691,7 +691,7 @@ def too_long(case: Case) -> Iterator[Finding]:
             "See `length_report`; raise `max_length`, or cut texts (`chunk_examples`).",
         )
 
-
+# %% ../../nbs/02_data/11_proportions.ipynb #0331ac81-3
 PROPORTIONS: dict[str, Callable[[Case], Iterator[Finding]]] = {
     "amount": check_amount,
     "lengths": lengths,
@@ -835,7 +835,7 @@ def check_malformed(case: Case) -> Iterator[Finding]:
             "Repair the columns, or read with `load_examples(..., on_bad='skip')`.",
         )
 
-
+# %% ../../nbs/02_data/12_quality.ipynb #ec2d4146-2
 def check_empty(case: Case) -> Iterator[Finding]:
     "Fields without text, and placeholders for missing values."
     count = sum(map(len, case.splits))
@@ -871,7 +871,7 @@ def check_empty(case: Case) -> Iterator[Finding]:
         "Drop the rows.",
     )
 
-
+# %% ../../nbs/02_data/12_quality.ipynb #ec2d4146-3
 def check_echo(case: Case) -> Iterator[Finding]:
     "Answers that repeat the question, and pairs whose answers are the same."
     count = sum(map(len, case.splits))
@@ -970,7 +970,7 @@ def check_duplicates(case: Case) -> Iterator[Finding]:
         "Decide which one is right, and drop the other.",
     )
 
-
+# %% ../../nbs/02_data/12_quality.ipynb #926977c5-2
 def check_leaks(case: Case) -> Iterator[Finding]:
     "Evaluation rows that are also training rows."
     if case.eval is None:

@@ -130,7 +130,7 @@ class Finding:
             "examples": [{"where": e.where, "excerpt": str(e)} for e in self.examples],
         }
 
-
+# %% ../../nbs/02_data/10_quality_report.ipynb #c2073841-2
 class FindingCounter:
     "Counts the rows that a check finds, and keeps the first three as evidence."
 
@@ -189,7 +189,7 @@ def _role_and_text(turn: object) -> tuple[str, str]:
         text = "".join(map(str, parts))
     return ROLES.get(str(role).lower(), str(role)), text if isinstance(text, str) else ""
 
-
+# %% ../../nbs/02_data/10_quality_report.ipynb #e65cd4fe-2
 class RowView:
     "Rows of any kind, with the same methods for all kinds."
 
@@ -295,7 +295,7 @@ class RowView:
             return f"{self.places[i]} {part}".strip()
         return self.places[i]
 
-
+# %% ../../nbs/02_data/10_quality_report.ipynb #e65cd4fe-3
 @dataclass
 class Case:
     "The rows and settings that a check examines."

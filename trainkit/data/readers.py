@@ -76,7 +76,7 @@ class _Zstd(io.RawIOBase):
         self.file.close()
         super().close()
 
-
+# %% ../../nbs/02_data/02_readers.ipynb #aedd26cf-2
 def _zstd(path: Path) -> io.BufferedIOBase:
     return io.BufferedReader(_Zstd(path))
 
@@ -110,7 +110,7 @@ def plain_suffix(
         name = name.removesuffix(packed)
     return Path(name).suffix
 
-
+# %% ../../nbs/02_data/02_readers.ipynb #aedd26cf-3
 # The variable that says how many bytes a compressed file may become, if more than `UNPACKED`
 UNPACKED_VARIABLE = "TRAINKIT_MAX_UNPACKED"
 UNPACKED = 16 * 2**30
@@ -144,7 +144,7 @@ class _Budget:
                 f"unpack it yourself, or set {UNPACKED_VARIABLE} to the bytes that it may have"
             )
 
-
+# %% ../../nbs/02_data/02_readers.ipynb #aedd26cf-4
 class _Bounded(io.RawIOBase):
     "A compressed file that may not become boundlessly large."
 
@@ -198,7 +198,7 @@ class CheckedFile:
                 f"{self.path}: not a whole {self.path.suffix} file ({error})"
             ) from None
 
-
+# %% ../../nbs/02_data/02_readers.ipynb #aedd26cf-5
 def codec(
     encoding: str,  # As a user writes it
 ) -> str:  # The codec to read with
@@ -373,7 +373,7 @@ class _JsonScanner:
                     raise self.error(at, "a comma before the end")
         self.end = max(self.end, at + 1)
 
-
+# %% ../../nbs/02_data/02_readers.ipynb #10932751-2
 def _rows_of_object(
     scan: _JsonScanner, start: int, field: str | None
 ) -> tuple[dict | None, int]:  # The row, or None and where the list of rows begins
@@ -397,7 +397,7 @@ def _rows_of_object(
         )
     return None, lists[field or [*lists][0]]
 
-
+# %% ../../nbs/02_data/02_readers.ipynb #10932751-3
 def _elements(path: Path, text: str, field: str | None) -> Iterator[Row]:
     "The objects of a JSON list, or of the list inside a JSON object."
     scan = _JsonScanner(path, text)
@@ -457,7 +457,7 @@ def _column_names(record: list[str], where: str) -> list[str]:
         raise ValueError(f"{where}: the first line must name each column once, here is {names}")
     return names
 
-
+# %% ../../nbs/02_data/02_readers.ipynb #290887da-2
 def _read_csv(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
     # the standard limit, 131,072 characters, is short for a text
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
@@ -563,7 +563,7 @@ def _read_parquet(path: Path, encoding: str, field: str | None) -> Iterator[Row]
             f"{path}, after row {number}: not a whole Parquet file ({error})"
         ) from None
 
-
+# %% ../../nbs/02_data/02_readers.ipynb #1660c41a-2
 def _read_whole(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
     yield 1, dict(text=read_text(path, encoding))
 
@@ -657,7 +657,7 @@ def _to_parquet(rows: list[dict], path: Path) -> bytes:
     arrow.parquet.write_table(arrow.table(data), buffer)
     return buffer.getvalue()
 
-
+# %% ../../nbs/02_data/02_readers.ipynb #f0a6b4cd-2
 def output_format(
     path: Path,  # Ends in .jsonl, .json, .csv, .tsv or .parquet; the first four also with .gz
 ) -> str:  # '.jsonl', '.ndjson', '.json', '.csv', '.tsv' or '.parquet'
@@ -672,7 +672,7 @@ def output_format(
         raise ValueError(f"{path}: compressed files are written as .gz")
     return suffix
 
-
+# %% ../../nbs/02_data/02_readers.ipynb #f0a6b4cd-3
 def write_examples(
     rows: Iterable[dict],
     path: str | Path,  # Ends in .jsonl, .json, .csv, .tsv or .parquet; the first four also with .gz

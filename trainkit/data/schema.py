@@ -113,7 +113,7 @@ def _fitting(names: frozenset[str]) -> dict[str, dict[str, str]]:
         )
     } or ({"text": weak} if weak else {})
 
-
+# %% ../../nbs/02_data/01_columns.ipynb #60e5f882-2
 def fitting_kinds(
     row: Mapping,  # An example
     # Kind -> its columns under their names in the row; empty if none fits, several if ambiguous
@@ -137,7 +137,7 @@ def _yes_or_no(value: object) -> bool | None:
         return bool(value)
     return None
 
-
+# %% ../../nbs/02_data/01_columns.ipynb #60e5f882-3
 def example_kind(
     row: Mapping,  # An example, with the usual column names or names from `ALIASES`
 ) -> str:  # A key of `KINDS`; raises `ValueError` when none fits, or more than one
@@ -229,7 +229,7 @@ def _text(value: object, where: str, empty: bool = False) -> str:
             ) from None
     return value
 
-
+# %% ../../nbs/02_data/01_columns.ipynb #440d032b-2
 def _joined_parts(parts: Sequence, where: str) -> str:
     "The text of a content that is a list of parts; a part without text raises a `ValueError`."
     for part in parts:
@@ -266,7 +266,7 @@ def _read_calls(text: str, where: str) -> tuple[str, list[dict]]:
         raise ValueError(f"{where}: a function_call without a call; it is {right}")
     return head + end, out
 
-
+# %% ../../nbs/02_data/01_columns.ipynb #440d032b-3
 def as_messages(
     turns: object,  # A list of `{role, content}` or `{from, value}`, or one such dict
     where: str = "messages",  # The column, for errors
@@ -377,7 +377,7 @@ def _preference(row: dict) -> None:
         rejected = [dict(role="assistant", content=rejected)]
     row.update(prompt=prompt, chosen=chosen, rejected=rejected)
 
-
+# %% ../../nbs/02_data/01_columns.ipynb #746fdf81-2
 def _rename_columns(row: Mapping, columns: Mapping[str, str]) -> dict:
     "The row with some columns renamed to their usual names and moved to the front."
     if unknown := [c for c in columns.values() if c not in row]:
@@ -412,7 +412,7 @@ def _find_columns(row: Mapping, kind: str) -> dict[str, str]:
             )
     return columns
 
-
+# %% ../../nbs/02_data/01_columns.ipynb #746fdf81-3
 def _earlier_turns(value: object) -> list[dict]:
     "A `history` of questions and answers, as in files for LLaMA-Factory, as turns of a chat."
     pairs = value if isinstance(value, (list, tuple)) else ()
@@ -462,7 +462,7 @@ def _system_turn(own: dict, more: dict, column: str) -> None:
         system = _text(more.pop("system"), "system")
         own[column] = [dict(role="system", content=system), *turns]
 
-
+# %% ../../nbs/02_data/01_columns.ipynb #746fdf81-4
 def as_example(
     row: Mapping,  # A row as it was read from a file
     kind: str | None = None,  # A key of `KINDS`; inferred from the columns when None

@@ -238,7 +238,7 @@ class TokenShards:
             f"{plural(count, 'file')})"
         )
 
-
+# %% ../../nbs/02_data/18_shards.ipynb #ca48bfc9-2
 def open_shards(
     folder: str | Path,  # From `tokenize_to_disk`
     verify: bool = False,  # Read every byte and compare checksums; False looks at sizes only
@@ -281,7 +281,7 @@ def _files(path: Path, split: str | None, notes: list[str]) -> list[Path]:
         f"'{path}' is no file, no folder and no corpus ({', '.join(CORPORA)}).{near}"
     )
 
-
+# %% ../../nbs/02_data/18_shards.ipynb #bc412ac4-2
 def _read_chunks(file: Path, encoding: str, size: int) -> Iterator[str]:
     "A text file, some of it at a time."
     lines = 1
@@ -327,7 +327,7 @@ def _read_texts(
             continue
         yield text
 
-
+# %% ../../nbs/02_data/18_shards.ipynb #bc412ac4-3
 def read_pieces(
     # A file, a folder or a corpus's name; or an iterable of texts, or of rows with a `text`
     source: str | Path | Iterable[str | dict],
@@ -501,7 +501,7 @@ def _finished_shards(
     item = np.dtype(index["dtype"]).itemsize
     return {r["number"]: r for r in old["shards"] if not shard_damage(folder, r, item)}
 
-
+# %% ../../nbs/02_data/18_shards.ipynb #78a952f8-2
 def _shard_jobs(
     pieces: Iterable[tuple[str, bool]], shard_chars: int
 ) -> Iterator[tuple[int, list[str], list[bool]]]:
@@ -543,7 +543,7 @@ def _bar_units(source: object, split: str | None) -> tuple[int | None, int, str]
         unit, name = 10**6, "MB"
     return -(-size // unit), unit, name  # rounded up, so that a small file is not 0
 
-
+# %% ../../nbs/02_data/18_shards.ipynb #78a952f8-3
 class _ShardContent:
     "The ids of one shard while they come in, and what its record says of the text."
 
@@ -575,7 +575,7 @@ class _ShardContent:
             text_sha256=self.digest.hexdigest(),
         )
 
-
+# %% ../../nbs/02_data/18_shards.ipynb #78a952f8-4
 def tokenize_to_disk(
     # A file, a folder or a corpus's name; or an iterable of texts, or of rows with a `text`
     texts_or_path: str | Path | Iterable[str | dict],
@@ -642,7 +642,7 @@ def tokenize_to_disk(
         rest.unlink()  # of a process that was killed
     return open_shards(folder)
 
-
+# %% ../../nbs/02_data/18_shards.ipynb #78a952f8-5
 def _save_tokenizer(tokenizer: "BPETokenizer | PreTrainedTokenizerFast", folder: Path) -> None:
     if isinstance(tokenizer, BPETokenizer):
         tokenizer.save(folder)

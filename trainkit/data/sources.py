@@ -212,7 +212,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "domain": ("Communications/Internet country code", "What is the internet domain of {}?"),
 }
 
-
+# %% ../../nbs/02_data/03_sources.ipynb #338ddd14-2
 def _facts() -> Iterator[tuple[str, str, str]]:
     "Field, country, answer; long answers and empty ones are left out."
     for topic, (place, *_) in FIELDS.items():
@@ -458,7 +458,7 @@ def _choose_split(
         )
     return chosen
 
-
+# %% ../../nbs/02_data/03_sources.ipynb #bcee0e08-2
 _ABOUT = ("dataset_infos.json", "dataset_info.json")  # what `datasets` writes about the data
 
 
@@ -515,7 +515,7 @@ def folder_files(
         notes.append(f"files of no split are {how}: {', '.join(f.name for f in others)}"[:200])
     return [f for f in files if splits[f] == chosen]
 
-
+# %% ../../nbs/02_data/03_sources.ipynb #bcee0e08-3
 def _folder_rows(
     path: Path,
     split: str | None,
@@ -602,7 +602,7 @@ def _hub_rows(
     for number, row in enumerate(data, 1):
         yield f"{name}, row {number}", name, number, row
 
-
+# %% ../../nbs/02_data/03_sources.ipynb #4ccc573c-2
 def raw_rows(
     # A file, a folder, a name in `CORPORA`, or a Hugging Face dataset `owner/name`
     path_or_name: str | Path,

@@ -231,7 +231,7 @@ _DUMMY = re.compile(
     "|\\*{3}|\\.{3}|%[sr(]|[{$<]"
 )
 
-
+# %% ../../nbs/02_data/08_text_checks.ipynb #a9f73657-2
 def looks_random(
     value: str,
 ) -> bool:  # Letters and digits mixed, at least 3 bits a character
@@ -271,7 +271,7 @@ def is_valid_number(
         value,
     )
 
-
+# %% ../../nbs/02_data/08_text_checks.ipynb #a9f73657-3
 def named_secrets(text: str) -> list[tuple[int, int, str]]:  # Start, end, kind
     "Keys, tokens and passwords."
     if not _HINTS.search(text):
@@ -306,7 +306,7 @@ def named_personal(text: str) -> list[tuple[int, int, str]]:  # Start, end, kind
         if is_valid_number(kind, m[0])
     ]
 
-
+# %% ../../nbs/02_data/08_text_checks.ipynb #a9f73657-4
 def secrets(text: str) -> list[Span]:
     "The places of keys, tokens and passwords."
     return [(i, j) for i, j, _ in named_secrets(text)]

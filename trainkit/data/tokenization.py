@@ -73,7 +73,7 @@ def truncate(
 def _learned_count(mask: np.ndarray) -> int:
     return int(np.count_nonzero(mask[1:]))  # The first token is predicted from nothing
 
-
+# %% ../../nbs/02_data/13_lengths.ipynb #7a731527-2
 @dataclass(frozen=True, repr=False)
 class LengthReport:
     "What a limit on the length does to rows."
@@ -210,7 +210,7 @@ def _without_thought(message: dict, reasoning: str) -> dict:
     keys = ("reasoning_content", "thinking", "reasoning")
     return {**{k: v for k, v in message.items() if k not in keys}, "content": thought[1]}
 
-
+# %% ../../nbs/02_data/13_lengths.ipynb #986360b1-2
 def split_turns(
     messages: Sequence[Mapping],  # A chat
 ) -> list[list[dict]]:  # At least one, each with the chat before its answers
@@ -258,7 +258,7 @@ def _place(row: Mapping, number: int) -> str:
     )
     return f"row {number}" + f" ({where})" * bool(where)
 
-
+# %% ../../nbs/02_data/13_lengths.ipynb #986360b1-3
 def _read_tools(text: str, where: str) -> list[dict] | None:
     "The tools of a column that has them as JSON; None for an empty one."
     try:
@@ -313,7 +313,7 @@ def _render_rows(
             out[place] = pair
     return out
 
-
+# %% ../../nbs/02_data/13_lengths.ipynb #986360b1-4
 def _rows_for(
     rows: Iterable[Mapping], kind: str | None, train_on: str
 ) -> tuple[list[Mapping], list[int], str]:
@@ -380,7 +380,7 @@ def _render_all(
         depends_on = *depends_on, chat_template_kwargs
     return [(row["input_ids"], row["learned"] > 0) for row in cached(rendered, depends_on, cache)]
 
-
+# %% ../../nbs/02_data/13_lengths.ipynb #986360b1-5
 def _content(tokenizer: "AnyTokenizer") -> str:
     "All that the ids depend on."
     if not is_bpe_tokenizer(tokenizer):
@@ -472,7 +472,7 @@ class Examples(list):
     def __repr__(self) -> str:
         return f"{plural(len(self), 'example')}\n{self.report}"
 
-
+# %% ../../nbs/02_data/13_lengths.ipynb #a48fb928-2
 def tokenize_examples(
     # Rows of kind text, prompt_completion, instruction, messages or reasoning
     rows: Iterable[Mapping],
@@ -593,7 +593,7 @@ def _row_of(example: Mapping, tokenizer: "AnyTokenizer", how: dict) -> dict[str,
         raise ValueError(f"{len(ids)} input_ids, and {wrong}: show one row at a time")
     return row
 
-
+# %% ../../nbs/02_data/14_masks.ipynb #04bcc0aa-2
 def mask_problems(
     ids: np.ndarray,  # (tokens,)
     labels: np.ndarray,  # (tokens,) -100 where nothing is learned
@@ -619,7 +619,7 @@ def mask_problems(
         problems["missing EOS"] = "no EOS is learned: the model would not learn to stop"
     return problems
 
-
+# %% ../../nbs/02_data/14_masks.ipynb #04bcc0aa-3
 def _piece(tokenizer: "AnyTokenizer", token_id: int) -> bytes | str:
     "What a token stands for."
     if is_bpe_tokenizer(tokenizer):

@@ -369,7 +369,7 @@ def _grow_table(old_keys, old_count, old_head):
             used += 1
     return keys, count, head, used
 
-
+# %% ../../nbs/01_tokenizer/03_bpe.ipynb #64fb29ce-2
 def _join_places(
     here,
     m,
@@ -529,7 +529,7 @@ def learn_kernel(sym, word, freq, n_merges):
         done += 1
     return pairs[:done], counts[:done]
 
-
+# %% ../../nbs/01_tokenizer/03_bpe.ipynb #2ecfff4f-2
 @functools.cache
 def _kernels():
     return compile_kernels(

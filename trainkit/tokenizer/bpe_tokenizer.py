@@ -103,7 +103,7 @@ def end_of_text(
             return last["SpecialToken"]["id"]
     return None
 
-
+# %% ../../nbs/01_tokenizer/05_file_formats.ipynb #d2bb4a6d-2
 def tokenizer_json(
     tokens: Mapping[bytes, int],  # Bytes of each token -> its id, without the added ones
     # Pairs of ids that may be joined, the first to be joined first
@@ -218,7 +218,7 @@ def read_pattern(
         "all without a prefix space"
     )
 
-
+# %% ../../nbs/01_tokenizer/05_file_formats.ipynb #f4777f1e-2
 def from_json(
     data: dict,  # The content of tokenizer.json
 ) -> TokenizerParts:  # Arguments for `tokenizer_json`
@@ -335,7 +335,7 @@ def _end_token(special: Sequence[str], named: str | None) -> str | None:
 # Files of a tokenizer that `save` may not write
 _LEFTOVERS = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
 
-
+# %% ../../nbs/01_tokenizer/06_tokenizer.ipynb #7a152bbd-2
 class BPETokenizer:
     "A byte-level BPE tokenizer: make one with `train`, `load`, `from_hf` or `from_tiktoken`."
 

@@ -72,7 +72,7 @@ def _backend(tokenizer: "PreTrainedTokenizerBase") -> "Tokenizer":
     _COPIES[tokenizer] = len(tokenizer), copy
     return copy
 
-
+# %% ../../nbs/01_tokenizer/08_chat.ipynb #0d4569fc-2
 CONVERT_AFTER_CHARS = (
     100_000  # After so many characters a tokenizer of transformers is converted to ours
 )
@@ -103,7 +103,7 @@ def _as_ours(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> BPET
         _READ[tokenizer] = len(tokenizer), characters, same
     return same or None
 
-
+# %% ../../nbs/01_tokenizer/08_chat.ipynb #0d4569fc-3
 def _bytes_until(text: str, at: int, nfc: bool) -> int:
     "The number of tokenized bytes before a character."
     left = text[:at]
@@ -142,7 +142,7 @@ def _spans_in_bytes(
     places = _bytes_at(pieces, [at for span in spans for at in span], tokenizer.nfc)
     return [*zip(places[::2], places[1::2], strict=True)]
 
-
+# %% ../../nbs/01_tokenizer/08_chat.ipynb #0d4569fc-4
 def encode_spans(
     texts: Sequence[str],
     # For each text, spans of characters: the first one, and the one after the last
@@ -184,7 +184,7 @@ def encode_spans(
         for a, b, n in zip(rows[:-1].tolist(), rows[1:].tolist(), counts, strict=True)
     ]
 
-
+# %% ../../nbs/01_tokenizer/08_chat.ipynb #0d4569fc-5
 def _encode_flat(
     texts: Sequence[str], tokenizer: BPETokenizer
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -266,7 +266,7 @@ def _specials(tokenizer: "AnyTokenizer") -> dict[str, int]:
     "The tokens that only a template may write."
     return _controls(tokenizer)[1]
 
-
+# %% ../../nbs/01_tokenizer/08_chat.ipynb #ab6b747e-2
 def _names(tokenizer: object) -> dict[str, str]:
     "Role -> special token, for the roles that a tokenizer has."
     roles = (
@@ -314,7 +314,7 @@ def find_template(
         f"{', '.join(TEMPLATES)} (in Python: set_template(tokenizer, 'chatml', model))"
     )
 
-
+# %% ../../nbs/01_tokenizer/08_chat.ipynb #ab6b747e-3
 class _Marker:
     """Puts a mark into each token that a text spells out, or begins to spell at its end.
 
@@ -379,7 +379,7 @@ class _Marker:
 
 _markers = lru_cache(maxsize=16)(_Marker)
 
-
+# %% ../../nbs/01_tokenizer/08_chat.ipynb #ab6b747e-4
 def _marked(messages: Sequence[Mapping], user: _Marker, answer: _Marker) -> Sequence[Mapping]:
     "The messages with a mark in each control token that they spell out but may not contain."
     return [
@@ -423,7 +423,7 @@ def _encode_marked(
     at = _bytes_at(bare, places, tokenizer.nfc)
     return ids, _touched(ends - sizes, ends, zip(at[::2], at[1::2], strict=True))
 
-
+# %% ../../nbs/01_tokenizer/08_chat.ipynb #ab6b747e-5
 # tokenizer of transformers -> what it was made from, the copy, its names of the tokens
 _GUARDED: WeakKeyDictionary = WeakKeyDictionary()
 
@@ -489,7 +489,7 @@ def _encode_marked_theirs(
     spans = zip(at[::2], at[1::2], strict=True)
     return np.array(code.ids, np.int64), _touched(starts, ends, spans)
 
-
+# %% ../../nbs/01_tokenizer/08_chat.ipynb #ab6b747e-6
 def _forgeable(tokenizer: "AnyTokenizer", controls: Mapping[str, int]) -> bool:
     "Whether a text that does not spell out a control token may become one when it is normalized."
     if is_bpe_tokenizer(tokenizer):
@@ -535,7 +535,7 @@ def after_thought(
     first = bisect_left(range(len(ids)), end, key=lambda n: len(text(ids[:n])))
     return text(ids[:first])[end:] + text(ids[first:], skip_special_tokens)
 
-
+# %% ../../nbs/01_tokenizer/08_chat.ipynb #447f89b6-2
 def render_batch(
     conversations: Sequence[Sequence[Mapping]],  # Lists of messages
     tokenizer: "AnyTokenizer",  # A `BPETokenizer`, or a fast tokenizer of transformers
@@ -611,7 +611,7 @@ def render_batch(
         out.append((ids, mask))
     return out
 
-
+# %% ../../nbs/01_tokenizer/08_chat.ipynb #447f89b6-3
 def render(
     # Dicts with `role` and `content`; a turn with `train=False` is not learned
     messages: Sequence[Mapping],

@@ -95,7 +95,7 @@ class _Code(CodeGenerator):
         super().visit_Concat(node, frame)
         self.write(")")
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #dad371d8-2
 class _Sandbox(ImmutableSandboxedEnvironment):
     "Jinja's sandbox with a budget."
 
@@ -156,7 +156,7 @@ class _Generation(Extension):
         state["_spans"].append((state["_written"][0], text))
         return text
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #7c489eaf-2
 class _Names(Namespace):
     "A namespace without underscored names, which lead into Python's insides."
 
@@ -254,7 +254,7 @@ def _message(message: object, number: int) -> dict:
         out["content"] = out["content"][:cut] + GENERATION_MARK + out["content"][cut:]
     return out
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #9ba90d0e-2
 _THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 # How models write a thought; the opening may stand in the generation prompt
 _THOUGHT_TAGS = (
@@ -300,7 +300,7 @@ def thought_end(
             return len(text)
     return 0
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #9ba90d0e-3
 def _read_thought(message: dict) -> dict:
     "The message with a mark where its thought ends: what is learned begins after it."
     thought, content = split_thought(message)
@@ -336,7 +336,7 @@ def _lift_thought(message: dict) -> dict:
         return message
     return {**message, "thinking": thought, "reasoning_content": thought, "content": content}
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #9ba90d0e-4
 def _with_objects(message: dict) -> dict:
     "The message with the arguments of its calls as objects: OpenAI writes them as a JSON text."
     calls = message.get("tool_calls")
@@ -354,7 +354,7 @@ def _with_objects(message: dict) -> dict:
         out.append(call)
     return {**message, "tool_calls": out}
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #9ba90d0e-5
 _TOO_LARGE = f"this chat template is not safe to run: it needs more than {MEMORY / 1e6:.0f} MB"
 _TOO_LONG = f"this chat template is not safe to run: it takes more than {SECONDS} seconds"
 
@@ -396,7 +396,7 @@ def _run(
             )
     return text, [(start, start + len(inside)) for start, inside in state["_spans"]]
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #9ba90d0e-6
 def _turns(
     template: str, messages: list[dict], names: Mapping, wanted: Sequence[int], **more: object
 ) -> tuple[str, list[tuple[int, int]]]:
@@ -468,7 +468,7 @@ def _around(
         )
     return len(before), len(after)
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #9ba90d0e-7
 def _check_tools(template: str, chat: list[dict], has_tools: bool) -> None:
     "Raise `ValueError` for a template that would leave out tools or their calls."
     if has_tools and "tools" not in template:
@@ -485,7 +485,7 @@ def _check_tools(template: str, chat: list[dict], has_tools: bool) -> None:
             "sft.template=chatml"
         )
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #9ba90d0e-8
 def _render(
     messages: Sequence[Mapping],
     template: str,
@@ -533,7 +533,7 @@ def _render(
         text, spans = _unmark(text, spans, chat)
     return text, [(0, len(text))] if train_on == "all" else spans
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #9ba90d0e-9
 def _prepare(messages: Sequence[Mapping], template: str) -> list[dict]:
     "Copies of the messages in the form that the template reads."
     chat = [_message(m, i) for i, m in enumerate(messages)]
@@ -550,7 +550,7 @@ def _is_blind(template: str) -> bool:
     "Whether a template does not read the thoughts of messages."
     return not re.search(r"reasoning|\Wthinking\W", template)
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #9ba90d0e-10
 def _tags(
     template: str, chat: list[dict], names: Mapping, answers: list, wanted: list, **more: Any
 ) -> tuple[str, list[tuple[int, int]]]:
@@ -582,7 +582,7 @@ def _after_empty_thought(text: str, start: int, end: int) -> tuple[int, int]:
     empty = _EMPTY_THOUGHT.match(text, start, end)
     return (empty.end() if empty else start), end
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #9ba90d0e-11
 def _options(chat_template_kwargs: Mapping | None) -> dict[str, Any]:
     "The variables for a template, without names that have a meaning already."
     options = {str(key): _plain(value) for key, value in (chat_template_kwargs or {}).items()}
@@ -595,7 +595,7 @@ def _options(chat_template_kwargs: Mapping | None) -> dict[str, Any]:
             )
     return options
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #9ba90d0e-12
 # Templates that do no more to a content than put it somewhere -> whether they strip it
 _FILLED: dict[str, bool] = {}
 
@@ -653,7 +653,7 @@ def _fill(
         places.append((ends[first] + start, ends[last] + end))
     return text, places
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #9ba90d0e-13
 @lru_cache(maxsize=64)
 def _tagged(template: str) -> bool:
     tree = _compile(template).environment.parse(template)
@@ -662,7 +662,7 @@ def _tagged(template: str) -> bool:
         for call in tree.find_all(nodes.CallBlock)
     )
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #9ba90d0e-14
 _AFTER_THOUGHT = re.compile(
     rf"{GENERATION_MARK}\s*(?:{'|'.join(re.escape(closing) for _, closing in _THOUGHT_TAGS)})\s*"
 )
@@ -747,7 +747,7 @@ def _serve() -> None:
         if limited and used() > first + MEMORY // 4:
             return  # Memory that is not returned would be missing for the next jobs
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #5ec0a002-2
 def _jsonable(value: object) -> dict | int | float | str:
     if isinstance(value, Mapping):
         return dict(value)
@@ -770,7 +770,7 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     assert pipe is not None
     return pipe
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #5ec0a002-3
 _BEGUN = 32_000_000  # Bytes of a worker that has read its libraries
 
 
@@ -821,7 +821,7 @@ class _Watch(threading.Thread):
         self.reason = reason
         self.process.kill()
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #5ec0a002-4
 class _Workers:
     """The process in which unknown templates run.
 
@@ -936,7 +936,7 @@ class _Workers:
         error.number = number  # type: ignore
         raise error
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #5ec0a002-5
 _WORKERS = _Workers()
 atexit.register(lambda: _WORKERS.end() if _WORKERS.parent == os.getpid() else None)
 
@@ -952,7 +952,7 @@ def compile_template(
         _WORKERS.ask([["compile", template]])  # Even that may take forever
     return _compile(template)
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #5ec0a002-6
 def render_texts(
     conversations: Sequence[Sequence[Mapping]],  # Lists of messages
     template: str,  # Jinja
@@ -1046,7 +1046,7 @@ def _marked(
         + "' }}{% endif %}"
     )
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #e04e0d6e-2
 _VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
     "helpful, detailed, and polite answers to the user\\'s questions."
@@ -1059,6 +1059,8 @@ _SYSTEM = (
     "{% set system = messages[0].content if messages[0].role == 'system' else none %}"
     "{% set turns = messages if system is none else messages[1:] %}"
 )
+
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #e04e0d6e-3
 _CALLS = (
     "{% for c in m.tool_calls or [] %}{% set f = c.function or c %}"
     "{% if m.content or not loop.first %}{{ '\n' }}{% endif %}"
@@ -1096,7 +1098,7 @@ def _default_system(words: str) -> str:
         + "<|im_end|>\n' }}{% endif %}"
     )
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #e04e0d6e-4
 _TOOLS = (
     "{% if tools %}{{ '<|im_start|>system\n' }}{% if messages[0].role == 'system' %}"
     "{{ messages[0].content + '\n\n' }}"
@@ -1120,6 +1122,7 @@ _RESPONSE = (
     "{% if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
 )
 
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #e04e0d6e-5
 _QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 _QWEN_LIST = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are "
@@ -1175,6 +1178,7 @@ _QWEN3 = (
     )
 )
 
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #e04e0d6e-6
 # As Hermes 3 was published, which writes plain ChatML where there are no tools
 _HERMES_TYPE = (
     "{% macro kind(spec) %}"
@@ -1234,7 +1238,7 @@ _HERMES = (
     "{% endif %}{% endfor %}" + _HEAD
 )
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #e04e0d6e-7
 def _llama_header(role: str) -> str:
     return "{{ '<|start_header_id|>' + " + role + " + '<|end_header_id|>\n\n' }}"
 
@@ -1268,6 +1272,7 @@ _LLAMA_ANSWER = (
     "{% else %}{{ m.content.strip() + '<|eot_id|>' }}{% endif %}{% endgeneration %}"
 )
 
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #e04e0d6e-8
 # Tool calls and their results are skipped where roles are counted
 _MISTRAL_START = (
     "{% set ns = namespace(last=-1, spoken=0) %}{% for m in turns %}{% if m.role == 'user' %}"
@@ -1307,7 +1312,7 @@ _MISTRAL_RESULT = (
     "'\"}[/TOOL_RESULTS]' }}"
 )
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #e04e0d6e-9
 def _bracketed(bos: str, question: str, answer: str) -> str:
     "The formats with [INST], in which the system's text is a part of the first question."
     return (
@@ -1323,7 +1328,7 @@ def _bracketed(bos: str, question: str, answer: str) -> str:
         + "{% endif %}{% endfor %}"
     )
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #e04e0d6e-10
 # As Gemma 4 was published: its own notation for values, and calls and results in one turn
 _GEMMA4_VALUES = (
     "{% macro text(words) %}{{ '<|\"|>' + words + '<|\"|>' }}{% endmacro %}"
@@ -1393,6 +1398,8 @@ _GEMMA4_RESULTS = (
     "{% if not loop.last and loop.nextitem.role not in ['tool', 'assistant'] %}{{ '<turn|>\n' }}"
     "{% endif %}"
 )
+
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #e04e0d6e-11
 _GEMMA4 = (
     _GEMMA4_VALUES
     + _GEMMA4_TYPES
@@ -1428,6 +1435,7 @@ _GEMMA4 = (
     "{% elif ns.answered and thinks %}{{ '<|channel>thought\n' }}{% endif %}{% endif %}"
 )
 
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #e04e0d6e-12
 TEMPLATES: dict[str, Template] = {
     "chatml": Template(_chatml(_TOOLS), "<|im_end|>", _IM),
     "smollm2": Template(
@@ -1568,6 +1576,8 @@ TEMPLATES: dict[str, Template] = {
         + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
     ),
 }
+
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #e04e0d6e-13
 _OURS |= {form.jinja for form in TEMPLATES.values()}
 _FILLED |= {
     TEMPLATES[name].jinja: name in ("llama3", "gemma", "alpaca")
@@ -1599,7 +1609,7 @@ def _json(words: str, start: int = 0) -> tuple[Any, int]:
     except json.JSONDecodeError as error:
         raise ValueError(f"the call {words[start:].strip()!r} is not JSON: {error}") from None
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #calls-def-2
 def _hermes_calls(words: str) -> _Calls:
     value, end = _json(words)
     if words[end:].strip():
@@ -1629,7 +1639,7 @@ def _mistral_calls(words: str) -> _Calls:
     values = value if isinstance(value, list) else [value]
     return [_call(value, words) for value in values], words[end:]
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #calls-def-3
 _GEMMA_CALL = re.compile(r"call:([^{]+)(\{.*)", re.DOTALL)
 _GEMMA_TOKEN = re.compile(
     r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<mark>[{}\[\],:])|(?P<bare>[^{}\[\],:<]+)', re.DOTALL
@@ -1678,7 +1688,7 @@ def _gemma_value(tokens: list[re.Match]) -> Any:
     tokens.pop()
     return dict(items) if closing == "}" else items
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #calls-def-4
 class ToolFormat(NamedTuple):
     "How a family writes its tool calls."
 
@@ -1724,7 +1734,7 @@ def _held_back(text: str, marks: Iterable[str]) -> int:
     starts = (mark[:n] for mark in marks for n in range(1, len(mark)))
     return max((len(start) for start in starts if text.endswith(start)), default=0)
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #reader-def-2
 class AnswerReader:
     """Separates an answer into thought, content and tool calls, whole or while it is written.
 
@@ -1890,7 +1900,7 @@ class AnswerReader:
             self.may_think = False
             self.said = self.said or (self.state == "content" and not text.isspace())
 
-
+# %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #reader-def-3
 def parse_tool_calls(
     answer: str,  # Of a model, without the token that ends it
     tool_format: str | None = None,  # A key of `TOOL_FORMATS`; None: recognized by its marks

@@ -107,7 +107,7 @@ def merge_short(out, k, m, keys, ranks, merged_ids, order):
             order[i - 1] = ranks[find_key(keys, pair)]
     return m
 
-
+# %% ../../nbs/01_tokenizer/04_encoding.ipynb #4753fb09-2
 def merge_long(out, k, m, keys, ranks, merged_ids):
     "`merge_short` with a heap, for long words."
     first = np.empty(3 * m, np.int64)
@@ -239,7 +239,7 @@ def fill_tables(slots, hashes, starts, tokens, keys, ranks, pairs, pair_ranks):
         keys[place] = pairs[k]
         ranks[place] = pair_ranks[k]
 
-
+# %% ../../nbs/01_tokenizer/04_encoding.ipynb #3ccd28d1-2
 def recall(out, k, recent, at, a, b, size):
     "Write the ids of a recent word to `out[k:]`, and return how many; 0 if it is another word."
     same = recent[at, 0] == a and recent[at, 1] == b
@@ -279,7 +279,7 @@ def recall_long(out, k, places, at, eights, i, size):
         out[k + j] = out[places[at, 2] + j]
     return places[at, 3]
 
-
+# %% ../../nbs/01_tokenizer/04_encoding.ipynb #3ccd28d1-3
 def encode_kernel(
     out,
     sizes,
@@ -352,7 +352,7 @@ def encode_kernel(
         sizes[d] = k - before
     return k
 
-
+# %% ../../nbs/01_tokenizer/04_encoding.ipynb #3ccd28d1-4
 @functools.cache
 def _kernels():
     return compile_kernels(
@@ -404,7 +404,7 @@ class _Words(dict):
             self[word] = ids
         return ids
 
-
+# %% ../../nbs/01_tokenizer/04_encoding.ipynb #b7ad1bda-2
 class Encoder:
     """Encode texts by byte-pair merges.
 

@@ -92,7 +92,7 @@ def _finders(pattern: str) -> tuple[Callable | None, Callable]:
     ascii_only = re.compile(_ASCII[pattern], re.ASCII).findall if pattern in _ASCII else None
     return ascii_only, whole if full.groups else full.findall
 
-
+# %% ../../nbs/01_tokenizer/01_pretokenization.ipynb #515d6cb3-2
 # A letter or number before white space, or anything before a space
 _SAFE = regex.compile(r"(?<=[\p{L}\p{N}])(?=\s)|(?<=\S)(?=[^\S\r\n])")
 
@@ -127,7 +127,7 @@ def safe_pieces(
         start = match.start()
     yield text[start:] if start else text
 
-
+# %% ../../nbs/01_tokenizer/01_pretokenization.ipynb #515d6cb3-3
 def split_words(
     text: str,
     pattern: str = "cl100k",  # A name from `PATTERNS` or a regular expression
@@ -296,7 +296,7 @@ def run_end(data, i, n, classes, mask, inside):
             i += c >> 8
     return i
 
-
+# %% ../../nbs/01_tokenizer/01_pretokenization.ipynb #26761cfb-2
 def contraction_end(data, i, n, any_case):
     "The end of `'s 't 'd 'm 'll 've 're` at `i`, or `i`; in any case, the long `ſ` is an s."
     if i + 1 >= n or data[i] != 39:
@@ -333,7 +333,7 @@ def other_end(data, i, n, classes, slash):
         i += 1
     return i
 
-
+# %% ../../nbs/01_tokenizer/01_pretokenization.ipynb #26761cfb-3
 def space_end(data, i, n, classes, newlines, to_the_end):
     """The end of white space: after its last line end, or before its last character.
 
