@@ -1490,3 +1490,18 @@ def test_new_rows_of_a_model_of_transformers_are_the_mean_of_the_old_ones(tied):
         assert torch.allclose(new[20:], old.mean(0).expand(3, -1), atol=1e-6)
     assert model.config.vocab_size == 23
     assert (layers[0]().weight is layers[1]().weight) is tied
+
+
+def test_rows_in_a_cache_depend_on_which_special_tokens_are_plain_text(tmp_path):
+    tokenizer = BPETokenizer.train(
+        TEXT, 300, special_tokens=["<|im_start|>", "<|im_end|>", "<b>"], eos_token="<|im_end|>"
+    )
+    set_template(tokenizer, "chatml")
+    rows = [dict(prompt="say <b>", completion="<b>")]
+
+    def ids(**cache):
+        return [row["input_ids"].tolist() for row in tokenize_examples(rows, tokenizer, **cache)]
+
+    before = ids(cache=tmp_path)
+    tokenizer.plain.add("<b>")
+    assert ids(cache=tmp_path) == ids() != before

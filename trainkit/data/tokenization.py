@@ -392,10 +392,13 @@ def _content(tokenizer: "AnyTokenizer") -> str:
             tokenizer.pattern,
             tokenizer.nfc,
             tokenizer.whole,
+            sorted(tokenizer.plain),
+            sorted(tokenizer.normalized),
             [*tokenizer.encoder.pairs],
             [*tokenizer.encoder.ranks],
         )
-    return repr((parts, tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template))
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")  # A template may write them
+    return repr((parts, [getattr(tokenizer, n) for n in names], tokenizer.chat_template))
 
 # %% ../../nbs/02_data/13_lengths.ipynb #9b55d090
 def _check(max_length: int | None, truncation: str) -> None:

@@ -559,9 +559,11 @@ class BPETokenizer:
         ids = iter(self.encoder.encode([piece for pieces in cut for piece in pieces[::2]]))
         out = []
         for pieces in cut:
-            out.append(next(ids))
+            row = [*next(ids)]
             for token in pieces[1::2]:
-                out[-1] = [*out[-1], self.special_tokens[token], *next(ids)]
+                row.append(self.special_tokens[token])
+                row += next(ids)
+            out.append(row)
         return out
 
     def cut(

@@ -21,7 +21,7 @@ import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, cast
 from unicodedata import is_normalized, normalize
 from weakref import WeakKeyDictionary
@@ -406,7 +406,8 @@ def _encode_marked(
     "`encode_spans` for a text with marks, which are plain text."
     pieces = _cut_marked(text, controls)
     bare = [piece if k % 2 else piece.replace(SPECIAL_MARK, "") for k, piece in enumerate(pieces)]
-    places = [at - text.count(SPECIAL_MARK, 0, at) for span in spans for at in span]
+    marks = [mark.start() for mark in re.finditer(SPECIAL_MARK, text)]
+    places = [at - bisect_left(marks, at) for span in spans for at in span]
     if not is_bpe_tokenizer(tokenizer):
         return _encode_marked_theirs(bare, places, tokenizer, controls)
     others = {*tokenizer.special_tokens} - {*controls}
@@ -414,7 +415,7 @@ def _encode_marked(
     codes = []
     for k, piece in enumerate(bare):
         codes.append([controls[piece]] if k % 2 else next(plain))
-    ids = np.array(sum(codes, []), np.int64)
+    ids = np.array([*chain.from_iterable(codes)], np.int64)
     sizes = tokenizer.token_sizes[ids]
     lengths = [len(code) for code in codes]
     special = np.repeat(np.arange(len(codes)) % 2 == 1, lengths)
