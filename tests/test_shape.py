@@ -22,6 +22,7 @@ def package():
         "% of lines over 100 columns",
         "Any",
         "trainer: Any",
+        "long cells",
     ],
 )
 def test_the_shape_keeps_its_limits(package, name):
@@ -44,6 +45,13 @@ def test_lines_and_types_are_counted():
     assert (lines.lines, lines.long) == (4, 1)
     assert shape.measure_file("a = 1\nb = 2").nodes == 9
     assert shape.unknown_types_of(source) == {"Any": 2, "trainer: Any": 1}
+
+
+def test_long_cells_are_those_that_could_be_cut():
+    body = "    x = 1\n" * 60
+    two, one = f"def f():\n{body}def g():\n{body}", f"class A:\n{body}{body}"
+    cells = [f"# %% ../../nbs/a.ipynb #{i}\n{cell}\n" for i, cell in enumerate((two, one, two))]
+    assert shape.long_cells_of('"What it is."\n' + two + "\n" + "".join(cells)) == 2
 
 
 def test_a_missed_limit_names_the_modules_that_miss_it_most(tmp_path):

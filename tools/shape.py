@@ -5,7 +5,8 @@
     python tools/shape.py PATH ...   # the lines of other packages, to compare with
 
 Lines are those of the package that are neither blank nor only a comment. `__all__` lists, which
-nbdev writes, count for no line over 100 columns. A syntax node is a node of Python's `ast`.
+nbdev writes, count for no line over 100 columns. A syntax node is a node of Python's `ast`. A long
+cell exports several functions or classes in more than 90 lines, with no text between them.
 tools/road.py counts the road. tests/test_shape.py holds the limits of the lines and the types.
 """
 
@@ -22,12 +23,14 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 COLUMNS = 100
+CELL = 90  # Lines of an exported cell with several definitions
 LIMITS = {
     "characters a line": 50,
     "syntax nodes a line": 8.5,
     "% of lines over 100 columns": 1,
     "Any": 500,
     "trainer: Any": 0,
+    "long cells": 213,
     "modules on the road": 24,
     "returns on the road": 57,
     "climbs on the road": 3,
@@ -93,6 +96,15 @@ def unknown_types_of(source: str) -> dict[str, int]:
     }
 
 
+def long_cells_of(source: str) -> int:
+    "How many cells of notebooks a file contains that should be cut at their definitions."
+    long = 0
+    for cell in re.split(r"^# %% .*\n", source, flags=re.M)[1:]:
+        definitions = re.findall(r"^(?:async )?(?:def|class) ", cell, re.M)
+        long += len(definitions) > 1 and len(cell.strip().splitlines()) > CELL
+    return long
+
+
 class Shape(NamedTuple):
     "The figures of a package that are read from its text, and those of its modules."
 
@@ -114,7 +126,7 @@ def shape_of(package: Path) -> Shape:
     for path in files_of(package):
         source = path.read_text(encoding="utf-8")
         lines = measure_file(source)
-        unknown = unknown_types_of(source)
+        unknown = unknown_types_of(source) | {"long cells": long_cells_of(source)}
         files.append(lines)
         types.update(unknown)
         above = {
