@@ -173,7 +173,7 @@ class TokenizerConfig:
     def __post_init__(self):
         check_config(self)
 
-
+# %% ../../nbs/11_recipes/03_run_config.ipynb #edbe9faf-2
 def read_packing(
     words: Mapping[str, Any],  # Of a config: dotted key -> value
     under: object = None,
@@ -195,7 +195,7 @@ def read_packing(
 
 _PACKING = ("packing", "pack_sequences", "packing_strategy")
 
-
+# %% ../../nbs/11_recipes/03_run_config.ipynb #edbe9faf-3
 @suggest_names
 @dataclass
 class SFTConfig:
@@ -257,7 +257,7 @@ class SFTConfig:
                 "SFTConfig",
             )
 
-
+# %% ../../nbs/11_recipes/03_run_config.ipynb #edbe9faf-4
 def _unset(
     group: object,  # Of default values
     doc: str,
@@ -279,7 +279,7 @@ _TRACKERS = {
     "wandb_entity": lambda name: f"the environment names the team: WANDB_ENTITY={name}",
 }
 
-
+# %% ../../nbs/11_recipes/03_run_config.ipynb #edbe9faf-5
 @suggest_names
 @dataclass
 class RunConfig:
