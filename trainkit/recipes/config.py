@@ -628,7 +628,7 @@ class Preset(NamedTuple):
 def _run(rows: int, windows: int, **more: Any) -> _Values:
     return dict(per_device_train_batch_size=rows, gradient_accumulation_steps=windows, **more)
 
-
+# %% ../../nbs/11_recipes/04_presets.ipynb #945272f7-2
 _SEVENTY = (
     "A model of 70 billion parameters is 140 GB of weights in bf16, "
     "more than any one card has: it needs several "
@@ -835,7 +835,7 @@ def _nested(
         (out.setdefault(group, {}) if group else out)[name] = value
     return out
 
-
+# %% ../../nbs/11_recipes/04_presets.ipynb #286dccf5-2
 def _file_preset(path: Path) -> _Values:
     "The knobs of a file that serves as a preset, as groups or as `group.knob: value`."
     if not path.is_file():
@@ -883,7 +883,7 @@ def preset_knobs(
                 out[group] = value
     return out
 
-
+# %% ../../nbs/11_recipes/04_presets.ipynb #286dccf5-3
 def this_machine() -> str:
     "The preset for the hardware at hand; a GPU's generation decides between `cuda` and `cuda-t4`."
     from trainkit.config import pick_device, pick_dtype

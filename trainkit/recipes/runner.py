@@ -837,7 +837,7 @@ class Rehearsal:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-
+# %% ../../nbs/11_recipes/10_dry_run.ipynb #0ebdfbd2-2
 class _Clock:
     "Notes when each step ended."
 
@@ -911,7 +911,7 @@ def rehearse(
         plan, total, total * rows * length, rows, each, each * total, clock.losses[0], memory, notes
     )
 
-
+# %% ../../nbs/11_recipes/10_dry_run.ipynb #0ebdfbd2-3
 def _elsewhere(config: RunConfig) -> Rehearsal:
     "What another program would be given."
     engine = engine_line(config)
