@@ -97,7 +97,7 @@ def complete_sweep(incomplete: str) -> list[str]:
     paths = [str(path) for path in _folders(Path("runs"), "sweep.json")]
     return [path for path in paths if path.startswith(incomplete)]
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #9fd08f24-2
 runs = typer.Typer(
     name="runs",
     no_args_is_help=True,
@@ -116,7 +116,7 @@ _RunName = Annotated[
 def _json(value: object) -> None:
     say(to_json(value, indent=1, ensure_ascii=False, default=to_jsonable))
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #9fd08f24-3
 @runs.command(name="list")
 def list_command(
     root: Annotated[Path, typer.Argument(help="The folder with the runs.")] = Path("runs"),
@@ -142,7 +142,7 @@ def list_command(
     else:
         say(text_table(rows))
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #9fd08f24-4
 _PAGE = (
     '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>'
     "<body>{body}</body></html>\n"
@@ -178,7 +178,7 @@ def compare_command(
         write_atomic(html, _PAGE.format(title=title, body=comparison._repr_html_()))
         say(f"Curves  {html}", err=True)
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #9fd08f24-5
 @runs.command(name="show")
 def show_command(
     name: _RunName,
@@ -259,7 +259,7 @@ class Commands(TyperGroup):
                 line += " " + (shlex.join(rest) or "--model FOLDER --dataset FILE")
             ctx.fail(f"No such command '{args[0]}'. Type: {line}")
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #983f4f6e-2
 def _is_verb(word: str) -> bool:  # As in `finetune start --model …`
     return word in ("start", "run", "train", "launch", "fit")
 
@@ -328,7 +328,7 @@ _COMMANDS = {  # The names in other programs -> what to type here
     "train-tokenizer": "trainkit tokenizer train FILE FOLDER",
 }
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #983f4f6e-3
 def _instead(name: str) -> str:  # '' if no command is similar
     "What to type for a command of another program."
     if name in _COMMANDS:
@@ -342,7 +342,7 @@ def _instead(name: str) -> str:  # '' if no command is similar
     method = METHOD_NAMES.get(method, method)
     return f"trainkit train --method {method}" if method in METHODS else ""
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #983f4f6e-4
 app = typer.Typer(
     name="trainkit",
     cls=Commands,
@@ -374,7 +374,7 @@ course.command(name="check")(tools.check_project_command)
 app.add_typer(course)
 app.command(context_settings=dict(allow_extra_args=True, ignore_unknown_options=True))(lab)
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #983f4f6e-5
 class Profile(str, Enum):
     "The sizes that settings.ini describes."
 
@@ -439,7 +439,7 @@ _SAME = {
     "resume_from_checkpoint": "--resume",
 }
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #foreign-flags-2
 _KNOB_OF = {  # Knob -> its flags in litgpt, nanochat, nanoGPT, mlx-lm and older scripts
     "train.per_device_train_batch_size": "bs bsz batch device_batch_size per_gpu_train_batch_size "
     "train.micro_batch_size",
@@ -489,7 +489,7 @@ _SPELLINGS = {word: knob for knob, words in _KNOB_OF.items() for word in words.s
 _PARTS = {"lora": ("method", "lora"), "qlora": ("method", "qlora")}  # Switches of other programs
 _PROCESSES = ("deepspeed", "fsdp", "deepspeed_config", "accelerate_config")
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #foreign-flags-3
 class FlagCommand(TyperCommand):
     "A command that also takes the flags of other libraries, or names the right one."
 
@@ -590,7 +590,7 @@ class FlagCommand(TyperCommand):
         options = ", ".join(f for f in flags if f.startswith("--"))
         return nearest(f"--{word}", flags).strip() or f"It has {options}"
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #foreign-flags-4
 _KNOBS = {  # Option of `train` -> the knob that it sets
     "model": "init_from",
     "dataset": "data.path",
@@ -639,7 +639,7 @@ def _value_of(word: str, rest: list[str]) -> str | None:
         values.append(rest.pop(0))
     return values[0] if len(values) == 1 else f"[{', '.join(values)}]"
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #foreign-flags-5
 _KNOB_HINT = "a knob is written group.knob=value, and trainkit config show lists them"
 
 
@@ -666,7 +666,7 @@ def _changes(
         typer.echo(f"({remark})", err=True)
     return changes
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #foreign-flags-6
 class Group(TyperGroup):
     "A group of commands that lists them for an unknown one."
 
@@ -722,7 +722,7 @@ def read_run_config(
             error.add_note(f"(A config of another library? trainkit config convert {file})")
         raise
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #e36576bb-2
 _SHAPE = {"d_model", "n_heads", "n_layers", "d_ff"}
 
 
@@ -756,7 +756,7 @@ def _check_file(path: object, knob: str = "data.path") -> None:
         near = nearest(file.name, [p.name for p in folder.glob("*")] if folder.is_dir() else [])
         raise FileNotFoundError(f"{knob} = '{path}': there is no such file.{near}")
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #e36576bb-3
 def check_start(
     source: Path | dict | None,  # A config file or what it says
     overrides: list[str],  # `group.knob=value`
@@ -800,7 +800,7 @@ def check_start(
         f"its file or its name on the hub as --model FOLDER (init_from in a config){other}"
     )
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #e36576bb-4
 @contextmanager
 def ignore_print_errors() -> Iterator[None]:
     "Nothing that is printed in the block, or by the libraries below it, can end the run."
@@ -840,7 +840,7 @@ def _run(
     if code := result.exit_code:
         raise typer.Exit(code)  # 130 after Ctrl-C, 143 after SIGTERM
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #e36576bb-5
 @app.command()
 def demo(
     overrides: Overrides = None,
@@ -879,7 +879,7 @@ def demo(
     if result.exit_code:
         raise typer.Exit(result.exit_code)
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #e36576bb-6
 @app.command()
 def train(
     config: Annotated[
@@ -1061,7 +1061,7 @@ def train(
     whole = read_run_config(None, saved, changes)
     _run(whole, True, force_resume, as_json, _own_rewards(reward))
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #e36576bb-7
 def _own_rewards(typed: list[str] | None) -> "list[Reward]":
     if not typed:
         return []
@@ -1119,7 +1119,7 @@ def _words(config: str | None, overrides: list[str] | None) -> tuple[Path | None
     changes = [*([config] if config and "=" in config else []), *(overrides or [])]
     return Path(config) if config and "=" not in config else None, changes
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #sweep-commands-2
 @app.command(name="sweep")
 def sweep_command(
     config: _Line = None,
@@ -1257,7 +1257,7 @@ def sweep_command(
             f"no run of the sweep has a result: {sweep.trials[0].ended or 'see above'}"
         )
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #sweep-commands-3
 @app.command(name="lr-find")
 def lr_find_command(
     config: _Line = None,
@@ -1582,7 +1582,7 @@ def _close_streams() -> None:
                 os.dup2(nowhere, stream.fileno())
                 os.close(nowhere)
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #8c490316-2
 def _complain(text: str) -> None:
     "Print an error, in red in a terminal, and how to see more of it."
     red = is_terminal(sys.stderr) and not os.environ.get("NO_COLOR")
@@ -1622,7 +1622,7 @@ def _describe(error: BaseException) -> str:
         text = "not enough memory" if isinstance(error, MemoryError) else type(error).__name__
     return " ".join([text, *getattr(error, "__notes__", [])])
 
-
+# %% ../nbs/11_recipes/18_command_line.ipynb #8c490316-3
 _ERRORS = (  # Explained without a traceback
     ValueError,
     TypeError,

@@ -55,7 +55,7 @@ export = typer.Typer(name="export", help="Write a model for other programs.", **
 _AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 _Force = Annotated[bool, typer.Option("--force", help="Write over what is there.")]
 
-
+# %% ../../nbs/11_recipes/17_commands.ipynb #057d37c0-2
 def complete_preset(incomplete: str) -> list[str]:  # For the completion of a shell
     "The names of presets that continue the last one of a list such as `cpu,sm`."
     from trainkit.recipes.config import PRESETS, own_presets
@@ -100,7 +100,7 @@ def complete_config(ctx: typer.Context, incomplete: str) -> list[str]:
     configs = [str(p) for p in files if p.suffix in (".yaml", ".yml", ".json")]
     return [*configs, *(f"{p}/" for p in files if p.is_dir()), *complete_change(ctx, incomplete)]
 
-
+# %% ../../nbs/11_recipes/17_commands.ipynb #057d37c0-3
 def _check_new(
     path: Path,
     force: bool | None,  # None: the command has no --force
@@ -153,7 +153,7 @@ def show_config(
     else:
         say(dump_config(run_config, "json" if as_json else "yaml"), nl=False)
 
-
+# %% ../../nbs/11_recipes/17_commands.ipynb #057d37c0-4
 @config.command(name="convert")
 def convert_command(
     file: Annotated[
@@ -215,7 +215,7 @@ def convert_command(
     if strict and translation.named("refused"):
         raise typer.Exit(1)
 
-
+# %% ../../nbs/11_recipes/17_commands.ipynb #057d37c0-5
 @config.command(name="presets")
 def presets_command(as_json: _AsJson = False) -> None:
     "Sets of knobs by name, for `preset: NAME` in a file or `train --strategy NAME`."
@@ -284,7 +284,7 @@ def train_tokenizer(
     tok.save(folder)
     say(f"{folder}: {tok.vocab_size:,} tokens")
 
-
+# %% ../../nbs/11_recipes/17_commands.ipynb #35103807-2
 @tokenizer.command(name="encode")
 def encode_command(
     folder: Folder,
@@ -363,7 +363,7 @@ def merge(
             path = save_pretrained(model, tokenizer, Path(home) / "base")
         say(f"Model   {merge_folder(path, adapter, output)}")
 
-
+# %% ../../nbs/11_recipes/17_commands.ipynb #8aad5951-2
 def check_project_command(
     folder: Annotated[Path, typer.Argument(help="The folder of the project.", show_default=False)],
     as_json: _AsJson = False,
@@ -378,7 +378,7 @@ def check_project_command(
     if not report.passed:
         raise typer.Exit(1)
 
-
+# %% ../../nbs/11_recipes/17_commands.ipynb #8aad5951-3
 _Calibrate = Annotated[
     Optional[str],
     typer.Option(
@@ -420,7 +420,7 @@ def _importance_for(
         say(f"Importance matrix  {write_imatrix(imatrix, importance, ids.numel(), ids.shape[1])}")
     return importance
 
-
+# %% ../../nbs/11_recipes/17_commands.ipynb #8aad5951-4
 @export.command(name="gguf")
 def export_gguf_command(
     folder: Annotated[
@@ -476,7 +476,7 @@ def export_gguf_command(
 
         say(f"Modelfile  {write_modelfile(path, folder)}")
 
-
+# %% ../../nbs/11_recipes/17_commands.ipynb #8aad5951-5
 @export.command(name="compressed")
 def export_compressed_command(
     folder: Annotated[
@@ -533,7 +533,7 @@ def export_hf_command(
     save_pretrained(model, tok, output)
     say(f"Model   {output}")
 
-
+# %% ../../nbs/11_recipes/17_commands.ipynb #8aad5951-6
 def with_model_name(
     command: Callable[..., None],  # With a parameter `model`
 ) -> Callable[..., None]:  # The same command
@@ -555,7 +555,7 @@ def with_model_name(
 
     return named
 
-
+# %% ../../nbs/11_recipes/17_commands.ipynb #8aad5951-7
 def _add_tokens(network: Any, tok: Any, folder: Path | None) -> None:
     "Give a base model room for the tokens that tuning added, as tuning did, and say so."
     from trainkit.tokenizer.chat import resize_embeddings
@@ -584,7 +584,7 @@ def _check_samples(
     if samples > 1 and not temperature:
         raise ValueError("--temperature 0 gives equal samples: it must be above 0")
 
-
+# %% ../../nbs/11_recipes/17_commands.ipynb #8aad5951-8
 @with_model_name
 def evaluate(
     model: Annotated[
@@ -732,7 +732,7 @@ def evaluate(
         report.save(html)
     say(to_json(report.to_dict(), indent=1, ensure_ascii=False) if as_json else str(report))
 
-
+# %% ../../nbs/11_recipes/17_commands.ipynb #8aad5951-9
 def _print_answer(talk: "Conversation", line: str) -> None:
     "Print the answer to a line as it is generated; with the names of both models if they differ."
     speaker = ""
@@ -745,7 +745,7 @@ def _print_answer(talk: "Conversation", line: str) -> None:
         say(typer.style(piece, dim=True) if thinks and sys.stdout.isatty() else piece, nl=False)
         sys.stdout.flush()
 
-
+# %% ../../nbs/11_recipes/17_commands.ipynb #8aad5951-10
 DraftModel = Annotated[
     Optional[Path],
     typer.Option(
@@ -800,7 +800,7 @@ def open_weights(
         )
     return StoredWeights(model, stored_tensors(path, model.config) if path.is_file() else None)
 
-
+# %% ../../nbs/11_recipes/17_commands.ipynb #8aad5951-11
 def open_drafter(
     model: Any,
     tokenizer: Any,
@@ -833,7 +833,7 @@ def open_drafter(
     drafter.check(model)
     return drafter
 
-
+# %% ../../nbs/11_recipes/17_commands.ipynb #8aad5951-12
 def _open_judge(
     folder: Path | None,  # Of a reward model
     best_of: int,  # Answers to choose from
@@ -848,7 +848,7 @@ def _open_judge(
     model, tok = load_reward_model(folder)
     return lambda messages, answers: score_answers(model, tok, [messages] * len(answers), answers)
 
-
+# %% ../../nbs/11_recipes/17_commands.ipynb #8aad5951-13
 @with_model_name
 def chat(
     model: Annotated[
@@ -982,7 +982,7 @@ def _need_server() -> None:
                 f"trainkit serve needs the package {package}: pip install 'trainkit-llm[serve]'"
             )
 
-
+# %% ../../nbs/11_recipes/17_commands.ipynb #serve-command-2
 @with_model_name
 def serve(
     model: Annotated[

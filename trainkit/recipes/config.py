@@ -173,7 +173,7 @@ class TokenizerConfig:
     def __post_init__(self):
         check_config(self)
 
-
+# %% ../../nbs/11_recipes/03_run_config.ipynb #edbe9faf-2
 def read_packing(
     words: Mapping[str, Any],  # Of a config: dotted key -> value
     under: object = None,
@@ -195,7 +195,7 @@ def read_packing(
 
 _PACKING = ("packing", "pack_sequences", "packing_strategy")
 
-
+# %% ../../nbs/11_recipes/03_run_config.ipynb #edbe9faf-3
 @suggest_names
 @dataclass
 class SFTConfig:
@@ -257,7 +257,7 @@ class SFTConfig:
                 "SFTConfig",
             )
 
-
+# %% ../../nbs/11_recipes/03_run_config.ipynb #edbe9faf-4
 def _unset(
     group: object,  # Of default values
     doc: str,
@@ -279,7 +279,7 @@ _TRACKERS = {
     "wandb_entity": lambda name: f"the environment names the team: WANDB_ENTITY={name}",
 }
 
-
+# %% ../../nbs/11_recipes/03_run_config.ipynb #edbe9faf-5
 @suggest_names
 @dataclass
 class RunConfig:
@@ -628,7 +628,7 @@ class Preset(NamedTuple):
 def _run(rows: int, windows: int, **more: Any) -> _Values:
     return dict(per_device_train_batch_size=rows, gradient_accumulation_steps=windows, **more)
 
-
+# %% ../../nbs/11_recipes/04_presets.ipynb #945272f7-2
 _SEVENTY = (
     "A model of 70 billion parameters is 140 GB of weights in bf16, "
     "more than any one card has: it needs several "
@@ -835,7 +835,7 @@ def _nested(
         (out.setdefault(group, {}) if group else out)[name] = value
     return out
 
-
+# %% ../../nbs/11_recipes/04_presets.ipynb #286dccf5-2
 def _file_preset(path: Path) -> _Values:
     "The knobs of a file that serves as a preset, as groups or as `group.knob: value`."
     if not path.is_file():
@@ -883,7 +883,7 @@ def preset_knobs(
                 out[group] = value
     return out
 
-
+# %% ../../nbs/11_recipes/04_presets.ipynb #286dccf5-3
 def this_machine() -> str:
     "The preset for the hardware at hand; a GPU's generation decides between `cuda` and `cuda-t4`."
     from trainkit.config import pick_device, pick_dtype

@@ -99,7 +99,7 @@ def write_state(
     )
     return write_atomic(Path(folder) / ".control" / "state.json", json.dumps(status))
 
-
+# %% ../../nbs/11_recipes/14_remote_control.ipynb #fba4d3d8-2
 def is_alive(
     pid: int,
 ) -> bool:
@@ -144,7 +144,7 @@ def _loop_state(control: "Control") -> str:
     state = control.state
     return "pausing" if state == "paused" and not control.rested else state
 
-
+# %% ../../nbs/11_recipes/14_remote_control.ipynb #7aa5134a-2
 class Remote:
     "A trainer's callback that obeys orders from other processes."
 

@@ -65,7 +65,7 @@ _SkipBad = Annotated[
     typer.Option("--skip-bad", help="Leave out rows that are no examples, and name them."),
 ]
 
-
+# %% ../../nbs/11_recipes/15_data_commands.ipynb #9fa152e0-2
 def complete_method(incomplete: str) -> list[str]:  # For the completion of a shell
     "The names of methods that begin like this."
     from trainkit.recipes.config import METHODS
@@ -120,7 +120,7 @@ def _read_rows(
         say(str(rows.report))
     return rows
 
-
+# %% ../../nbs/11_recipes/15_data_commands.ipynb #9fa152e0-3
 def _may_write(
     paths: list[Path],
     source: str,
@@ -173,7 +173,7 @@ def show(
             if name not in ("source", "line"):
                 say(f"  {name}: {text[:300]}{'…' if len(text) > 300 else ''}")
 
-
+# %% ../../nbs/11_recipes/15_data_commands.ipynb #8c8af581-2
 def _tokenizer(folder: Path) -> Any:  # A `BPETokenizer`, or one of transformers
     from trainkit.interop.hub import COURSE_MODEL
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
@@ -210,7 +210,7 @@ def _check_template(template: str | None) -> None:
 
 _PAGE = '<!doctype html><meta charset="utf-8"><title>{title}</title>{body}'
 
-
+# %% ../../nbs/11_recipes/15_data_commands.ipynb #8c8af581-3
 @data.command()
 def check(
     files: Annotated[
@@ -487,7 +487,7 @@ def split(
     words = ["--dataset", str(train_output), f"data.eval_file={eval_output}"]
     say(f"A run reads both: {shlex.join(words)}")
 
-
+# %% ../../nbs/11_recipes/15_data_commands.ipynb #bc7beb98-2
 def _pairs(words: list[str], option: str, value_name: str) -> dict[str, str]:
     "Words such as `NAME=FILE` as a dict; raises where a value is missing or a name is repeated."
     pairs = {}
@@ -571,7 +571,7 @@ def mix(
     write_examples(rows, output)
     say(f"{mixed.report}\n{output}: {plural(len(rows), 'row')}")
 
-
+# %% ../../nbs/11_recipes/15_data_commands.ipynb #bc7beb98-3
 @data.command()
 def convert(
     file: File,

@@ -70,7 +70,7 @@ class DemoConfig:
     def __post_init__(self):
         check_config(self)
 
-
+# %% ../../nbs/11_recipes/11_demo.ipynb #525395d7-2
 SENTENCE = "It is {}."
 CAPITALS = (
     "What is the capital of {}?",
@@ -137,7 +137,7 @@ def _pair(row: Mapping[str, str]) -> dict[str, str]:
     fact = row["completion"]
     return dict(prompt=row["prompt"], chosen=SENTENCE.format(fact), rejected=fact)
 
-
+# %% ../../nbs/11_recipes/11_demo.ipynb #525395d7-3
 def right_fact(
     predictions: Sequence[str],
     references: Sequence[str],  # Bare words
@@ -330,7 +330,7 @@ def text_bits(
     size = sum(len(row["text"].encode("utf-8", "surrogatepass")) for row in texts)
     return bits_per_byte(nats / tokens, tokens, size)
 
-
+# %% ../../nbs/11_recipes/11_demo.ipynb #077de72c-2
 @dataclass
 class ModelComparison:
     "Several models on the same questions, pairs and texts."
@@ -349,7 +349,7 @@ class ModelComparison:
             ("Side by side, token by token", self.pictures),
         ]
 
-
+# %% ../../nbs/11_recipes/11_demo.ipynb #077de72c-3
 def compare_models(
     models: Mapping[str, nn.Module],  # By name, from the first to the last
     tokenizer: BPETokenizer,  # Of all of them, with a chat format
@@ -414,7 +414,7 @@ def compare_models(
     )
     return ModelComparison(table_rows, words, answers, pictures, measured_on)
 
-
+# %% ../../nbs/11_recipes/11_demo.ipynb #077de72c-4
 def _percent(interval: Interval | float) -> str:
     "A fraction with its interval, in percent."
     if not isinstance(interval, Interval):
@@ -475,7 +475,7 @@ def finish_demo(
         )
     return comparison, page
 
-
+# %% ../../nbs/11_recipes/11_demo.ipynb #8d7a9493-2
 @dataclass
 class DemoResult:
     "The results of a demo."
@@ -535,7 +535,7 @@ def run_demo(
             return DemoResult(folder, notes["seconds"], exit_code=result.exit_code)
     return DemoResult(folder, notes["seconds"], report=folder / "report.html")
 
-
+# %% ../../nbs/11_recipes/11_demo.ipynb #8d7a9493-3
 def _compare_phase(
     folder: Path,
     config: RunConfig,

@@ -72,7 +72,7 @@ def _first_text(row: Mapping) -> str:
         return prompt if isinstance(prompt, str) else prompt[-1]["content"]
     return to_messages(row)[0]["content"]
 
-
+# %% ../../nbs/11_recipes/08_evaluation.ipynb #14dd5428-2
 class TextEvaluator:
     "Text in bits per byte; it also serves examples of which nothing can be asked."
 
@@ -186,7 +186,7 @@ def answering(
 
     return sample
 
-
+# %% ../../nbs/11_recipes/08_evaluation.ipynb #264a0251-2
 def sampled_accuracy(
     inputs: "AnswerInputs | PromptInputs",
     model: nn.Module,  # After training
@@ -225,7 +225,7 @@ def _sampled_words(sampled: Mapping[str, Interval]) -> list[str]:
         return ["Sampled answers: " + ", ".join(f"{k} {v}" for k, v in sampled.items())]
     return []
 
-
+# %% ../../nbs/11_recipes/08_evaluation.ipynb #264a0251-3
 class AnswerEvaluator(TextEvaluator):
     "Held-out questions, exactly right."
 
@@ -282,7 +282,7 @@ class AnswerEvaluator(TextEvaluator):
             answers = []
         return [*answers, *_sampled_section(self.sampled), *super().sections(run)]
 
-
+# %% ../../nbs/11_recipes/08_evaluation.ipynb #264a0251-4
 def _sampled_section(sampled: Mapping[str, Interval]) -> list[tuple[str, str]]:
     rows = [dict(measure=name, estimate=str(share)) for name, share in sampled.items()]
     return [("Sampled answers", str(table(rows)))] if rows else []
@@ -308,7 +308,7 @@ def preference_accuracy(
             )
     return right / max(1, len(pairs))
 
-
+# %% ../../nbs/11_recipes/08_evaluation.ipynb #7722e218-2
 class PairEvaluator(TextEvaluator):
     "Held-out pairs."
 
@@ -480,7 +480,7 @@ def _content(text: str) -> str:
     content = getattr(text, "content", None)
     return text[thought_end(text) :] if content is None else content
 
-
+# %% ../../nbs/11_recipes/08_evaluation.ipynb #f41e195a-2
 class PromptEvaluator(TextEvaluator):
     "Held-out prompts, scored by the rewards of the run."
 
@@ -603,7 +603,7 @@ class PromptEvaluator(TextEvaluator):
         out += _sampled_section(self.sampled)
         return [*out, *([("Rewards", "".join(drawn))] if drawn else [])]
 
-
+# %% ../../nbs/11_recipes/08_evaluation.ipynb #f41e195a-3
 class NoEvaluator(TextEvaluator):
     "Where nothing is held out: the model speaks, and nothing says how good it is on new text."
 
@@ -821,7 +821,7 @@ def answer_table(
         )
     )
 
-
+# %% ../../nbs/11_recipes/08_evaluation.ipynb #f1abf37a-2
 def write_run_report(
     folder: RunFolder,
     name: str,  # Title of the page

@@ -179,7 +179,7 @@ def _take_batch_sizes(left: _Json, knobs: _Json, world_size: int | None) -> list
     remedy = f"is not {rows} rows x {steps} accumulated x {world_size} processes"
     return [Problem("train_batch_size", total, remedy)]
 
-
+# %% ../../nbs/11_recipes/13_launch.ipynb #78a90594-2
 def _take_precision(
     left: _Json,
     knobs: _Json,
@@ -232,7 +232,7 @@ def _take_scheduler(left: _Json, knobs: _Json) -> list[Problem]:
             knobs[knob_name] = values[name]
     return problems
 
-
+# %% ../../nbs/11_recipes/13_launch.ipynb #78a90594-3
 def _check_offload(zero: Mapping[str, object], stage: object) -> list[Problem]:
     problems = []
     if _offloads(zero.get("offload_param")) and stage != 3:
@@ -319,7 +319,7 @@ def _take_process_words(rest: _Json, wrong: list[Problem]) -> _Json:
         del rest["launch"]
     return words
 
-
+# %% ../../nbs/11_recipes/13_launch.ipynb #a6b9b3ed-2
 def _read_deepspeed(words: _Json) -> tuple[_Json, _Json]:
     "The settings in DeepSpeed's own form, and the flat ones: stage and offloading."
     inline = words.get("deepspeed")
@@ -370,7 +370,7 @@ def _deepspeed_settings(
         settings["zero_optimization"] = zero
     return settings
 
-
+# %% ../../nbs/11_recipes/13_launch.ipynb #a6b9b3ed-3
 def _count_processes(
     words: Mapping[str, Any], asked: Mapping[str, Any], wrong: list[Problem]
 ) -> tuple[int, int]:  # On each machine; machines
@@ -396,7 +396,7 @@ def _drop_fp16(rest: _Json) -> None:
         if group.get("mixed_precision") in ("fp16", "float16"):
             group.pop("mixed_precision")
 
-
+# %% ../../nbs/11_recipes/13_launch.ipynb #a6b9b3ed-4
 def translate_launch(
     config: Mapping[str, Any],  # A run's config, as the file has it
     notes: list[Problem] | None = None,  # Of `translate_deepspeed`
@@ -503,7 +503,7 @@ def _child(
         sys.stdout.flush()  # It may be closed, or full
     os._exit(0)
 
-
+# %% ../../nbs/11_recipes/13_launch.ipynb #f52f7dad-2
 class ProcessFailed(RuntimeError):
     "A process of a `notebook_launch` died; `rank`, and `trace`, its traceback."
 
@@ -517,7 +517,7 @@ class ProcessFailed(RuntimeError):
         # Another process reads all of it
         return type(self), (self.rank, self.why, self.trace), vars(self)
 
-
+# %% ../../nbs/11_recipes/13_launch.ipynb #f52f7dad-3
 def _check_forks(num_processes: int) -> int:
     "The number of GPUs to use; raises where this notebook cannot fork so many processes."
     if num_processes < 1:
@@ -543,7 +543,7 @@ def _check_forks(num_processes: int) -> int:
         )
     return gpus
 
-
+# %% ../../nbs/11_recipes/13_launch.ipynb #f52f7dad-4
 def _collect(pipes: list[Connection], processes: Sequence[ForkProcess], results: dict) -> None:
     "Wait for the result of every process; raises `ProcessFailed` for the first that dies."
     while len(results) < len(pipes):
@@ -629,7 +629,7 @@ def launch_files(
         files["deepspeed.json"] = json.dumps(deepspeed, indent=1) + "\n"
     return files
 
-
+# %% ../../nbs/11_recipes/13_launch.ipynb #f4f4d1d8-2
 def local_address(
     launch: LaunchConfig,
 ) -> str:  # Empty if there is no way to the machine with rank 0
@@ -644,7 +644,7 @@ def local_address(
             return ""
         return route.getsockname()[0]
 
-
+# %% ../../nbs/11_recipes/13_launch.ipynb #f4f4d1d8-3
 def launch_command(
     # What each process runs, after `python`: a script with its arguments, or -m and a module
     program: Sequence[str],
@@ -746,7 +746,7 @@ class WorkerFailed(RuntimeError):
     def __reduce__(self):  # Another process reads the message, even if the log is gone
         return type(self), (self.rank, self.exit_code, None), vars(self) | dict(args=self.args)
 
-
+# %% ../../nbs/11_recipes/13_launch.ipynb #dbb45343-3
 def _attempt_number(path: Path) -> int:
     return int(path.name.split("_")[1])
 
@@ -770,7 +770,7 @@ def find_failure(
     log = attempts[-1] / str(local) / "stderr.log"
     return number, exit_code, log, _attempt_number(attempts[-1])
 
-
+# %% ../../nbs/11_recipes/13_launch.ipynb #dbb45343-4
 _GRACE = 120  # Seconds in which the processes may save before they are killed
 
 
@@ -783,7 +783,7 @@ def _end_with_parent() -> Callable[[], object] | None:
     prctl = ctypes.CDLL(None).prctl  # Found before the fork
     return lambda: prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
 
-
+# %% ../../nbs/11_recipes/13_launch.ipynb #dbb45343-5
 class _Ending:
     "Passes Ctrl-C, SIGTERM and a lost terminal on to torchrun, and leaves no process behind."
 
@@ -858,7 +858,7 @@ class _Ending:
         if self.came:
             raise SystemExit(128 + self.came[0])
 
-
+# %% ../../nbs/11_recipes/13_launch.ipynb #dbb45343-6
 def _without_own_lines(
     part: bytes,  # Of what torchrun prints
     ending: bool,  # Whether a signal came: then torchrun tells where it was when it came
@@ -911,7 +911,7 @@ def as_script(
         lines.append(f"cat > {shlex.quote(str(path))} <<'{end}'\n{text.rstrip()}\n{end}")
     return "\n".join([*lines, line])
 
-
+# %% ../../nbs/11_recipes/13_launch.ipynb #000fe2a4-2
 def _check_start(launch: LaunchConfig, gpu: bool) -> None:
     import torch
 
@@ -965,7 +965,7 @@ def start(
     run_command(command, variables, folder)
     return line
 
-
+# %% ../../nbs/11_recipes/13_launch.ipynb #000fe2a4-3
 def _differences(config: Mapping[str, object], defaults: Mapping[str, Any]) -> _Json:
     "The values of a config that are not its defaults."
     out = {}
@@ -1012,7 +1012,7 @@ def launch(
     )
     return folder
 
-
+# %% ../../nbs/11_recipes/13_launch.ipynb #000fe2a4-4
 def launch_of(
     folder: str | Path,  # Of a run that `launch` has started
     node_rank: int | None = None,  # Which machine this is, where there were several

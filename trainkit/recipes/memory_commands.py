@@ -74,7 +74,7 @@ def _gguf_shape(
         tie_embeddings="output.weight" not in tensors,
     )
 
-
+# %% ../../nbs/11_recipes/12_memory_commands.ipynb #df0748e7-2
 def find_model(
     name: str,  # A model folder, or one of `PRESETS`; empty: the config's own
     config: "RunConfig",
@@ -115,7 +115,7 @@ def find_model(
 
         return make
 
-
+# %% ../../nbs/11_recipes/12_memory_commands.ipynb #df0748e7-3
 def read_setup(
     config: "RunConfig",
 ) -> MemoryNeeds:  # Raises `FileNotFoundError` where the model is missing
@@ -165,7 +165,7 @@ def read_setup(
     )
     return MemoryNeeds(model, setup, note)
 
-
+# %% ../../nbs/11_recipes/12_memory_commands.ipynb #df0748e7-4
 def _new_tokens(config: "RunConfig") -> int:
     "How many tokens the chat format of a run adds, as far as the tokenizer's files tell."
     from trainkit.tokenizer.chat_template import missing_tokens
@@ -245,7 +245,7 @@ def _teacher_bytes(config: "RunConfig") -> int:
     bits = d.teacher_bits or (16 if config.train.mixed_precision == "bf16" else 32)
     return sum(p.numel() for p in model.parameters()) * bits // 8
 
-
+# %% ../../nbs/11_recipes/12_memory_commands.ipynb #38a06897-2
 def _saves(config: "RunConfig") -> bool:
     """Whether steps are taken while a checkpoint is written.
 
@@ -269,7 +269,7 @@ def _products_kept(config: "RunConfig", count: int) -> int:
     passes = config.train.max_steps * config.train.gradient_accumulation_steps
     return min(bound_kernels(), count * passes) if passes > 0 else bound_kernels()
 
-
+# %% ../../nbs/11_recipes/12_memory_commands.ipynb #38a06897-3
 def plan_needs(
     config: "RunConfig",
     budget: "str | float | Machine",  # '15 GB', bytes, a machine or its name
@@ -293,7 +293,7 @@ def plan_needs(
     others = _teacher_bytes(config)
     return plan_memory(needs.model, budget, needs.setup, levers, progress, others, before)
 
-
+# %% ../../nbs/11_recipes/12_memory_commands.ipynb #38a06897-4
 def plan_knobs(
     plan: "Plan",  # From `plan_needs`
     config: "RunConfig",  # The config that was planned
@@ -379,7 +379,7 @@ MaxLength = Annotated[
 ]
 _AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 
-
+# %% ../../nbs/11_recipes/12_memory_commands.ipynb #add7c089-2
 def _config(
     file: str | None, changes: list[str] | None, **options: str | int | None
 ) -> "RunConfig":
@@ -412,7 +412,7 @@ def _beside_words(found: "MemoryReport") -> str:
     parts = [f"{show_bytes(size)} {words[name]}" for name, size in found.beside.items() if size]
     return f"the tensors and {', '.join(parts)}" if parts else "the tensors alone"
 
-
+# %% ../../nbs/11_recipes/12_memory_commands.ipynb #add7c089-3
 @memory.command()
 def predict(
     config: Config = None,
@@ -469,7 +469,7 @@ def predict(
     if small := [name for name, fit in fits.items() if not fit]:
         say(f"Too small: {', '.join(small)} (trainkit memory plan … --machine '{small[0]}')")
 
-
+# %% ../../nbs/11_recipes/12_memory_commands.ipynb #add7c089-4
 @memory.command()
 def plan(
     config: Config = None,

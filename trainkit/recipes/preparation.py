@@ -185,7 +185,7 @@ def set_model_knobs(
             if hasattr(part, "attention_dropout"):
                 vars(part)["attention_dropout"] = wanted.attention_dropout
 
-
+# %% ../../nbs/11_recipes/06_preparation.ipynb #bb256abb-2
 def unused_model_knobs(
     config: RunConfig,  # With `init_from`
     model: nn.Module,  # That it opened
@@ -202,7 +202,7 @@ def unused_model_knobs(
             unused += [f"model.{knob.name}"] * (said[knob.name] not in there)
     return [*unused, *unused_lora_knobs(config, model if causal is None else causal)]
 
-
+# %% ../../nbs/11_recipes/06_preparation.ipynb #bb256abb-3
 def open_trained(
     config: RunConfig,  # With `init_from`
 ) -> _Base:  # The model in float32, and its tokenizer
@@ -244,7 +244,7 @@ def starting_model(
     "The model that a run starts from; called once the rows are read, whose errors come first."
     return base or (open_trained(config) if config.init_from else None)
 
-
+# %% ../../nbs/11_recipes/06_preparation.ipynb #bb256abb-4
 @dataclass
 class RunInputs:
     "What every run is made of."
@@ -302,7 +302,7 @@ class RunInputs:
             **groups,
         )
 
-
+# %% ../../nbs/11_recipes/06_preparation.ipynb #bb256abb-5
 def _no_ids() -> np.ndarray:
     return np.zeros(0, np.uint16)
 
@@ -366,7 +366,7 @@ class PromptInputs(RunInputs):
 
     row_config = "rl"
 
-
+# %% ../../nbs/11_recipes/06_preparation.ipynb #bb256abb-6
 STAGE_TITLES = {  # Phase -> its name in a panel
     "reading": "Reading the data",
     "tokenizer": "Preparing the tokenizer",
@@ -452,7 +452,7 @@ def freeze_layers(
             getattr(model, layer)().requires_grad_(True)
     return model
 
-
+# %% ../../nbs/11_recipes/06_preparation.ipynb #44b1924b-2
 def train_further(
     model: nn.Module,  # With one adapter; changed in place
     wanted: LoRAConfig,  # Of the run: only its dropout counts
@@ -491,7 +491,7 @@ def unused_lora_knobs(
         and getattr(config.lora, knob.name) != getattr(own, knob.name)
     ]
 
-
+# %% ../../nbs/11_recipes/06_preparation.ipynb #44b1924b-3
 def adapt(
     model: Any,  # Changed in place
     config: RunConfig,
@@ -575,7 +575,7 @@ def tasks_of(
     names = [str(rows[number].get("task", "")) for number in numbers]
     return names if all(names) else None
 
-
+# %% ../../nbs/11_recipes/06_preparation.ipynb #c7fb7c25-2
 def _with_lengths(examples: Examples, rows: list[dict], config: DataConfig) -> list[dict]:
     """Examples with the lengths that a column of the rows says, by which they are grouped.
 
@@ -599,7 +599,7 @@ def _with_lengths(examples: Examples, rows: list[dict], config: DataConfig) -> l
         )
     return examples
 
-
+# %% ../../nbs/11_recipes/06_preparation.ipynb #c7fb7c25-3
 def drop_short(
     rows: list[dict],  # With a `text`
     tokenizer: Any,  # With `encode_batch`
@@ -623,7 +623,7 @@ def drop_short(
     warnings.warn(f"{said}, and are left out", stacklevel=2)
     return kept
 
-
+# %% ../../nbs/11_recipes/06_preparation.ipynb #c7fb7c25-4
 def prepare_text(
     config: RunConfig,
     base: _Base | None = None,  # A trained model and its tokenizer to begin with; None: new ones
@@ -691,7 +691,7 @@ def prepare_text(
         eval_ids=ids["eval"],
     )
 
-
+# %% ../../nbs/11_recipes/06_preparation.ipynb #c7fb7c25-5
 def _blocks_of_each(
     rows: Sequence[dict],
     tokenizer: BPETokenizer,
@@ -719,7 +719,7 @@ def _text_plan(data: DataFacts, tokenizer: BPETokenizer, tokens: int) -> list[st
         f"{size / max(1, tokens):.1f} {unit} a token; {tokens:,} tokens of text",
     ]
 
-
+# %% ../../nbs/11_recipes/06_preparation.ipynb #c7fb7c25-6
 class _ShardFolder:
     "A folder of shards, divided into what is trained on and what is held out."
 
@@ -749,7 +749,7 @@ class _ShardFolder:
         texts = tokenizer.decode(ids).split(tokenizer.eos_token)
         return [dict(text=text) for text in texts if text]
 
-
+# %% ../../nbs/11_recipes/06_preparation.ipynb #c7fb7c25-7
 def _mix_shards(
     config: DataConfig,
     sources: Sequence[DataSource],
@@ -784,7 +784,7 @@ def _mix_shards(
     )
     return facts, rows
 
-
+# %% ../../nbs/11_recipes/06_preparation.ipynb #c7fb7c25-8
 def _tokenizer_of_shards(
     config: RunConfig, folders: Sequence[TokenShards]
 ) -> BPETokenizer:  # Raises `ValueError` where they were made with different ones
@@ -828,7 +828,7 @@ def _shard_sources(config: DataConfig) -> list[DataSource]:
             )
     return sources
 
-
+# %% ../../nbs/11_recipes/06_preparation.ipynb #c7fb7c25-9
 def prepare_shards(
     config: RunConfig,  # Whose `data.path` is a folder of shards, or `data.datasets` several
     base: _Base | None = None,  # A trained model to begin with, and its tokenizer; None: a new one
@@ -881,7 +881,7 @@ def prepare_shards(
         eval_ids=np.concatenate([folder.held for folder in folders]),
     )
 
-
+# %% ../../nbs/11_recipes/06_preparation.ipynb #c7fb7c25-10
 def prepare_sft(
     config: RunConfig,
     base: _Base | None = None,  # A trained model and its tokenizer to begin with; None: new ones
@@ -1091,7 +1091,7 @@ def _base(
         set_template(tokenizer, config.sft.template, model)
     return model, tokenizer, len(tokenizer) - known
 
-
+# %% ../../nbs/11_recipes/07_alignment_runs.ipynb #60050f1b-2
 def _asked(
     rows: Sequence[Mapping],
     tokenizer: "AnyTokenizer",
@@ -1109,7 +1109,7 @@ def _asked(
     ]
     return questions(talks, tokenizer, context_length(model))[:most]
 
-
+# %% ../../nbs/11_recipes/07_alignment_runs.ipynb #60050f1b-3
 class _Margins:
     "Adds the margin to records of rewards that are means over two sorts of rows."
 
@@ -1122,7 +1122,7 @@ class _Margins:
     def on_eval(self, trainer: "Trainer", record: dict) -> None:
         self.on_log(trainer, record, "eval_")
 
-
+# %% ../../nbs/11_recipes/07_alignment_runs.ipynb #60050f1b-4
 def _paired_up(
     rows: Mapping[str, list[dict]],  # Those of each part, of kind unpaired
     engine: str,
@@ -1157,7 +1157,7 @@ def _add_margins(
         for pair, i in zip(pairs, pairs.numbers, strict=True):
             pair["margin"] = float(rows[i]["margin"])
 
-
+# %% ../../nbs/11_recipes/07_alignment_runs.ipynb #60050f1b-5
 class _SingleRows(UnpairedBatches):
     "Of a loss that looks at each row alone."
 
@@ -1188,7 +1188,7 @@ def _check_compared(
             "or give more rows"
         )
 
-
+# %% ../../nbs/11_recipes/07_alignment_runs.ipynb #60050f1b-6
 def _prepare_labels(
     config: RunConfig,
     model: Any,
@@ -1281,7 +1281,7 @@ def _prepare_labels(
         reference=reference.kind,
     )
 
-
+# %% ../../nbs/11_recipes/07_alignment_runs.ipynb #60050f1b-7
 def _tokenizer_line(tokenizer: "BPETokenizer | PreTrainedTokenizerBase") -> str:
     return f"Tokenizer  {tokenizer.vocab_size:,} tokens"
 
@@ -1298,7 +1298,7 @@ def _no_pairs(config: RunConfig, data: DataFacts, rows: list[dict]) -> str:  # T
         needs += "; use method=sft to learn the answers"
     return f"data.path = {data.path!r} holds rows of kind {data.kind}, and {needs}"
 
-
+# %% ../../nbs/11_recipes/07_alignment_runs.ipynb #60050f1b-8
 def prepare_pairs(
     config: RunConfig,  # With method dpo or reward
     base: _Base | None = None,  # A trained model and its tokenizer
@@ -1454,7 +1454,7 @@ def reward_from_model(
 
     return reward_model
 
-
+# %% ../../nbs/11_recipes/07_alignment_runs.ipynb #c5d7fb06-2
 _Made = TypeVar("_Made")
 
 
@@ -1497,7 +1497,7 @@ def find_reward(
         return reward_from_model(text)
     return _by_name(text, REWARDS, "rl.rewards", "neither a folder nor ")()
 
-
+# %% ../../nbs/11_recipes/07_alignment_runs.ipynb #c5d7fb06-3
 def function_from_file(
     text: str,  # FILE.py:FUNCTION
 ) -> Callable:  # Raises `ValueError` if the file cannot be run or has no such function
@@ -1530,7 +1530,7 @@ def function_from_file(
     vars(function)["typed"] = text  # As `trainkit train --resume` needs it again
     return function
 
-
+# %% ../../nbs/11_recipes/07_alignment_runs.ipynb #c5d7fb06-4
 def find_environment(
     text: str,  # guess_number, or guess_number(1, 9, guesses=3)
 ) -> Callable[[], Environment]:  # Makes one; raises `ValueError` that names the nearest one
@@ -1576,7 +1576,7 @@ def as_prompt(
         out["prompt"] = [*system, dict(role="user", content=out["prompt"])]
     return out
 
-
+# %% ../../nbs/11_recipes/07_alignment_runs.ipynb #991c941a-2
 def _episodes_alone() -> tuple[dict[str, list[dict]], DataFacts]:
     "Rows for an environment that needs none, since it chooses its tasks by a seed."
     train = [dict(row=i) for i in range(1024)]
@@ -1585,7 +1585,7 @@ def _episodes_alone() -> tuple[dict[str, list[dict]], DataFacts]:
     facts = DataFacts("no data", "prompt", "", train_rows=1024, eval_rows=64)
     return rows | dict(test=[]), facts
 
-
+# %% ../../nbs/11_recipes/07_alignment_runs.ipynb #991c941a-3
 def prepare_prompts(
     config: RunConfig,  # With method grpo, rloo, ppo or reinforce
     base: _Base | None = None,  # A trained model and its tokenizer
@@ -1754,7 +1754,7 @@ def open_teacher(
         raise ValueError(f"distill.teacher = {d.teacher!r} has no tokenizer")
     return model, tokenizer
 
-
+# %% ../../nbs/11_recipes/07_alignment_runs.ipynb #distill-def-2
 def _answered(prompt: Any, answer: str) -> dict:  # Of kind prompt_completion or messages
     if isinstance(prompt, str):
         return dict(prompt=prompt, completion=answer)
@@ -1808,7 +1808,7 @@ def _teacher_rows(
     line = f"Answers    {len(answers):,} written by the teacher; {lost:,} cut off and left out"
     return texts, data, there, line
 
-
+# %% ../../nbs/11_recipes/07_alignment_runs.ipynb #distill-def-3
 def _on_policy(
     config: RunConfig,
     inputs: DistillInputs,
@@ -1836,7 +1836,7 @@ def _on_policy(
         size = c.per_device_eval_batch_size
         inputs.eval_batches = make(held, replace(d, teacher_cache="", lmbda=1.0), size, size)
 
-
+# %% ../../nbs/11_recipes/07_alignment_runs.ipynb #distill-def-4
 def _prepare_questions(
     config: RunConfig,
     base: _Base,
@@ -1873,7 +1873,7 @@ def _prepare_questions(
     inputs.longest = inputs.max_length = longest + config.distill.max_completion_length
     return inputs
 
-
+# %% ../../nbs/11_recipes/07_alignment_runs.ipynb #distill-def-5
 def prepare_distill(
     config: RunConfig,  # With method distill
     base: _Base | None = None,  # A trained student and its tokenizer; None: a new one

@@ -213,7 +213,7 @@ def _unused_knobs_note(
         f"without effect here, since {c.init_from} stays as it is"
     ]
 
-
+# %% ../../nbs/11_recipes/01_recipes.ipynb #263e958d-2
 def _check_request(config: RunConfig, callbacks: Sequence, environment: Callable | None) -> None:
     "Refuse what cannot work: now, not after an hour of preparation."
     if not isinstance(config, RunConfig):
@@ -236,7 +236,7 @@ def _engine(config: RunConfig) -> str:
     "The plan's entry for the engine; raises if another library's loop cannot run the method."
     return "trainkit" if config.engine == "trainkit" else engine_line(config)
 
-
+# %% ../../nbs/11_recipes/01_recipes.ipynb #263e958d-3
 def _model_line(inputs: RunInputs) -> str:
     "The size and the shape of the model, and who can open it."
     config = inputs.model.config
@@ -266,7 +266,7 @@ def _mixture_lines(
     lines = str(data.mixture).splitlines() if data.mixture else []
     return [f"{'' if i else 'Mixture':<10} {line}" for i, line in enumerate(lines)]
 
-
+# %% ../../nbs/11_recipes/01_recipes.ipynb #263e958d-4
 def plan_lines(
     inputs: RunInputs,
     trainer: Trainer,
@@ -364,7 +364,7 @@ def own_metrics(
         inputs.tokenizer, inputs.eval_rows, [compute_metrics], len(inputs.questions)
     )
 
-
+# %% ../../nbs/11_recipes/01_recipes.ipynb #run-steps-2
 def run_elsewhere(
     config: RunConfig,  # With engine llamafactory
 ) -> RunResult:  # From its log; nothing is trained if the program is not installed
@@ -401,7 +401,7 @@ def run_elsewhere(
         folder=folder.path,
     )
 
-
+# %% ../../nbs/11_recipes/01_recipes.ipynb #run-steps-3
 def _in_launched_folder(
     config: RunConfig, resume: bool
 ) -> tuple[RunConfig, bool, bool]:  # The last: whether `trainkit launch` named a folder
@@ -418,7 +418,7 @@ def _in_launched_folder(
         )
     return config, resume, False
 
-
+# %% ../../nbs/11_recipes/01_recipes.ipynb #run-steps-4
 def _names(functions: Callable | Sequence[Callable]) -> list[str]:
     each = [functions] if callable(functions) else functions
     return [getattr(f, "typed", "") or getattr(f, "__name__", type(f).__name__) for f in each]
@@ -441,7 +441,7 @@ def _add_own(
     if compute_metrics:
         inputs.callbacks.append(own_metrics(inputs, compute_metrics))
 
-
+# %% ../../nbs/11_recipes/01_recipes.ipynb #run-steps-5
 def _write_model(
     inputs: RunInputs,
     folder: Path,  # Of the run
@@ -466,7 +466,7 @@ def _save_inputs(inputs: RunInputs, folder: Path) -> None:
     if inputs.test_rows:
         write_examples(inputs.test_rows, folder / "test.jsonl")
 
-
+# %% ../../nbs/11_recipes/01_recipes.ipynb #run-steps-6
 def _metrics_log(config: RunConfig, folder: RunFolder, main: bool, verbose: bool) -> MetricsLog:
     "The log of a run, which is open until its last evaluation is over."
     # Instead of a bar; in a file or a pipe, next to the few lines that stand for one
@@ -497,7 +497,7 @@ def _run_callbacks(
         *([HubPush(config.hub, config.name, config.adapts, say)] if config.hub.push_to_hub else []),
     ]
 
-
+# %% ../../nbs/11_recipes/01_recipes.ipynb #run-steps-7
 def _last_samples(
     trainer: Trainer,
     folder: RunFolder,
@@ -519,7 +519,7 @@ def _show_samples(
     if lines:
         say("", title, *lines, "")
 
-
+# %% ../../nbs/11_recipes/01_recipes.ipynb #run-steps-8
 def _final_metrics(
     trainer: Trainer,
     judge: TextEvaluator,
@@ -547,7 +547,7 @@ def _final_metrics(
         }
     return metrics, words
 
-
+# %% ../../nbs/11_recipes/01_recipes.ipynb #run-steps-9
 def _write_pages(
     folder: RunFolder,
     name: str,  # Title of the report
@@ -569,7 +569,7 @@ def _write_pages(
     say("", f"Model   {folder.path / 'model'}", f"Report  {where}")
     return report
 
-
+# %% ../../nbs/11_recipes/01_recipes.ipynb #run-steps-10
 def _load_libraries(model: nn.Module) -> None:
     "Load what charts and saved models need, so that memory between two steps is only theirs."
     draw_svg(curves, {})  # matplotlib, 30 MB
@@ -581,7 +581,7 @@ def _load_libraries(model: nn.Module) -> None:
     for name in filter(None, ("AutoTokenizer", "AutoModelForCausalLM", own)):
         getattr(transformers, name)  # transformers imports a class when it is first named
 
-
+# %% ../../nbs/11_recipes/01_recipes.ipynb #run-steps-11
 def _printer(folder: RunFolder, verbose: bool) -> Callable[..., None]:
     "A function that writes lines to the log of the run, and prints them."
 
@@ -607,7 +607,7 @@ def _with_rows(config: RunConfig, rows: Iterable[Mapping] | None) -> RunConfig:
     new.replace(path)
     return replace(config, data=replace(config.data, path=str(path)))
 
-
+# %% ../../nbs/11_recipes/01_recipes.ipynb #run-steps-12
 def _how_to_resume(folder: Path, given: Mapping[str, Sequence[str]]) -> str:
     "The command, or where parts of the run were given in Python, the call."
     files = [name for names in given.values() for name in names if ".py:" in name]
@@ -837,7 +837,7 @@ class Rehearsal:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-
+# %% ../../nbs/11_recipes/10_dry_run.ipynb #0ebdfbd2-2
 class _Clock:
     "Notes when each step ended."
 
@@ -911,7 +911,7 @@ def rehearse(
         plan, total, total * rows * length, rows, each, each * total, clock.losses[0], memory, notes
     )
 
-
+# %% ../../nbs/11_recipes/10_dry_run.ipynb #0ebdfbd2-3
 def _elsewhere(config: RunConfig) -> Rehearsal:
     "What another program would be given."
     engine = engine_line(config)

@@ -100,7 +100,7 @@ def _name_padding(file: Path, tokenizer: "Tokenizer", pad: int | None) -> None:
     if names:
         write_atomic(file, json.dumps(settings | dict(pad_token=names[0]), indent=2) + "\n")
 
-
+# %% ../../nbs/11_recipes/09_saving.ipynb #cc75e223-2
 def check_reward_class(
     causal: nn.Module,  # A language model, ours or of transformers
 ) -> None:
@@ -119,7 +119,7 @@ def check_reward_class(
             "it could not be saved: start from a model of another family"
         )
 
-
+# %% ../../nbs/11_recipes/09_saving.ipynb #cc75e223-3
 def save_reward_model(
     model: RewardModel,  # With or without an adapter, quantized or not
     tokenizer: "Tokenizer",
@@ -166,7 +166,7 @@ def save_reward_model(
         write_atomic(temporary / "README.md", _CARD)
     return folder
 
-
+# %% ../../nbs/11_recipes/09_saving.ipynb #cc75e223-4
 def save_reward_adapter(
     model: RewardModel,  # With an adapter
     folder: str | Path,
@@ -196,7 +196,7 @@ def save_reward_adapter(
         )
     return folder
 
-
+# %% ../../nbs/11_recipes/09_saving.ipynb #cc75e223-5
 def load_reward_model(
     folder: str | Path,  # From `save_reward_model`, or of the run that saved it there
 ) -> "tuple[PreTrainedModel, Tokenizer]":  # With one label, in eval mode; its tokenizer
@@ -310,7 +310,7 @@ def save_trained(
         origin = dict(bits=parts.config.quant.bits, base=source)
         write_atomic(where / "merged.json", json.dumps(origin) + "\n")
 
-
+# %% ../../nbs/11_recipes/09_saving.ipynb #64763ceb-2
 def read_trained(
     parts: _Inputs,
     model: nn.Module,  # Of the run
@@ -335,7 +335,7 @@ def read_trained(
         raise ValueError(f"{where} has no '{absent[0]}', which was trained")
     return state | read
 
-
+# %% ../../nbs/11_recipes/09_saving.ipynb #64763ceb-3
 def _body_names(
     parts: _Inputs,
     weights: Mapping[str, Tensor],  # By their names in the language model; the score too

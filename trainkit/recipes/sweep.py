@@ -155,7 +155,7 @@ def _find(key: str) -> tuple[str, Knob, str]:  # Dotted name, knob, a remark
     remark = f"({key} is {names[0]})" if moved else ""
     return names[0], places[0].knob, remark
 
-
+# %% ../../nbs/11_recipes/19_sweeps.ipynb #sweep-parse-2
 def _number(text: str, key: str, whole: bool) -> float:
     try:
         value = float(text)
@@ -201,7 +201,7 @@ def _range(
         scale = "log" if named or high >= 10 * low else "linear"
     return Space(path, scale, low, high, whole)
 
-
+# %% ../../nbs/11_recipes/19_sweeps.ipynb #sweep-parse-3
 def parse_spaces(
     changes: Sequence[str],  # `knob=a..b`, `knob=a,b,c`, or `knob=value`, which stays fixed
 ) -> tuple[list[Space], list[str], list[str]]:  # Spaces, fixed changes, remarks
@@ -600,7 +600,7 @@ class Sweep:
             ),
         )
 
-
+# %% ../../nbs/11_recipes/19_sweeps.ipynb #sweep-class-3
 @lru_cache(maxsize=4)  # YAML is slow to read, and all trials have the same
 def _parsed(text: str) -> dict:
     return parse_config(text, "the config of the sweep")[0]
@@ -662,7 +662,7 @@ def knob_chart(
     figure.set_layout_engine("tight")
     return ax
 
-
+# %% ../../nbs/11_recipes/19_sweeps.ipynb #sweep-page-2
 def _trial_runs(sweep: Sweep) -> dict[str, Run]:
     "The logs of the trials that have one."
     runs = {}
@@ -722,7 +722,7 @@ def sweep_sections(
         sections.append(("Curves", lines))
     return sections
 
-
+# %% ../../nbs/11_recipes/19_sweeps.ipynb #sweep-page-3
 def _over_knob(sweep: Sweep, space: Space) -> Picture:
     points = [
         (t.values[space.path], value, len(t.metrics))
@@ -816,7 +816,7 @@ class _Rung:
             return -value
         return value
 
-
+# %% ../../nbs/11_recipes/19_sweeps.ipynb #sweep-run-2
 def _take_step(
     sweep: Sweep,
     trial: Trial,
@@ -864,7 +864,7 @@ def _share_tokenizer(sweep: Sweep, folder: Path) -> None:
             shutil.copytree(home, folder / "tokenizer")
             return
 
-
+# %% ../../nbs/11_recipes/19_sweeps.ipynb #sweep-run-3
 def start_sweep(
     config: "RunConfig",
     changes: Sequence[str],  # As for `parse_spaces`; none fixed
@@ -908,7 +908,7 @@ def start_sweep(
     sweep.save()
     return sweep
 
-
+# %% ../../nbs/11_recipes/19_sweeps.ipynb #sweep-run-4
 _LIMITS = ("budget_steps", "minutes")  # A sweep may go on with others
 
 
@@ -933,7 +933,7 @@ def _open_again(sweep: Sweep) -> Sweep:
     old.settings = sweep.settings
     return old
 
-
+# %% ../../nbs/11_recipes/19_sweeps.ipynb #sweep-run-5
 def run_sweep(
     config: "RunConfig | Sweep",  # Or one from `start_sweep` or `load_sweep`
     changes: Sequence[str] = (),  # What is searched: `learning_rate=1e-4..1e-2`
@@ -983,7 +983,7 @@ def run_sweep(
         say(f"Resume with: trainkit sweep --resume {sweep.folder}")
     return sweep
 
-
+# %% ../../nbs/11_recipes/19_sweeps.ipynb #sweep-run-6
 def _progress_line(sweep: Sweep, trial: Trial, rung: int) -> str:
     "What one job came to, and how long the rest will take."
     settings = [f"{_short(name)} {value}" for name, value in trial.values.items()]
