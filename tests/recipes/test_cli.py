@@ -603,7 +603,9 @@ def test_check_counts_all_bad_rows(tmp_path):
         and "1,507 rows are not examples" in done.stdout
         and done.stdout.count("not JSON") == 5
     ), done.stdout
-    assert "<title>1,507 bad rows</title>" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "<title>Check of a.jsonl</title>" in page and "not JSON" in page
+    assert "<p>1,507 rows are not examples, the first of them above</p>" in page
     reports = json.loads(call("data", "check", "a.jsonl", "b.jsonl", "--json", cwd=tmp_path).stdout)
     assert (reports["skipped"], len(reports["bad"]), reports["exit_code"]) == (1507, 1007, 1)
     assert "1 row is not an example" in call("data", "check", "c.jsonl", cwd=tmp_path).stdout

@@ -13,6 +13,7 @@ __all__ = ['data', 'File', 'Kind', 'Column', 'Encoding', 'complete_method', 'rea
 # %% ../../nbs/11_recipes/15_data_commands.ipynb #imports-data_commands
 import json
 import shlex
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -300,11 +301,17 @@ def check(
             template=template,
         )
     code = max(report.exit_code, int(skipped > 0))
+    notes = bad[:5]
+    if skipped:
+        verb = "are not examples" if skipped > 1 else "is not an example"
+        rest = ", the first of them above" if skipped > 5 else ""
+        notes.append(f"{plural(skipped, 'row')} {verb}{rest}")
     if html:
         from trainkit.files import write_atomic
 
-        title = f"{skipped:,} bad rows"
-        write_atomic(html, _PAGE.format(title=title, body=report._repr_html_()))
+        body = "".join(f"<p>{escape(note)}</p>" for note in notes) + report._repr_html_()
+        title = f"Check of {', '.join(path.name for path in map(Path, files))}"
+        write_atomic(html, _PAGE.format(title=escape(title), body=body))
     if as_json:
         say(
             to_json(
@@ -314,13 +321,9 @@ def check(
             )
         )
     else:
-        for line in bad[:5]:
-            say(line)
-        if skipped:
-            verb = "are not examples" if skipped > 1 else "is not an example"
-            rest = ", the first of them above\n" if skipped > 5 else ""
-            say(f"{plural(skipped, 'row')} {verb}{rest}")
-        say(str(report))
+        for note in notes:
+            say(note)
+        say("\n" * (skipped > 5) + str(report))
     if code:
         raise typer.Exit(code)
 

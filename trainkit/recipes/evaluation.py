@@ -121,9 +121,10 @@ class TextEvaluator:
             words = "Divergence from the teacher on held-out examples"
             return {"eval_loss": loss}, [f"{words}: {loss:.3f} nats per token"]
         if isinstance(inputs, AnswerInputs):
-            return {"eval_loss": loss, "perplexity": perplexity(loss)}, [
-                f"Loss of held-out examples: {loss:.3f}"
-            ]
+            metrics = {"eval_loss": loss}
+            if inputs.objective is None:
+                metrics["perplexity"] = perplexity(loss)
+            return metrics, [f"Loss of held-out examples: {loss:.3f}"]
         if not ("eval_bits_per_byte" in evaluation and isinstance(inputs, TextInputs)):
             # an objective of one's own need not be in nats a token
             return {"eval_loss": loss}, [f"Loss of {self.measured_on}: {loss:.3f}"]
