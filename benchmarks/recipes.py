@@ -116,7 +116,7 @@ RECIPES = {
     ),
     "merge": Recipe(
         "Merge an adapter",
-        "trainkit merge runs/pretrain/model runs/lora/adapter merged",
+        "trainkit merge runs/pretrain/model runs/lora/adapter merged-lora",
         "",
         "",
     ),

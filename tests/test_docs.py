@@ -115,6 +115,19 @@ def commands_of_lessons():
             yield from ((path.stem, line) for line in found if line.startswith("trainkit "))
 
 
+def test_no_two_guides_write_into_the_same_folder():
+    "The guides are followed in one folder: a name that is taken would give a run another folder."
+    makers = {}
+    for name in ["README", *GUIDES]:
+        code = "\n".join(code for _, _, code in blocks(name))
+        runs = re.findall(r"(?:\bname=|^name: |'name': ')([\w-]+)", code, re.M)
+        merged = [words[-1] for words in commands(name) if words[0] == "merge"]
+        for folder in [*runs, *merged]:
+            makers.setdefault(folder, []).append(name)
+    shared = {folder: guides for folder, guides in makers.items() if len(guides) > 1}
+    assert len(makers) > 40 and not shared, shared
+
+
 SPOKEN_OF = ("NoArgsIsHelpError", "MissingParameter", "BadOptionUsage")
 
 

@@ -18,6 +18,8 @@ from support.processes import shell as trainkit
 
 from trainkit.audit.report import SUBJECTS
 from trainkit.eval.evaluator import load_questions
+from trainkit.recipes.commands import show_tokenizer
+from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 from trainkit.train.checkpoint import run_lock
 
 SMALL = [
@@ -1177,3 +1179,11 @@ def test_the_line_to_copy_after_a_split_is_quoted(tmp_path):
     done = call("data", "split", "my rows.jsonl", *outputs, cwd=tmp_path)
     line = done.stdout.splitlines()[-1].partition(": ")[2]
     assert shlex.split(line) == ["--dataset", "to train.jsonl", "data.eval_file=to judge.jsonl"]
+
+
+def test_the_longest_token_is_shown_as_it_is(tmp_path, capsys):
+    "It is often a run of spaces, which cannot be seen."
+    tokenizer = BPETokenizer.train(["x = 1" + " " * 9] * 9, vocab_size=259, progress=False)
+    tokenizer.save(tmp_path / "tok")
+    show_tokenizer(tmp_path / "tok")
+    assert re.search(r"^longest +' {4,8}'$", capsys.readouterr().out, re.M)

@@ -401,3 +401,13 @@ def test_the_page_in_words(tmp_path, real_curves):
     text = re.sub(r"\n\s*\n", "\n", re.sub("<[^>]+>", "\n", re.sub("<style.*?</style>", "", text)))
     text = text.replace(str(tmp_path), "runs")
     compare(text.strip() + "\n" + "\n".join(captions) + "\n", "sweep_page.txt")
+
+
+@pytest.mark.parametrize(
+    "metrics, step, state",
+    [([], 0, "not begun"), ([], 2, "interrupted"), ([4.5], 6, "stopped at a rung")],
+)
+def test_the_table_says_where_a_trial_is(swept, metrics, step, state):
+    "One that was interrupted before its first rung has begun."
+    trial = replace(swept[1].trials[0], metrics=metrics, step=step, ended="")
+    assert replace(swept[1], trials=[trial]).rows()[0]["ended"] == state

@@ -326,6 +326,7 @@ def show_tokenizer(folder: Folder, as_json: _AsJson = False) -> None:
     if as_json:
         say(to_json(facts, indent=1, ensure_ascii=False))
     else:
+        facts["longest"] = repr(facts["longest"])  # Often a run of spaces
         say("\n".join(f"{name:15} {value}" for name, value in facts.items()))
 
 # %% ../../nbs/11_recipes/17_commands.ipynb #8aad5951

@@ -522,6 +522,15 @@ class Sweep:
             return None
         return -trial.metrics[-1] if self.greater else trial.metrics[-1]
 
+    def _state_of(
+        self,
+        trial: Trial,
+    ) -> str:
+        "Where a trial is that has not ended."
+        if trial.metrics:
+            return "stopped at a rung"
+        return "interrupted" if trial.step else "not begun"
+
     def rows(self) -> list[dict[str, object]]:
         "One dictionary a trial, the best first."
         return [
@@ -531,7 +540,7 @@ class Sweep:
                 "step": t.step,
                 self.metric: self.value(t),
                 "rung": f"{len(t.metrics)} of {len(self.settings.fractions)}",
-                "ended": t.ended or ("stopped at a rung" if t.metrics else "not begun"),
+                "ended": t.ended or self._state_of(t),
             }
             for t in self.ranked
         ]
