@@ -268,7 +268,7 @@ class _Place(NamedTuple):
     start: int
     stop: int
 
-
+# %% ../../nbs/08_align/18_distillation.ipynb #cache-def-2-2
 class TeacherCache:
     """The teacher's `top_k` probabilities of rows, computed once and kept in files.
 
