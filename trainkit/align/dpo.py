@@ -320,10 +320,8 @@ def _check_reference(reference: Reference | None, c: DPOConfig) -> Reference | N
         )
     return reference
 
-
-@torch.no_grad()
-
 # %% ../../nbs/08_align/05_dpo.ipynb #a0ca357e-6
+@torch.no_grad()
 def _estimate_kl(
     model: nn.Module,
     reference: Reference | None,
@@ -339,10 +337,8 @@ def _estimate_kl(
         ratio = ratio - torch.cat((then.chosen, then.rejected))
     return ratio.mean().clamp(min=0)
 
-
-@torch.no_grad()
-
 # %% ../../nbs/08_align/05_dpo.ipynb #a0ca357e-7
+@torch.no_grad()
 def _dpo_metrics(
     pair: Pair,
     log_probs: PairLogProbs,  # Of the model
