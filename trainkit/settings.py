@@ -160,7 +160,7 @@ _OPTIM_ALIASES = {
     "wsd": "warmup_stable_decay",
 }
 
-
+# %% ../nbs/04_train/01_optimizers.ipynb #6a46329d-2
 @suggest_names
 @dataclass
 class OptimConfig:
@@ -225,7 +225,7 @@ class OptimConfig:
             for pattern, value in getattr(self, name).items():
                 check_rule(name, pattern, value)
 
-
+# %% ../nbs/04_train/01_optimizers.ipynb #6a46329d-3
 def check_rule(
     name: str,  # The knob
     pattern: Any,  # Should be a regular expression

@@ -115,7 +115,7 @@ def learned_logits(
     logits = out if isinstance(out, Tensor) else out.logits
     return logits if head is not None else logits[learned]
 
-
+# %% ../../nbs/08_align/18_distillation.ipynb #objective-def-2
 class Teacher:
     "A frozen model that says how likely it finds every next token."
 
@@ -190,7 +190,7 @@ class Teacher:
             )
         return divergence(log_probs, scores, self.config.beta)
 
-
+# %% ../../nbs/08_align/18_distillation.ipynb #objective-def-3
 def distill_objective(
     teacher: "Teacher | TeacherCache",
 ) -> Callable[[nn.Module, dict], Loss]:
@@ -260,7 +260,7 @@ def row_key(
         digest.update(np.asarray(column, np.int64).tobytes())
     return digest.digest()
 
-
+# %% ../../nbs/08_align/18_distillation.ipynb #cache-def-2
 class _Place(NamedTuple):
     "Where the numbers of a row are."
 
@@ -268,7 +268,7 @@ class _Place(NamedTuple):
     start: int
     stop: int
 
-
+# %% ../../nbs/08_align/18_distillation.ipynb #cache-def-2-2
 class TeacherCache:
     """The teacher's `top_k` probabilities of rows, computed once and kept in files.
 
@@ -497,7 +497,7 @@ def split_answer(
     ids = [int(i) for i in row["input_ids"]]
     return ids[:start], ids[start:stop]
 
-
+# %% ../../nbs/08_align/18_distillation.ipynb #batches-def-2
 class DistillBatches(Rollouts):
     """Batches in which the student writes a share `lmbda` of the answers itself.
 

@@ -106,7 +106,7 @@ def _discopop(p: Pair, c: DPOConfig) -> Tensor:
     mix = torch.sigmoid(p.margin / c.discopop_tau)
     return -F.logsigmoid(p.margin) * (1 - mix) + torch.exp(-p.margin) * mix
 
-
+# %% ../../nbs/08_align/04_preference_losses.ipynb #77f3a548-2
 def _orpo(p: Pair, c: DPOConfig) -> Tensor:
     a = p.chosen / p.chosen_tokens.clamp(min=1)
     b = p.rejected / p.rejected_tokens.clamp(min=1)
@@ -122,7 +122,7 @@ def _simpo(p: Pair, c: DPOConfig) -> Tensor:
     rejected = p.rejected / p.rejected_tokens.clamp(min=1)
     return _smooth(c.beta * (chosen - rejected) - c.simpo_gamma, c)
 
-
+# %% ../../nbs/08_align/04_preference_losses.ipynb #77f3a548-3
 def _kto(p: Pair, c: DPOConfig) -> Tensor:
     good = 1 - torch.sigmoid(c.beta * (p.chosen_ratio - p.kl))
     bad = 1 - torch.sigmoid(c.beta * (p.kl - p.rejected_ratio))
@@ -153,7 +153,7 @@ def _sppo(p: Pair, c: DPOConfig) -> Tensor:
     half = 0.5 / c.beta
     return (p.chosen_ratio - half).square() + (p.rejected_ratio + half).square()
 
-
+# %% ../../nbs/08_align/04_preference_losses.ipynb #77f3a548-4
 def _aot(p: Pair, c: DPOConfig) -> Tensor:
     ratios = (p.chosen - p.rejected).sort(dim=0)[0]
     ref_ratios = (p.ref_chosen - p.ref_rejected).sort(dim=0)[0]
@@ -165,7 +165,7 @@ def _aot_unpaired(p: Pair, c: DPOConfig) -> Tensor:
     rejected = p.rejected_ratio.sort(dim=0)[0]
     return _smooth(c.beta * (chosen - rejected), c)
 
-
+# %% ../../nbs/08_align/04_preference_losses.ipynb #77f3a548-5
 def _apo_zero(p: Pair, c: DPOConfig) -> Tensor:
     chosen = torch.sigmoid(c.beta * p.chosen_ratio)
     rejected = torch.sigmoid(c.beta * p.rejected_ratio)
@@ -180,7 +180,7 @@ def _apo_down(p: Pair, c: DPOConfig) -> Tensor:
 def _sft(p: Pair, c: DPOConfig) -> Tensor:
     return -p.chosen * len(p.chosen) / p.chosen_tokens.sum().clamp(min=1)
 
-
+# %% ../../nbs/08_align/04_preference_losses.ipynb #77f3a548-6
 LOSSES: dict[str, Callable[[Pair, DPOConfig], Tensor]] = {  # (B,), the loss of each pair
     # DPO (Rafailov et al. 2023); with label smoothing cDPO (Mitchell 2023)
     "sigmoid": lambda p, c: _smooth(p.margin, c),
@@ -207,7 +207,7 @@ LOSSES: dict[str, Callable[[Pair, DPOConfig], Tensor]] = {  # (B,), the loss of 
 }
 DPOConfig.losses = LOSSES  # With those that a user adds
 
-
+# %% ../../nbs/08_align/04_preference_losses.ipynb #77f3a548-7
 def preference_loss(
     chosen: Tensor,  # (B,) log-probability of each chosen answer
     rejected: Tensor,  # (B,)
@@ -251,7 +251,7 @@ def _desensitize(log_probs: PairLogProbs, config: DPOConfig) -> tuple[Tensor, Te
         part_rejected + config.ld_alpha * (rejected - part_rejected),
     )
 
-
+# %% ../../nbs/08_align/05_dpo.ipynb #a0ca357e-2
 def exact_kl(
     logits: Tensor,  # (N, V)
     reference: Tensor,  # (N, V)
@@ -263,7 +263,7 @@ def exact_kl(
     )
     return (p.exp() * (p - q)).sum(-1)
 
-
+# %% ../../nbs/08_align/05_dpo.ipynb #a0ca357e-3
 def _other_answers(batch: dict) -> dict:
     "The same prompts with the answers of the next pair, for kto's estimate of the KL."
     if len(batch["prompt_input_ids"]) < 2:
@@ -275,7 +275,7 @@ def _other_answers(batch: dict) -> dict:
         k: v.roll(1, 0) if k.startswith(("chosen_", "rejected_")) else v for k, v in batch.items()
     }
 
-
+# %% ../../nbs/08_align/05_dpo.ipynb #a0ca357e-4
 def reward_metrics(
     chosen: Tensor,  # (B,) rewards
     rejected: Tensor,  # (B,)
@@ -291,7 +291,7 @@ def reward_metrics(
         "rewards/ties": (ties, n),
     }
 
-
+# %% ../../nbs/08_align/05_dpo.ipynb #a0ca357e-5
 def _check_reference(reference: Reference | None, c: DPOConfig) -> Reference | None:
     "The reference that the losses need, if any; raises `ValueError` if it does not suit them."
     losses = ", ".join(c.loss_type)
@@ -320,7 +320,7 @@ def _check_reference(reference: Reference | None, c: DPOConfig) -> Reference | N
         )
     return reference
 
-
+# %% ../../nbs/08_align/05_dpo.ipynb #a0ca357e-6
 @torch.no_grad()
 def _estimate_kl(
     model: nn.Module,
@@ -337,7 +337,7 @@ def _estimate_kl(
         ratio = ratio - torch.cat((then.chosen, then.rejected))
     return ratio.mean().clamp(min=0)
 
-
+# %% ../../nbs/08_align/05_dpo.ipynb #a0ca357e-7
 @torch.no_grad()
 def _dpo_metrics(
     pair: Pair,

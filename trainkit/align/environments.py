@@ -176,7 +176,7 @@ def tool_schema(
         function=dict(name=name, description=" ".join(about.split()), parameters=parameters),
     )
 
-
+# %% ../../nbs/08_align/14_environments.ipynb #tools-def-2
 def call_tool(
     tools: Sequence[Callable],
     name: str,
@@ -268,7 +268,7 @@ def calculate(expression: str) -> int:
         raise ValueError(f"an expression has at most 200 characters, not {len(expression)}")
     return value(ast.parse(expression.strip(), mode="eval").body)
 
-
+# %% ../../nbs/08_align/14_environments.ipynb #games-def-2
 class Calculator(ToolEnvironment):
     "A product and a sum, with a calculator; the reward is 1 for the right number."
 
@@ -289,7 +289,7 @@ class Calculator(ToolEnvironment):
         numbers = re.findall(r"-?\d+", answer.replace(",", ""))
         return float(bool(numbers) and numbers[-1] == self.answer)
 
-
+# %% ../../nbs/08_align/14_environments.ipynb #games-def-3
 class FileSearch(ToolEnvironment):
     "Some files, one of which contains a word; the reward is 1 for its name."
 
@@ -350,7 +350,7 @@ def _check_name(name: str, kind: str, known: Iterable[str]) -> None:
             f"there is no {kind} {name!r}: take one of {len(names)}, such as {', '.join(close)}"
         )
 
-
+# %% ../../nbs/08_align/14_environments.ipynb #libraries-def-2
 class ReasoningGym(Environment):
     "A question of reasoning-gym, and its checker as the reward, from 0 to 1."
 
@@ -388,7 +388,7 @@ class ReasoningGym(Environment):
             reward = 0.0
         return Reply([], reward, True)
 
-
+# %% ../../nbs/08_align/14_environments.ipynb #libraries-def-3
 _ASKED: dict[str, tuple[Any, dict]] = {}  # The last questions: a group of episodes shares one
 
 
@@ -414,7 +414,7 @@ def _ask_gym(task: str, settings: Mapping[str, object], seed: int) -> tuple[Any,
         _ASKED[key] = asked
     return _ASKED[key]
 
-
+# %% ../../nbs/08_align/14_environments.ipynb #libraries-def-4
 class TextArena(Environment):
     "A game of textarena for one player; the reward comes at its end."
 
@@ -457,7 +457,7 @@ class TextArena(Environment):
         text, before, self.seen = str(text), self.seen, str(text)
         return text.removeprefix(before).strip()
 
-
+# %% ../../nbs/08_align/14_environments.ipynb #libraries-def-5
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
     "guess_number": GuessNumber,
     "calculator": Calculator,

@@ -61,7 +61,7 @@ class _Recorder:
             kept = np.packbits(logits.isfinite().cpu().numpy(), axis=-1)
             self.kept = dict(zip(rows, kept, strict=True))
 
-
+# %% ../../nbs/08_align/15_episodes.ipynb #sample-def-2
 def sample_answers(
     policy: nn.Module,  # `Transformer` or any causal model of transformers
     contexts: Sequence[Sequence[int]],  # ids, of any lengths
@@ -130,7 +130,7 @@ def sample_answers(
         waiting = [waiting[place] for place in sorted(unfinished)]
     return answers
 
-
+# %% ../../nbs/08_align/15_episodes.ipynb #sample-def-3
 def _sample_by_length(
     policy: nn.Module,
     contexts: Sequence[Sequence[int]],
@@ -192,7 +192,7 @@ def continuation_ids(
         end = next(place for place in range(same, len(ids)) if ids[place] in ends)
     return ids[end + 1 :]
 
-
+# %% ../../nbs/08_align/15_episodes.ipynb #cont-def-2
 def _is_chat(prompt: Prompt) -> "TypeIs[Sequence[Mapping]]":  # Not for an empty one
     return not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
 
@@ -276,7 +276,7 @@ class Episode:
     def reward(self) -> float:  # Of all steps together
         return sum(self.rewards)
 
-
+# %% ../../nbs/08_align/15_episodes.ipynb #play-def-2
 def _checked(environment: Environment, reply: object) -> Reply:
     if isinstance(reply, Reply):
         return reply

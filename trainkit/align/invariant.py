@@ -51,7 +51,7 @@ def _elementwise(function: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Te
     parts = [function(part, *args, **kwargs) for part in flat.split(ELEMENTS)]
     return torch.cat([flat[:0], *parts])[: x.numel()].view(x.shape)
 
-
+# %% ../../nbs/08_align/17_batch_invariance.ipynb #blocks-def-2
 def _attention(
     q: Tensor,  # (B, H, T, D)
     k: Tensor,  # (B, H_kv, S, D)

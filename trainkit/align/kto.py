@@ -44,7 +44,7 @@ def _as_conversation(row: Mapping) -> dict:
     prompt = [{**m, "train": False} if m["role"] == "assistant" else m for m in row["prompt"]]
     return {**more, "messages": [*prompt, *row["completion"]]}
 
-
+# %% ../../nbs/08_align/06_kto.ipynb #bcc8e6d1-2
 def tokenize_unpaired(
     rows: Iterable[Mapping],  # `prompt` and `completion`, texts or messages; `label`, true or false
     # Ours, or a fast tokenizer of transformers

@@ -69,7 +69,7 @@ class Layout:
     answer: Tensor  # (N,) b for the chosen answer of pair b, B + b for the rejected one
     rank: Tensor  # (N,) the index of a learned token in its answer, from 1
 
-
+# %% ../../nbs/08_align/02_logprobs.ipynb #25598872-2
 def layout_pairs(
     batch: Mapping[str, Tensor],  # From `collate_pairs`
     share: bool = True,  # Each prompt once, else once for each answer
@@ -140,7 +140,7 @@ def layout_pairs(
     inputs = dict(input_ids=ids, attention_mask=sees, position_ids=offsets)
     return Layout(inputs, keep, (rows, index), **common)
 
-
+# %% ../../nbs/08_align/02_logprobs.ipynb #25598872-3
 def _two_rows(
     x: Tensor,  # (B, P + C + R)
     P: int,

@@ -46,7 +46,7 @@ def _unwrap_parallel(model: nn.Module) -> nn.Module:
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore
     return model
 
-
+# %% ../../nbs/08_align/09_policy.ipynb #41aa6704-2
 class _LogProb(torch.autograd.Function):
     "Log-probability and entropy; backward turns the matrix of probabilities into the gradient."
 
@@ -70,7 +70,7 @@ class _LogProb(torch.autograd.Function):
         grad = probs * -grads[0][:, None]
         return grad.scatter_add_(-1, ids[:, None], grads[0][:, None]), None
 
-
+# %% ../../nbs/08_align/09_policy.ipynb #41aa6704-3
 class _LogProbFromHidden(torch.autograd.Function):
     "`_LogProb` of hidden states, a few at a time; the gradient never touches the logits."
 
@@ -120,7 +120,7 @@ class _LogProbFromHidden(torch.autograd.Function):
             grad_weight = (probs.T @ -scaled).index_add_(0, ids, scaled) if need_weight else None
         return grad_hidden, grad_weight, None, None, None
 
-
+# %% ../../nbs/08_align/09_policy.ipynb #41aa6704-4
 def _is_plain(model: nn.Module, head: nn.Module | None) -> bool:
     "Whether logits are vectors times a weight, in full precision on a CPU, and nothing else."
     inner = getattr(model, "policy", model)
@@ -136,7 +136,7 @@ def _is_plain(model: nn.Module, head: nn.Module | None) -> bool:
         and autocast_dtype(weight) == weight.dtype
     )
 
-
+# %% ../../nbs/08_align/09_policy.ipynb #41aa6704-5
 def _keep_only(logits: Tensor, kept: Tensor | None) -> Tensor:  # (N, V), (N, bytes)
     "Logits without the tokens that could not be drawn, whose bits are 0."
     if kept is None:
@@ -145,7 +145,7 @@ def _keep_only(logits: Tensor, kept: Tensor | None) -> Tensor:  # (N, V), (N, by
     bits = (kept[..., None] >> places & 1).flatten(1)[:, : logits.shape[-1]]
     return logits.masked_fill(bits == 0, -torch.inf)
 
-
+# %% ../../nbs/08_align/09_policy.ipynb #41aa6704-6
 def token_scores(
     # Ours, one of transformers', an `ActorCritic`, or any that maps ids (B, T) to logits (B, T, V)
     model: nn.Module,

@@ -87,7 +87,7 @@ def _shared_length(a: np.ndarray, b: np.ndarray) -> int:  # Tokens that both beg
     differ = (a[:n] != b[:n]).nonzero()[0]
     return int(differ[0]) if len(differ) else n
 
-
+# %% ../../nbs/08_align/01_preference_data.ipynb #4d5a2f40-2
 @dataclass(frozen=True, repr=False)
 class PairReport:
     "What became of preference rows."
@@ -145,7 +145,7 @@ class PairReport:
     def _repr_html_(self) -> str:
         return str(table([{"fact": k, "value": v} for k, v in self.facts().items()], title="Pairs"))
 
-
+# %% ../../nbs/08_align/01_preference_data.ipynb #4d5a2f40-3
 class Pairs(list):
     "Dicts with `prompt`, `chosen`, `rejected`, labels and `length`, and a `report` on the rows."
 
@@ -171,7 +171,7 @@ def _conversations(row: Mapping) -> list[dict]:
     prompt = [{**m, "train": False} if m["role"] == "assistant" else m for m in row["prompt"]]
     return [{**more, "messages": [*prompt, *row[side]]} for side in ("chosen", "rejected")]
 
-
+# %% ../../nbs/08_align/01_preference_data.ipynb #ac13547a-2
 def fit_lengths(
     row: int,  # Its index, for the error
     prompt: int,  # Tokens
@@ -199,7 +199,7 @@ def fit_lengths(
     n = max(1, min(n, max_length - answer))
     return n, min(answer, max_length - n)
 
-
+# %% ../../nbs/08_align/01_preference_data.ipynb #ac13547a-3
 def _encode_pairs(
     rows: Iterable[Mapping],
     tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
@@ -231,7 +231,7 @@ def _until_last_label(example: Mapping) -> tuple[np.ndarray, np.ndarray]:
     end = int((labels != -100).nonzero()[0][-1]) + 1
     return ids[:end], labels[:end]
 
-
+# %% ../../nbs/08_align/01_preference_data.ipynb #ac13547a-4
 def tokenize_pairs(
     rows: Iterable[Mapping],  # With `prompt`, `chosen` and `rejected`: texts, or messages
     # Ours, or a fast tokenizer of transformers
@@ -301,7 +301,7 @@ def tokenize_pairs(
         raise ValueError(f"no pair is left:\n{pairs.report}")
     return pairs
 
-
+# %% ../../nbs/08_align/01_preference_data.ipynb #ac13547a-5
 def _warn_about(report: PairReport) -> None:
     "Warn the caller of `tokenize_pairs` where rows were cut or left out."
     counts = {

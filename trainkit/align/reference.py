@@ -129,7 +129,7 @@ class AdapterDisabledReference(Reference):
     ) -> tuple[nn.Module, AbstractContextManager]:
         return unwrap_model(model), self.off(unwrap_model(model))
 
-
+# %% ../../nbs/08_align/03_reference.ipynb #3111eb71-2
 class FrozenAdapterReference(Reference):
     "Computes log-probabilities with the model itself and a copy of its adapter, made now."
 
@@ -152,7 +152,7 @@ class FrozenAdapterReference(Reference):
             parts.to(device)
         return unwrap_model(model), self.as_it_was(unwrap_model(model))
 
-
+# %% ../../nbs/08_align/03_reference.ipynb #3111eb71-3
 def has_adapter(
     model: nn.Module,
 ) -> bool:
@@ -176,7 +176,7 @@ def adapter_is_identity(
     a, b = (torch.cat((out.chosen, out.rejected)) for out in (a, b))
     return torch.allclose(a, b, near, near)
 
-
+# %% ../../nbs/08_align/03_reference.ipynb #3111eb71-4
 def make_reference(
     model: nn.Module,  # As it is before training
     # 'copy', 'adapter' (the model with its adapter off), or 'auto': 'adapter' where one is trained
@@ -234,7 +234,7 @@ def pairs_fingerprint(
             digest.update(len(ids).to_bytes(8, "big") + ids.tobytes())
     return digest.hexdigest()
 
-
+# %% ../../nbs/08_align/03_reference.ipynb #eb4eafbd-2
 class PrecomputedReference(Reference):
     "Returns log-probabilities that were computed before training; they come with the batch."
 
@@ -262,7 +262,7 @@ class _ModelItself(AdapterDisabledReference):
         with without_dropout(model):
             yield
 
-
+# %% ../../nbs/08_align/03_reference.ipynb #eb4eafbd-3
 def precompute_reference(
     model: nn.Module,  # As it is before training
     pairs: Sequence[dict],  # From `tokenize_pairs`; each gets four more numbers
@@ -305,7 +305,7 @@ def precompute_reference(
         )
     return PrecomputedReference()
 
-
+# %% ../../nbs/08_align/03_reference.ipynb #eb4eafbd-4
 def _number_format(accelerator: "Accelerator | None") -> str:  # Empty without autocast
     if accelerator is None:
         return ""
@@ -339,7 +339,7 @@ def _reference_log_probs(
             bar.update(done)
     return log_probs
 
-
+# %% ../../nbs/08_align/03_reference.ipynb #eb4eafbd-5
 def _read_log_probs(path: Path, fingerprints: dict[str, str]) -> np.ndarray:
     "The numbers in a file of `precompute_reference`, if it is of this model and these pairs."
     try:

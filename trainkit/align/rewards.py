@@ -51,7 +51,7 @@ def same_answer(
         return a == b  # Whole numbers exactly, however large they are
     return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
 
-
+# %% ../../nbs/08_align/08_rewards.ipynb #8d0efeee-2
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")  # As in 1,234,567
 _COMMA = re.compile(r"(?<!\d),|,(?!\d)")  # Of a sentence, not between two digits
 
@@ -78,7 +78,7 @@ def answer_value(
     # Numbers too large for a float to tell from their neighbours stay words
     return words if number is None or abs(number) > 2**53 else float(number)
 
-
+# %% ../../nbs/08_align/08_rewards.ipynb #8d0efeee-3
 def answer_reader(
     # Matches the answer as its first group, and the last match counts; '': all of the text
     pattern: str = "",
@@ -98,7 +98,7 @@ def answer_reader(
 
     return read
 
-
+# %% ../../nbs/08_align/08_rewards.ipynb #8d0efeee-4
 def right_answer(
     # Matches the answer in the completion as its first group, and the last match counts;
     # '': the answer is the whole completion
@@ -187,7 +187,7 @@ def await_result(
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, result).result()  # A notebook has a loop of its own
 
-
+# %% ../../nbs/08_align/08_rewards.ipynb #102fc3a4-2
 def call_reward(
     function: Reward,
     columns: Mapping[str, Sequence],  # As for `score`
@@ -218,7 +218,7 @@ def call_reward(
         )
     return list(rewards)
 
-
+# %% ../../nbs/08_align/08_rewards.ipynb #102fc3a4-3
 def _is_finite(reward: object) -> bool:  # As a float32; no comparison holds for NaN
     try:
         return not isinstance(reward, str) and abs(float(reward)) < 3e38  # type: ignore

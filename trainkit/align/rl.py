@@ -198,7 +198,7 @@ def _averaging(
         "dr_grpo": (lambda x, mask: (x * mask).sum() / longest, _count_answers),
     }[config.loss_type]
 
-
+# %% ../../nbs/08_align/11_rl.ipynb #a1e662ae-2
 def _reward_metrics(batch: dict) -> _Metrics:
     "Sums and counts of the rewards; NaN means that a reward does not apply to an answer."
     return {
@@ -240,7 +240,7 @@ def _metrics(
         metrics["kl"] = ((kl * mask).sum(), tokens)
     return metrics | _reward_metrics(batch)
 
-
+# %% ../../nbs/08_align/11_rl.ipynb #a1e662ae-3
 def _kl_penalty(
     terms: dict[str, _Term],  # The new terms are added to it
     batch: dict,

@@ -154,7 +154,7 @@ class _Round(NamedTuple):
             {k: torch.cat([v, other.by_name[k]]) for k, v in self.by_name.items()},
         )
 
-
+# %% ../../nbs/08_align/12_rollouts.ipynb #49b850ea-2
 def environment_reward(episode_rewards: Sequence[float], **columns: Sequence) -> Sequence[float]:
     "The rewards of an environment, as a reward function."
     return episode_rewards
@@ -167,7 +167,7 @@ def _flat(fingerprint: Mapping) -> dict[str, object]:
         out[f"config.{name}"] = value
     return out
 
-
+# %% ../../nbs/08_align/12_rollouts.ipynb #49b850ea-3
 class Rollouts:
     """Batches of answers that the model gives while it learns.
 

@@ -68,7 +68,7 @@ class _Part:
     log_prob: float = 0.0
     end: str = ""  # 'eos', 'stop', or '' where the budget was spent
 
-
+# %% ../../nbs/08_align/20_search.ipynb #sample-code-2
 def _continue(
     model: nn.Module,
     tokenizer: Tokenizer | None,
@@ -121,7 +121,7 @@ def _continue(
             part.text += streamer.finish()
     return parts
 
-
+# %% ../../nbs/08_align/20_search.ipynb #sample-code-3
 def _check_samples(prompts: Sequence[Prompt], n: int, sampling: SamplingConfig) -> None:
     if isinstance(prompts, str) or not prompts:
         raise ValueError("prompts is a list: put a single prompt into [ ]")
@@ -363,7 +363,7 @@ def _without_end(part: _Part, end: str, tokenizer: Tokenizer) -> list[int]:
         size = next((k for k in starts if end in tokenizer.decode(part.ids[k:])), size)
     return part.ids[:size]
 
-
+# %% ../../nbs/08_align/20_search.ipynb #budget-code-2
 def budget_forcing(
     model: nn.Module,  # `Transformer` or any causal model of transformers
     tokenizer: Tokenizer,
@@ -551,7 +551,7 @@ def sample_measures(
     measures["tokens"] = [float(sum(c.spent for c in group)) for group in groups]
     return measures
 
-
+# %% ../../nbs/08_align/20_search.ipynb #report-code-2
 def add_samples(
     report: EvalReport,  # From `evaluate`; changed in place
     models: Sequence[nn.Module],  # Those of the report

@@ -144,7 +144,7 @@ class Snapshot:
             torch.cuda.synchronize()
         return replace(self, tensors=own)
 
-
+# %% ../../nbs/04_train/10_checkpoints.ipynb #fa316fc5-2
 def hash_part(
     part: object,  # What `pack_tree` can take
 ) -> str:
@@ -160,7 +160,7 @@ def class_of(optimizer: object) -> str | None:  # Of what is inside, when a laun
     "The name of an optimizer's class."
     return None if optimizer is None else type(getattr(optimizer, "optimizer", optimizer)).__name__
 
-
+# %% ../../nbs/04_train/10_checkpoints.ipynb #fa316fc5-3
 def take_snapshot(
     model: HasState,
     optimizer: HasState | None = None,
@@ -418,7 +418,7 @@ def check_weights(
     if wrong:
         raise ValueError("The checkpoint is of another model: " + "; ".join(wrong))
 
-
+# %% ../../nbs/04_train/10_checkpoints.ipynb #6cf36ea7-2
 def _parameter_names(groups: Sequence) -> set[str]:
     "Of groups that name their parameters; else what is known of the groups."
     if all(isinstance(group, list) for group in groups):
@@ -442,7 +442,7 @@ def _other_groups(before: Sequence, now: Sequence) -> str:
         f"{len(now)} here): the patterns of lr_factors and weight_decays must be the same"
     )
 
-
+# %% ../../nbs/04_train/10_checkpoints.ipynb #6cf36ea7-3
 def check_optimizer(
     saved: StateDict,  # `state_dict` from the checkpoint
     saved_class: str,  # Its optimizer's class
@@ -480,7 +480,7 @@ def check_optimizer(
 def _same_shape(name: str, p: Tensor) -> torch.Size:
     return p.shape
 
-
+# %% ../../nbs/04_train/10_checkpoints.ipynb #6cf36ea7-4
 def load_checkpoint(
     path: str | Path,  # One checkpoint; `latest_checkpoint` finds it
     model: Stateful,  # This and the following get their state back
@@ -529,7 +529,7 @@ def load_checkpoint(
         set_rng_state(tree["rng"])
     return tree["state"]
 
-
+# %% ../../nbs/04_train/10_checkpoints.ipynb #6cf36ea7-5
 def _lay_out_as_parameters(optimizer: Any) -> None:
     """Give each state the strides of its parameter, as `zeros_like` does.
 

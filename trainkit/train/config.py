@@ -445,7 +445,7 @@ class Control:
             self.first = None
             self.asked.clear()
 
-
+# %% ../../nbs/04_train/05_train_config.ipynb #b3b6af28-2
 # As a shell has them: 128 and the number of the signal
 EXIT_CODES = {
     "interrupted": 130,
@@ -596,7 +596,7 @@ class Result:
     def _repr_html_(self) -> str:
         return table([{"": k, "result": v} for k, v in self.summary.items()])._repr_html_()
 
-
+# %% ../../nbs/04_train/05_train_config.ipynb #69d2f3c0-2
 class TrainingError(RuntimeError):
     "Training cannot continue; `step` is where it ended and `checkpoint` where to go back to."
 

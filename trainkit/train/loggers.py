@@ -71,7 +71,7 @@ def open_tensorboard(
 
     return Tracker(log, writer.add_text, writer.close, True)
 
-
+# %% ../../nbs/04_train/26_loggers.ipynb #2063d127-2
 def open_trackio(
     folder: RunFolder,
     project: str,
@@ -103,7 +103,7 @@ def open_trackio(
         close,
     )
 
-
+# %% ../../nbs/04_train/26_loggers.ipynb #2063d127-3
 def open_wandb(
     folder: RunFolder,
     project: str,
@@ -148,7 +148,7 @@ def open_wandb(
         run.finish,
     )
 
-
+# %% ../../nbs/04_train/26_loggers.ipynb #2063d127-4
 TRACKERS = {"tensorboard": open_tensorboard, "trackio": open_trackio, "wandb": open_wandb}
 
 # %% ../../nbs/04_train/26_loggers.ipynb #65b9d95c

@@ -191,7 +191,7 @@ class LRCurve:
     def _repr_html_(self) -> str:
         return str(self.picture())
 
-
+# %% ../../nbs/04_train/29_lr_finder.ipynb #lr-curve-2
 _COLOURS = {"valley": "#d9730d", "steep": "#2a9d4a", "minimum": "#c2388b"}
 _LABELS = {  # Points from the dot to its name, and the side of it that stands there
     "valley": ((0, 12), "center"),
@@ -266,7 +266,7 @@ def _cycle(batches: Iterable[dict], size: int) -> Iterator[list[dict]]:
         yield window
         yield from windows
 
-
+# %% ../../nbs/04_train/29_lr_finder.ipynb #lr-find-2
 def lr_find(
     trainer: Trainer,
     start: float = 1e-6,  # The first rate
@@ -332,7 +332,7 @@ def lr_find(
         )
     return curve
 
-
+# %% ../../nbs/04_train/29_lr_finder.ipynb #lr-find-3
 def rate_changes(
     optim: OptimConfig,
     rate: float,  # For `learning_rate`

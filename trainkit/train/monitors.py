@@ -202,7 +202,7 @@ class _Counter:
         self.last = now
         return (now - before + (self.most if now < before else 0)) / 1e6
 
-
+# %% ../../nbs/04_train/20_monitors.ipynb #energy-code-2
 def _open_rapl(powercap: str | Path) -> tuple[list[_Counter], str]:
     "Counters that together are the processors and their memory, and what was seen."
     zones = {}
@@ -226,7 +226,7 @@ def _open_rapl(powercap: str | Path) -> tuple[list[_Counter], str]:
         return [], f"RAPL cannot be read: {error}"
     return counters, f"RAPL ({', '.join(zones[path] for path in chosen)})"
 
-
+# %% ../../nbs/04_train/20_monitors.ipynb #energy-code-3
 class EnergyMeter:
     "Joules that processor and GPU have taken since the meter was made."
 

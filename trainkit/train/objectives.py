@@ -127,7 +127,7 @@ def to_model_device(
         return dict(batch)
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
 
-
+# %% ../../nbs/04_train/04_objectives.ipynb #f006b8d7-2
 # transformers' names
 PLAIN_HEADS = frozenset(
     "gemma gpt2 gpt_neox llama mistral olmo olmo2 phi3 qwen2 qwen3 smollm3".split()
@@ -161,7 +161,7 @@ def body_and_head(
         return None
     return None if hooked or head.bias is not None else (theirs.base_model, head.weight)
 
-
+# %% ../../nbs/04_train/04_objectives.ipynb #f006b8d7-3
 def sum_losses(
     model: nn.Module,  # Ours, one of transformers', or any that maps ids (B, T) to logits (B, T, V)
     batch: dict,  # `input_ids` and `labels` (B, T), perhaps `attention_mask` and `position_ids`
@@ -199,7 +199,7 @@ def sum_losses(
     squares = (logits.logsumexp(-1).square() * (labels != -100)).sum()
     return total + z_loss * squares, squares.detach()
 
-
+# %% ../../nbs/04_train/04_objectives.ipynb #f006b8d7-4
 @objective(counts=lambda batch: {"loss": int(count_items(batch))})
 def lm_loss(
     model: nn.Module,  # As in `sum_losses`

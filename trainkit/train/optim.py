@@ -206,7 +206,7 @@ def param_groups(
         for (_, other, _, factor, decay), named in sorted(groups.items(), key=lambda item: item[0])
     ]
 
-
+# %% ../../nbs/04_train/01_optimizers.ipynb #a816c6a7-2
 def mup_factor(
     model: nn.Module,
     config: OptimConfig,
@@ -231,7 +231,7 @@ def mup_factor(
 
     return factor
 
-
+# %% ../../nbs/04_train/01_optimizers.ipynb #a816c6a7-3
 def make_optimizer(
     model: nn.Module,  # Its trainable parameters are in float32
     config: OptimConfig,
@@ -429,7 +429,7 @@ class Muon(Optimizer):
                 adamw_step(trained, self.state, group)
         return loss
 
-
+# %% ../../nbs/04_train/02_muon.ipynb #3e7eab84-2
 def muon_step(
     p: Tensor,  # (M, N), with a gradient; changed in place
     state: dict[str, Tensor],  # Holds the momentum, or gets it
@@ -445,7 +445,7 @@ def muon_step(
     p.mul_(1 - group["lr"] * group["weight_decay"])
     p.add_(newton_schulz(ahead, group["ns_steps"], group.get("ns_dtype")), alpha=-length)
 
-
+# %% ../../nbs/04_train/02_muon.ipynb #3e7eab84-3
 def adamw_step(
     params: list[Tensor],  # With gradients; changed in place
     states: dict[Tensor, dict[str, Tensor]],  # Hold the two running means, or get them
@@ -718,7 +718,7 @@ class AdamW8bit(Optimizer):
                 for k, x in state_dict["state"][index].items()
             }
 
-
+# %% ../../nbs/04_train/03_adamw_8bit.ipynb #ce6b853b-2
 UPDATE_CHUNK = 2**17  # Elements: larger ones leave a core's cache, smaller ones wait for Python
 
 
@@ -890,7 +890,7 @@ class Adafactor(Optimizer):
         without = {"exp_avg_sq_row": p.ndim - 1, "exp_avg_sq_col": p.ndim - 2}.get(name)
         return torch.Size(size for axis, size in enumerate(p.shape) if axis != without)
 
-
+# %% ../../nbs/04_train/03_adamw_8bit.ipynb #class-adafactor-2
 def _divide_by_root(
     grad: Tensor,  # (..., M, N), or a vector, whose squares are kept as they are
     state: dict[str, Tensor],  # The running means of the squares, which it gets and updates

@@ -84,7 +84,7 @@ class RunComparison:
     def _repr_html_(self) -> str:
         return str(table(self.differences, " and ".join(self.names))) + self.pictures
 
-
+# %% ../../nbs/04_train/25_reports.ipynb #0b5de01f-2
 CURVES = (
     ("Loss", "loss", 0.02),
     ("Evaluation loss", "eval_loss", 0.0),
@@ -133,7 +133,7 @@ def compare_runs(
     ]
     return RunComparison(tuple(names), rows, grid(*drawn))
 
-
+# %% ../../nbs/04_train/25_reports.ipynb #0b5de01f-3
 _Config = Mapping[str, object]  # Dotted name -> value
 _FROM_SCORES = ("grpo", "rloo", "ppo", "reinforce")
 # Group -> whether a run with this config reads its knobs
@@ -189,7 +189,7 @@ PICTURES = (
     ("Share of the peak arithmetic (MFU)", {"MFU": "mfu"}, 0.0),
 )
 
-
+# %% ../../nbs/04_train/25_reports.ipynb #3c59abe3-2
 def _shown(run: Run, key: str) -> tuple[list[int], list[float]]:
     "A number over the run; memory, which is logged in GiB, in the GB of `show_bytes`."
     steps, values = run.series(key)
@@ -204,7 +204,7 @@ def _draw_series(
     series, title, smooth = json.loads(text)
     return draw_svg(curves, series, title, smooth=smooth)
 
-
+# %% ../../nbs/04_train/25_reports.ipynb #3c59abe3-3
 def draw_run(
     run: Run,  # From `read_run`
 ) -> list[Picture]:
@@ -241,7 +241,7 @@ def run_curves(
     "The pictures of a run side by side."
     return grid(*draw_run(run))
 
-
+# %% ../../nbs/04_train/25_reports.ipynb #3c59abe3-4
 def write_curves(
     folder: RunFolder | str | Path,  # A run folder; `curves.svg` is written there
 ) -> Path:
@@ -309,7 +309,7 @@ def samples_html(
         cards.append(f'<div class="samples">{inner}</div>')
     return "".join(cards)
 
-
+# %% ../../nbs/04_train/25_reports.ipynb #4004f4d5-2
 def run_sections(
     run: Run,  # From `read_run`
 ) -> list[tuple[str, str]]:  # (heading, HTML)
@@ -432,7 +432,7 @@ body{max-width:none;padding:0;font-size:11pt}nav{display:none}
 figure,.tiles div,svg,tr{break-inside:avoid}h2{break-after:avoid}}
 """
 
-
+# %% ../../nbs/04_train/25_reports.ipynb #ed080084-2
 def report_page(
     title: str,
     when: str,  # A line below the title
@@ -461,7 +461,7 @@ def report_page(
     )
     return mask_secrets(page)
 
-
+# %% ../../nbs/04_train/25_reports.ipynb #ed080084-3
 def write_report(
     folder: RunFolder | str | Path,  # A run folder; `report.html` is written there
     title: str = "",  # The run's name when empty

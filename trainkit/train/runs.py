@@ -312,7 +312,7 @@ def is_number(value: object) -> TypeGuard[float]:
 def _is_count(value: object) -> bool:
     return is_number(value) and abs(value) < 2**63
 
-
+# %% ../../nbs/04_train/24_run_index.ipynb #10576304-2
 def undone(
     record: Record,
     start: int,  # Step after which the run began again
@@ -344,7 +344,7 @@ def drop_undone(
         ended = record["event"] == "end" or (ended and record["event"] != "start")
     return remaining
 
-
+# %% ../../nbs/04_train/24_run_index.ipynb #10576304-3
 def _collect(lines: Iterable[bytes], records: list[Record]) -> list[Record]:
     for line in lines:
         if (record := parse_line(line)) is None:
@@ -374,7 +374,7 @@ def read_metrics(
     with open(path, "rb") as file:
         return _read_long(file, path.stat().st_size)
 
-
+# %% ../../nbs/04_train/24_run_index.ipynb #10576304-4
 _LOG = b'{"event": "log", '  # As `RunFolder` begins every line of a step
 
 
@@ -415,7 +415,7 @@ def _line(
     end = data.find(b"\n", place)
     return begin, data[begin : end if end >= 0 else len(data)]
 
-
+# %% ../../nbs/04_train/24_run_index.ipynb #10576304-5
 def _telling(data: bytes) -> list[bytes]:
     "The lines that a picture of a piece shows: first and last step, the extremes, and the rest."
     others: list[bytes] = []
@@ -446,7 +446,7 @@ def _telling(data: bytes) -> list[bytes]:
         )
     return [lines[place] for place in sorted(lines)]
 
-
+# %% ../../nbs/04_train/24_run_index.ipynb #10576304-6
 def _read_long(file: BinaryIO, size: int) -> list[Record]:
     "Read a log in pieces and keep a few lines of each: the last one, the best one, every spike."
     pieces: list[list[bytes]] = []
@@ -487,7 +487,7 @@ def _read_text(path: Path) -> str:
 
 _SPENT = ("flops", "cpu_joules", "gpu_joules")  # Counted from 0 again when a run is resumed
 
-
+# %% ../../nbs/04_train/24_run_index.ipynb #65f9a1da-2
 class Run:
     "The content of a run folder; what is not given is read when it is asked for."
 
@@ -628,7 +628,7 @@ class Run:
     def _repr_html_(self) -> str:
         return table([{"": k, self.name: v} for k, v in self.final().items()])._repr_html_()
 
-
+# %% ../../nbs/04_train/24_run_index.ipynb #65f9a1da-3
 def read_run(
     path: str | Path,  # A run folder
 ) -> Run:

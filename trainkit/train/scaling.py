@@ -63,7 +63,7 @@ def slope(
     x = x - x.mean()
     return float((x * y).sum() / (x * x).sum())
 
-
+# %% ../../nbs/04_train/30_mup.ipynb #mup-check-2
 @dataclass(frozen=True)
 class CoordinateCheck:
     "Sizes of activations at several widths, before training and after a few steps."
@@ -109,7 +109,7 @@ class CoordinateCheck:
         ax.legend(fontsize=8)
         return ax
 
-
+# %% ../../nbs/04_train/30_mup.ipynb #mup-check-3
 def coordinate_check(
     make_model: Callable[[int], nn.Module],  # Width -> a new model
     widths: Sequence[int],
@@ -171,7 +171,7 @@ def _solve(
         best[better] = full[better]
     return best, errors
 
-
+# %% ../../nbs/04_train/31_scaling_laws.ipynb #laws-fit-2
 @dataclass(frozen=True)
 class ScalingLaw:
     "L(N, D) = E + A·N^-α + B·D^-β (Hoffmann et al. 2022, eq. 2)."
@@ -208,7 +208,7 @@ class ScalingLaw:
         by_tokens = f"{self.B:.3g} / D^{self.beta:.3f}"
         return f"L = {self.E:.3f} + {by_size} + {by_tokens}"
 
-
+# %% ../../nbs/04_train/31_scaling_laws.ipynb #laws-fit-3
 def fit_law(
     parameters: Sequence[float],
     tokens: Sequence[float],

@@ -250,7 +250,7 @@ class GatheredModel:
             if name in buffers:
                 buffers[name].copy_(value)
 
-
+# %% ../../nbs/04_train/17_sharding.ipynb #9929ca8c-2
 class GatheredOptimizer:
     "The moments of a sharded model, as a checkpoint wants them."
 

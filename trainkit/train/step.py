@@ -53,7 +53,7 @@ def from_compiler(
     homes = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.utils._triton")
     return any(kind.__module__.startswith(homes) for kind in type(error).__mro__)
 
-
+# %% ../../nbs/04_train/06_mixed_precision.ipynb #c5865732-2
 class Compiled:
     "A model's `forward` through `torch.compile`, or the plain one and the reason."
 
@@ -265,7 +265,7 @@ class NothingToLearn(ValueError):
     def __reduce__(self):
         return type(self), (), vars(self)  # Another process reads it as it was said
 
-
+# %% ../../nbs/04_train/07_training_step.ipynb #ca07b81e-2
 def count_window(
     objective: Callable[[nn.Module, dict], Loss],  # Perhaps with `counts`
     batches: list[dict],  # Of all processes
@@ -296,7 +296,7 @@ def common_count(
         )
     return counts[0]
 
-
+# %% ../../nbs/04_train/07_training_step.ipynb #ca07b81e-3
 @contextmanager
 def _explained(batch: dict) -> Iterator[None]:
     "Say which column an objective misses in a batch."
@@ -531,7 +531,7 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     return Step(loss, metrics, norm, skipped, nonfinite, terms, names, tokens)
 
-
+# %% ../../nbs/04_train/07_training_step.ipynb #home-train_step-2
 def _is_finite(loss: Tensor, norm: Tensor | None, accelerator: "Accelerator") -> bool:
     "Whether the loss of all processes and the gradient are finite; a scaler judges the latter."
     whole = loss if accelerator.num_processes == 1 else add_over_processes(loss, accelerator)
@@ -666,7 +666,7 @@ def evaluating(
     with eval_mode(model), torch.no_grad(), torch.random.fork_rng(devices):
         yield
 
-
+# %% ../../nbs/04_train/07_training_step.ipynb #d5bcadeb-2
 _Terms = dict[str, tuple[Scalar, Scalar, float]]  # Name -> sum, count, weight
 
 
@@ -685,7 +685,7 @@ def _add_terms(
             weight,
         )
 
-
+# %% ../../nbs/04_train/07_training_step.ipynb #d5bcadeb-3
 def eval_loss(
     model: nn.Module,
     objective: Callable,  # (model, batch) -> Loss
@@ -890,7 +890,7 @@ class OOMRetry:
                 f"rows{gradient_differences(model)}"
             )
 
-
+# %% ../../nbs/04_train/16_faults.ipynb #d169e28d-2
 def oom_message(
     objective: Callable[[nn.Module, dict], Loss],
     batches: list[dict],
@@ -936,7 +936,7 @@ def oom_message(
         )
     return ""
 
-
+# %% ../../nbs/04_train/16_faults.ipynb #d169e28d-3
 def random_state(device: torch.device) -> tuple:
     "The random generators of a step; numpy's global one costs more to read than all of them."
     return (
