@@ -1378,6 +1378,7 @@ def launch(
     "Run a config in several processes, on one machine or several: the model whole, or sharded."
     from trainkit.config import parse_config
     from trainkit.recipes.launcher import NO_FP16, launch_of, translate_launch
+    from trainkit.settings import SHARDED_OPTIMIZERS
     from trainkit.recipes.launcher import launch as start
 
     asked: dict[str, int | str | None] = dict(
@@ -1428,6 +1429,12 @@ def launch(
             *changes,
         ]
         whole = read_run_config(size, None, changes)
+    elif plan.strategy != "ddp" and whole.optim.optim not in SHARDED_OPTIMIZERS:
+        raise ValueError(
+            f"optim.optim = '{whole.optim.optim}' does not work on shares of matrices, and "
+            f"{plan.strategy} gives it shares: use one of {', '.join(SHARDED_OPTIMIZERS)}, "
+            "or --strategy ddp"
+        )
     if whole.train.mixed_precision == "fp16" and plan.strategy.startswith("zero"):
         say(f"Note: mixed_precision = fp16: {NO_FP16.format(plan.strategy)}", err=True)
         whole = replace(whole, train=replace(whole.train, mixed_precision="bf16"))

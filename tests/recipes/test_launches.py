@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from support.snapshots import answer_all
 from trainkit.config import ConfigError, to_dict
 from trainkit.recipes import launcher
 from trainkit.recipes.launcher import LaunchConfig, WorkerFailed, find_failure, translate_launch
+from trainkit.settings import OPTIMIZER_NAMES, SHARDED_OPTIMIZERS
 
 DEFAULTS = to_dict(LaunchConfig())
 
@@ -254,3 +256,19 @@ def test_a_launch_is_remembered_for_its_resume(tmp_path, monkeypatch):
     assert commands[0] == commands[2]
     with pytest.raises(FileNotFoundError, match="trainkit train --resume"):
         launcher.launch_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+def test_optimizers_that_cannot_be_sharded_are_refused_before_the_run(name):
+    "The list in the settings says of each optimizer what the sharded model says of its class."
+    from trainkit.train.optim import OptimConfig, make_optimizer
+    from trainkit.train.sharding import ShardedModel
+
+    optimizer = make_optimizer(torch.nn.Linear(8, 8), OptimConfig(optim=name))
+    try:
+        ShardedModel.start(SimpleNamespace(strategy="fsdp", wrapped=SimpleNamespace()), optimizer)
+        sharded = True
+    except ValueError as error:
+        assert "use optim=" in str(error)
+        sharded = False
+    assert sharded == (name in SHARDED_OPTIMIZERS)
