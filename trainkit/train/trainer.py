@@ -164,7 +164,8 @@ class Trainer:
         train_batches: Iterable[dict],
         eval_batches: Iterable[dict] | None = None,  # The same batches every time
         config: TrainConfig | None = None,
-        # Each has some of on_start, on_step, on_log, on_eval, on_sample, on_save, on_end. What its
+        # Each has some of on_start, on_step, on_log, on_eval, on_sample, on_save, on_end, and of
+        # on_resume, which is given the path of a checkpoint before it is loaded. What its
         # `state_dict` returns is kept in checkpoints, and a resume gives it to `load_state_dict`
         callbacks: Sequence[object] = (),
         optim: OptimConfig | None = None,
@@ -1113,6 +1114,9 @@ class Trainer:
         else:
             for text in notes:
                 self.note(text)
+            for callback in self.callbacks:  # In every process
+                if (hook := getattr(callback, "on_resume", None)) is not None:
+                    hook(self, path)
             others = self._load(path, force)
             self._tidy(path)
             if self.folder and self.state.best_step is not None:
