@@ -285,6 +285,8 @@ def test_what_contradicts_itself_is_an_error_with_its_place(name, hint):
         ({"use_bf16": True}, "train.mixed_precision", "bf16"),
         ({"early_stopping": True, "eval_strategy": "epoch"}, "train.early_stopping_patience", 3),
         ({"use_wandb": True}, "report_to", ["wandb"]),
+        ({"use_flash_attention": True}, "model.attention", "flash_attention_2"),
+        ({"use_flash_attention": False}, "model.attention", "sdpa"),
         ({"use_wandb": False}, "report_to", []),
         ({"wandb_name": "mine"}, "name", "mine"),
         ({"use_wandb": True, "wandb_name": "mine"}, "report_to", ["wandb"]),

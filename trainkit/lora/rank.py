@@ -148,9 +148,9 @@ class GrowRank:
         grow_rank(trainer.model, r, trainer.raw_optimizer, self.adapter)
         trainer.note(f"rank {r} from step {record['step']} on")
 
-    def on_resume(self, trainer: _Loop, path: Path) -> None:
+    def on_resume(self, trainer: _Loop, record: Mapping[str, str]) -> None:
         "Before a checkpoint is loaded: the adapter gets the rank that it has there."
-        file = path / "model.safetensors"
+        file = Path(record["path"]) / "model.safetensors"
         if not file.is_file():
             return
         with safe_open(file, "pt") as saved:
