@@ -178,7 +178,7 @@ _ARGUMENTS_ELSEWHERE = {
     "data_collator": "a part of the batches: trainkit.Batches pads them",
     **dict.fromkeys(
         ("tokenizer", "processing_class"),
-        "no argument, but save_model= may write it beside the model",
+        "no argument, but save_model= may write it next to the model",
     ),
     "compute_metrics": "an argument of trainkit.run(config, compute_metrics=...), a whole run",
     "optimizers": "build_optimizer= and build_schedule=",
@@ -1170,9 +1170,6 @@ class Trainer:
         else:
             for text in notes:
                 self.note(text)
-            for callback in self.callbacks:  # In every process
-                if (hook := getattr(callback, "on_resume", None)) is not None:
-                    hook(self, {"path": str(path)})
             others = self._load(path, force)
             self._tidy(path)
             if self.folder and self.state.best_step is not None:
@@ -1192,6 +1189,9 @@ class Trainer:
 
     def _load(self, path: Path, force: bool) -> StateDict:  # What else was saved
         "Restore model, optimizer, schedule, position and state from a checkpoint."
+        for callback in self.callbacks:  # In every process
+            if (hook := getattr(callback, "on_resume", None)) is not None:
+                hook(self, {"path": str(path)})
         options = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self.raw_optimizer.param_groups
