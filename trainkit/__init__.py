@@ -34,10 +34,20 @@ _ELSEWHERE = {
     'ConfigManager': 'trainkit.config.load_config reads a config, trainkit.recipes.method_config one of a run',
     'ReasoningDataset': 'trainkit.load_examples reads rows, trainkit.tokenize_examples encodes them',
     'TrainingConfig': 'trainkit.TrainConfig holds the knobs of the loop, trainkit.RunConfig those of a run',
+    'PeftModel': 'trainkit.lora.load_adapter(model, FOLDER) opens an adapter, trainkit.lora.merge_lora merges it',
+    'EarlyStoppingCallback': 'trainkit.TrainConfig(early_stopping_patience=..., early_stopping_threshold=...)',
+    'prepare_training': 'trainkit.recipes.prepare(config), which raises where something is wrong',
+    'load_training_data': 'trainkit.load_examples reads rows, trainkit.data.load_splits also those to evaluate on',
+    'load_evaluation_data': 'trainkit.data.load_splits reads the rows to train and to evaluate on',
+    'metrics_tracker': 'trainkit.train.MetricsLog writes the numbers of a run down, trainkit.train.read_run reads them',
+    'print_trainable_parameters': 'trainkit.lora.trainable_report(model) counts them',
+    'training_diagnostics': 'trainkit.train.check_health(run), the callback trainkit.train.HealthCheck, or '
+                            'trainkit runs health FOLDER in a shell',
 }
 
 
 def __getattr__(name: str):
     if name in _ELSEWHERE:  # an ImportError, since `from trainkit import X` swallows the words of an AttributeError
-        raise ImportError(f'{name} is a class of another system. Here {_ELSEWHERE[name]}')
+        what = 'a class' if name[0].isupper() else 'a name'
+        raise ImportError(f'{name} is {what} of another system. Here {_ELSEWHERE[name]}')
     return _find(name)

@@ -139,7 +139,7 @@ def _meanings(thing: type | FunctionType) -> dict[str, str]:  # Name -> meaning,
         words = field_remarks(*_place(thing))
         words |= {name: f.metadata["doc"] for name, f in fields.items() if "doc" in f.metadata}
         return {name: words[name] for name in fields if name in words}
-    begin = vars(thing).get("__init__")
+    begin = inspect.unwrap(vars(thing).get("__init__", object))
     return parameter_remarks(*_place(begin)) if isinstance(begin, FunctionType) else {}
 
 

@@ -256,7 +256,12 @@ class Commands(TyperGroup):
         if line:
             if line.startswith("trainkit train --method"):
                 rest = list(dropwhile(_is_verb, args[1:]))
+                if any(word.partition("=")[0] == "--method" for word in rest):
+                    line = "trainkit train"  # It names its method itself
                 line += " " + (shlex.join(rest) or "--model FOLDER --dataset FILE")
+            elif line == "trainkit data split" and args[1:]:  # Its file stands without a flag
+                rest = [word.removeprefix("--input=") for word in args[1:] if word != "--input"]
+                line += " " + shlex.join(rest)
             ctx.fail(f"No such command '{args[0]}'. Type: {line}")
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #983f4f6e-2
@@ -587,6 +592,8 @@ class FlagCommand(TyperCommand):
             thing = "folder of the model" if same == "--model" else "data"
             verb = "stands" if same == "--model" else "stand"
             return f"The {thing} {verb} without a flag: {self.name} {places}"
+        if word in ("input", "input_file") and places:
+            return f"The file stands without a flag: {self.name} {places}"
         options = ", ".join(f for f in flags if f.startswith("--"))
         return nearest(f"--{word}", flags).strip() or f"It has {options}"
 
@@ -1048,9 +1055,9 @@ def train(
         whole = read_run_config(profile.value if profile else None, file, changes)
         _run(whole, resume == "auto", force_resume, as_json, _own_rewards(reward))
         return
+    saved = _unfinished(resume, force_resume)
     if file:
         raise ValueError(f"{resume} has its own config.yaml: give either a config file or --resume")
-    saved = _unfinished(resume, force_resume)
     if (Path(resume) / "launch").is_dir():
         say(
             "Note: this run was started in several processes, and here is one. In as many as "
@@ -1091,6 +1098,13 @@ def _saved_config(folder: str) -> Path:
             from trainkit.train.checkpoint import refuse_file
 
             refuse_file(folder)
+        above = Path(folder).absolute().parents
+        if (run := next((p for p in above[:2] if (p / "config.yaml").is_file()), None)) is not None:
+            raise FileNotFoundError(
+                f"'{folder}' is a folder in a run, and a run resumes from its last checkpoint: "
+                f"--resume {os.path.relpath(run)}; in Python, trainer.train(resume=FOLDER) takes "
+                "an earlier one"
+            )
         raise FileNotFoundError(f"'{folder}' is not a run folder: it has no config.yaml")
     if path.read_bytes().strip() in (b"", b"null", b"{}"):
         raise ValueError(

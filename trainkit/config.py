@@ -905,7 +905,13 @@ def _typed(cls: type, overrides: Sequence[str], file: Mapping[str, object]) -> _
             if not (place.rest or place.knob.reads or place.knob.aliases.get(place.name))
         ]
         try:
-            value = _typed_value(text, {place.knob.type for place in places})
+            switch = text.lower() in (
+                "true",
+                "false",
+            ) and any(  # `use_flash_attention=true` is no name
+                place.knob.choices and place.name != place.knob.name for place in places
+            )
+            value = _typed_value(text, set() if switch else {place.knob.type for place in places})
         except yaml.YAMLError as error:
             remedy = f"is not YAML: {getattr(error, 'problem', error)}"
             raise ConfigError([Problem(key, text, remedy)], "overrides") from None

@@ -1864,3 +1864,39 @@ def test_two_adapters_are_not_stacked_where_one_is_more_than_a_sum():
     ):
         use_adapter(model, ["plain", "directions"])
     use_adapter(model, "directions")
+
+
+class StopAt:
+    "A callback that ends a run as Ctrl-C does."
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, trainer, record):
+        if record["step"] == self.step:
+            raise KeyboardInterrupt
+
+
+def test_a_growing_run_keeps_an_adapter_of_each_rank_and_can_be_resumed(tmp_path):
+    def finish(folder, *callbacks, resume=None):
+        config = TrainConfig(
+            max_steps=9, save_strategy="steps", save_steps=3, output_dir=str(folder), progress=False
+        )
+        torch.manual_seed(0)
+        model = add_lora(small(), LoRAConfig(r=2))
+        torch.manual_seed(1)
+        ids = torch.randint(0, 60, (9, 2, 8))
+        batches = [dict(input_ids=row, labels=row) for row in ids]
+        growing = [GrowRank({2: 4, 5: 8}), *callbacks]
+        Trainer(model, lm_loss, batches, config=config, callbacks=growing).train(resume)
+        return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+    whole = finish(tmp_path / "a")
+    for rank in (2, 4):
+        again = load_adapter(small(), tmp_path / "a" / f"adapter-rank-{rank}")
+        assert {len(m.lora_A["default"].weight) for m in adapted(again).values()} == {rank}
+    with pytest.raises(KeyboardInterrupt):
+        finish(tmp_path / "b", StopAt(8))
+    resumed = finish(tmp_path / "b", resume=True)
+    assert {t.shape for t in resumed.values()} == {t.shape for t in whole.values()}
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)

@@ -327,6 +327,10 @@ WRONG = {
     "binary data": (["demo", "data.path=binary.txt"], "binary"),
     "wrong encoding": (["demo", "data.path=latin.txt"], "line 2"),
     "no such model": (["generate", "-m", "nowhere", "-p", "x"], "nowhere"),
+    "a model in one file": (
+        ["generate", "-m", "checkpoint-10000.pt", "-p", "x"],
+        "load_state_dict",
+    ),
     "force without a run": (["train", "--force-resume"], "--force-resume goes with --resume"),
     "not a run": (["train", "--resume", "."], "config.yaml"),
     "serve: an adapter with the name of the model": (
@@ -888,7 +892,10 @@ ANSWERS = {  # a name that is not a knob -> the answer
     "eval x --data d.jsonl": "The data stand without a flag: eval MODEL DATA",
     "finetune": "trainkit train --method sft --model FOLDER --dataset FILE",
     "finetune start --model x": "trainkit train --method sft --model x",
+    "finetune start --model x --method lora": "Type: trainkit train --model x --method lora",
     "datasplit": "Type: trainkit data split",
+    "datasplit --input x.jsonl --eval-output e.jsonl": "data split x.jsonl --eval-output e.jsonl",
+    "data split --input x.jsonl": "The file stands without a flag: split FILE",
     "fine-tune": "trainkit train --method sft",
     "sft --model_name_or_path x": "trainkit train --method sft --model_name_or_path x",
     "pretrain": "trainkit train --method pretrain",
@@ -1187,3 +1194,22 @@ def test_the_longest_token_is_shown_as_it_is(tmp_path, capsys):
     tokenizer.save(tmp_path / "tok")
     show_tokenizer(tmp_path / "tok")
     assert re.search(r"^longest +' {4,8}'$", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.parametrize(
+    ("resume", "says"),
+    [
+        ("old/checkpoints/checkpoint-5", "resumes from its last checkpoint: --resume old;"),
+        ("gone", "'gone' is not a run folder"),
+        ("checkpoint-10000.pt", "is one file, and a checkpoint here is a folder"),
+        ("old", "give either a config file or --resume"),
+    ],
+)
+def test_what_cannot_be_resumed_beside_a_config_is_named_for_what_it_is(resume, says, tmp_path):
+    (tmp_path / "old" / "checkpoints" / "checkpoint-5").mkdir(parents=True)
+    for name in ("mine.yaml", "old/config.yaml"):
+        (tmp_path / name).write_text("method: sft\ninit_from: nothing.gguf\n")
+    (tmp_path / "checkpoint-10000.pt").write_bytes(b"")
+    words = ["--config", "mine.yaml", "--resume_from_checkpoint", resume]
+    done = call("train", *words, cwd=tmp_path)
+    assert done.returncode and says in " ".join(plain(done.stderr).split()), done.stderr

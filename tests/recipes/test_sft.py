@@ -20,9 +20,12 @@ from trainkit.data.readers import write_examples
 from trainkit.interop.hf import load_pretrained
 from trainkit.lora.inject import LoRAConfig
 from trainkit.lora.merge import merge_folder
+from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 from trainkit.train.optim import OptimConfig
 from trainkit.train.config import TrainConfig
-from trainkit.recipes.config import RunConfig, SFTConfig
+from trainkit.model.config import ModelConfig
+from trainkit.model.transformer import Transformer
+from trainkit.recipes.config import RunConfig, SFTConfig, method_config
 from trainkit.recipes.runner import make_trainer, prepare, run
 
 NAMES = "zero one two three four five six seven eight nine ten eleven".split()
@@ -819,3 +822,19 @@ def test_rows_with_too_few_tokens_are_left_out(least, kept):
     else:
         with pytest.warns(UserWarning, match=f"{4 - kept} of 4 rows of train .*= {least} tokens"):
             assert drop_short(rows, Letters(), least) == rows[-kept:]
+
+
+def test_rows_of_plain_text_need_no_chat_format(tmp_path):
+    "An adapter that learns text has no new tokens, so it fits the base model as it is."
+    rows = [{"text": f"{n} and one are {n + 1}"} for n in range(20)]
+    texts = [row["text"] for row in rows]
+    tokenizer = BPETokenizer.train(texts, 270, special_tokens=["<|endoftext|>"])
+    shape = ModelConfig(vocab_size=len(tokenizer), d_model=16, n_heads=2, n_layers=1, d_ff=32)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = {"path": str(tmp_path / "rows.jsonl"), "max_length": 32, "eval_fraction": 0}
+    config = method_config({"method": "lora", "init_from": "x", "data": data})
+    parts = prepare(config, base=(Transformer(shape), tokenizer))
+    assert (parts.new_tokens, parts.model.config.vocab_size) == (0, len(tokenizer))
+    assert all("lora_" in n for n, p in parts.model.named_parameters() if p.requires_grad)
+    config.sft.template = "chatml"
+    assert prepare(config, base=(Transformer(shape), tokenizer)).new_tokens == 2

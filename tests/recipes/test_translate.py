@@ -288,6 +288,8 @@ def test_what_contradicts_itself_is_an_error_with_its_place(name, hint):
         ({"use_bf16": True}, "train.mixed_precision", "bf16"),
         ({"early_stopping": True, "eval_strategy": "epoch"}, "train.early_stopping_patience", 3),
         ({"use_wandb": True}, "report_to", ["wandb"]),
+        ({"use_flash_attention": True}, "model.attention", "flash_attention_2"),
+        ({"use_flash_attention": False}, "model.attention", "sdpa"),
         ({"use_wandb": False}, "report_to", []),
         ({"wandb_name": "mine"}, "name", "mine"),
         ({"use_wandb": True, "wandb_name": "mine"}, "report_to", ["wandb"]),
@@ -2245,3 +2247,86 @@ def test_a_data_set_of_llama_factory_that_cannot_be_read(dataset, words, tmp_pat
     _, account = convert_config({**file, "dataset_dir": str(tmp_path)})
     (row,) = [row for row in account.named("refused") if row.setting == "dataset"]
     assert words in row.why
+
+
+OFF = {"method": "lora", "init_from": "x"}
+
+
+@pytest.mark.parametrize(
+    ("words", "knobs"),
+    [
+        ({"distributed": False, "num_gpus": 4, "distributed_backend": "nccl"}, {}),
+        ({"distributed": {"enabled": False, "backend": "nccl", "world_size": 4}}, {}),
+        ({"deepspeed": {"enabled": False, "zero_stage": 2, "offload_optimizer": True}}, {}),
+        ({"use_deepspeed": False, "deepspeed_config": "missing.json"}, {}),
+        ({"use_deepspeed": False, "offload_optimizer": True}, {"train.offload_optimizer": True}),
+    ],
+)
+def test_processes_that_a_file_switches_off_are_not_launched(words, knobs):
+    config, account = convert_config({**OFF, **words})
+    assert account.command == "trainkit train FILE" and not account.named("refused")
+    assert {k: value_of(config, k) for k in knobs} == knobs
+
+
+def test_a_switch_in_the_group_of_deepspeed_is_none_of_its_settings():
+    given = {"enabled": True, "zero_stage": 2}
+    account = convert_config({**OFF, "deepspeed": given, "num_gpus": 2})[1]
+    assert account.command == "trainkit launch FILE --processes 2 --strategy zero2"
+    assert not account.named("refused")
+
+
+@pytest.mark.parametrize("ours", [512, 2048])
+def test_the_length_of_the_pairs_of_a_method_beats_that_of_the_data(ours):
+    file = {
+        "model": {"name": "x"},
+        "training": {"sft": {"batch_size": 8}, "dpo": {"max_length": 1024}},
+        "data": {"train_file": "pairs.json", "max_length": ours},
+    }
+    config, account = convert_config(file, method="dpo")
+    assert config.dpo.max_length == 1024
+    why = {row.setting: row.why for row in account.rows}["data.max_length"]
+    assert why == "training.dpo.max_length wins"
+    assert convert_config(file, method="sft")[0].data.max_length == ours
+    with pytest.raises(ConfigError, match="give --method sft, say"):
+        convert_config(file)
+
+
+@pytest.mark.parametrize(
+    ("split", "knob", "value"),
+    [("train", "data.split", None), ("train[:50]", "data.max_examples", 50)],
+)
+def test_the_split_of_one_file_is_the_file(split, knob, value, tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(
+        f"rows = load_dataset('csv', data_files='rows.csv', split={split!r})\n"
+        "model = AutoModelForCausalLM.from_pretrained('x')\n"
+    )
+    config, account = convert_config(script)
+    assert config.data.path == "rows.csv" and config.data.split is None
+    assert value_of(config, knob) == value and not account.named("refused")
+    words = {**OFF, "dataset_name": "rows.jsonl", "dataset_split": "train[10%:]"}
+    assert "data.max_examples" in convert_config(words)[1].named("refused")[0].why
+    words = {**OFF, "dataset_name": "owner/rows", "dataset_split": split}
+    assert convert_config(words)[0].data.split == split
+
+
+def test_a_model_from_scratch_takes_no_weights_from_the_model_that_a_file_names():
+    file = {"model": {"name": "x"}, "training": {"from_scratch": {"vocab_size": 500}}}
+    config, account = convert_config(file)
+    assert (config.method, config.init_from, config.tokenizer.vocab_size) == ("pretrain", "", 500)
+    assert "new weights" in account.named("refused")[0].why
+    assert convert_config(file, method="pretrain")[0].init_from == "x"
+
+
+@pytest.mark.parametrize("words", [{"stage": "sft"}, {"stage": "rm"}, {}])
+def test_an_adapter_of_another_kind_is_refused_for_what_it_is(words):
+    with pytest.raises(ConfigError, match="'oft': must be one of"):
+        method_config({**words, "finetuning_type": "oft"})
+
+
+@pytest.mark.parametrize(
+    "word", ["use_deepspeed", "deepspeed_config", "zero_stage", "offload_param", "distributed"]
+)
+def test_a_word_about_processes_in_a_config_of_ours_names_the_launcher(word):
+    with pytest.raises(ConfigError, match=f"{word}.*trainkit launch FILE --processes N"):
+        method_config({**OFF, word: True})

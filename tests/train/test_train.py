@@ -32,6 +32,7 @@ from trainkit.train.config import Control, TrainConfig, TrainingError
 from trainkit.train.objectives import PLAIN_HEADS, Loss, body_and_head, lm_loss
 from trainkit.train.objectives import lm_objective, noisy_embeddings, objective, sum_losses
 from trainkit.train.step import accumulate, count_tokens, eval_loss, make_accelerator
+from trainkit._remarks import described
 from trainkit.train.trainer import Trainer
 
 torch.set_num_threads(1)
@@ -2141,3 +2142,27 @@ def test_losses_of_tasks_are_means_over_their_own_items(tasks):
     if tasks == ("a", "b"):
         wanted |= dict(a_loss=2 * 2.0, b_loss=2 * 3.0)
     assert found == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("method", "here"),
+    [("compute_loss", "objective"), ("_log_metrics", "on_log"), ("custom_training_step", "Loss")],
+)
+def test_a_method_that_only_other_trainers_call_is_refused(method, here):
+    with pytest.raises(TypeError, match=f"Mine.{method} would never be called.*{here}"):
+        type("Mine", (Trainer,), {method: lambda self, *_: None})
+    type("Mine", (Trainer,), {"log_samples": lambda self: [], "mine": lambda self: None})
+
+
+@pytest.mark.parametrize(
+    ("argument", "here"),
+    [
+        ("args", "config=TrainConfig"),
+        ("train_dataset", "train_batches"),
+        ("tokenizer", "save_model"),
+    ],
+)
+def test_an_argument_of_another_trainer_is_named(argument, here):
+    with pytest.raises(TypeError, match=f"Trainer has no '{argument}': here it is .*{here}"):
+        Trainer(model=nn.Linear(2, 2), **{argument: 1})
+    assert "train_batches: A list" in described(Trainer), "its parameters are still explained"

@@ -994,7 +994,7 @@ def save_pretrained(
     _check_sizes(tokenizer, cast(Any, model.config).vocab_size)
     if isinstance(model, Transformer) and (reasons := unsupported_knobs(model.config)):
         warnings.warn(
-            f"no class of transformers computes {', '.join(reasons)}: {folder} gets "
+            f"no class of transformers computes {', '.join(reasons)}: what is saved is "
             "model.safetensors and trainkit.json, which trainkit.interop.hf.load_pretrained opens",
             stacklevel=2,
         )

@@ -245,6 +245,10 @@ def course_model() -> str:  # Empty where its package is missing
     return files[0] if files else ""
 
 
+_PICKLE = (  # A checkpoint that another program wrote
+    ". Its weights can be taken over: model.load_state_dict(torch.load(FILE, weights_only=True)), "
+    "then save_pretrained(model, tokenizer, FOLDER)"
+)
 _WANTED = (
     "*.json",
     "model*.safetensors",
@@ -302,7 +306,7 @@ def find_model_files(
     if path.exists() or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
         raise FileNotFoundError(
             f"'{name}' is no model: give a folder, a .gguf file, or a name on the hub such as "
-            "'owner/name'"
+            "'owner/name'" + _PICKLE * (path.suffix in (".pt", ".pth", ".bin", ".ckpt"))
         )
     try:
         return fetch_model(name, cache_dir or None, token, more, wanted)

@@ -1,7 +1,8 @@
 """The rank of a LoRA adapter: growing it, shrinking it, and how much of it is used.
 
 `grow_rank` gives an adapter more directions without changing what the model computes, and carries
-the optimizer's state along; `GrowRank` does it inside a run of the `Trainer`. `shrink_rank` keeps
+the optimizer's state along; `GrowRank` does it inside a run of the `Trainer` (a *dynamic rank*,
+4 → 8 → 16), and keeps the adapter of each smaller rank in `adapter-rank-4`, `adapter-rank-8`. `shrink_rank` keeps
 the largest directions and returns what that costs at most. `spectrum` shows how many directions an
 update uses, and `intruder_dimensions` counts those that are new to the weight."""
 
@@ -14,12 +15,15 @@ __all__ = ['grow_rank', 'GrowRank', 'thin_svd', 'RankReduction', 'shrink_rank', 
 # %% ../../nbs/05_lora/05_rank.ipynb #imports-rank
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .adapters import save_adapter
 from .inject import adapted
 from .inject import Factor, LoRALayer, init_factors
 
@@ -117,12 +121,15 @@ class _Loop(Protocol):
 
     model: nn.Module
     raw_optimizer: Any
+    folder: Path | None
 
     def note(self, text: str) -> None: ...
 
 # %% ../../nbs/05_lora/05_rank.ipynb #cdfedcf1
 class GrowRank:
-    "A callback that grows the rank at given steps of a run."
+    """A callback that grows the rank at given steps of a run.
+
+    In a run with a folder, the adapter of each smaller rank is kept in `adapter-rank-R`."""
 
     def __init__(
         self,
@@ -135,8 +142,29 @@ class GrowRank:
     def on_step(self, trainer: _Loop, record: Mapping[str, Any]) -> None:
         if (r := self.plan.get(record["step"])) is None:
             return
+        if trainer.folder:
+            old = max(len(m.factor(m.A_name, self.adapter)) for m in self._layers(trainer))
+            save_adapter(trainer.model, trainer.folder / f"adapter-rank-{old}", self.adapter)
         grow_rank(trainer.model, r, trainer.raw_optimizer, self.adapter)
         trainer.note(f"rank {r} from step {record['step']} on")
+
+    def on_resume(self, trainer: _Loop, record: Mapping[str, str]) -> None:
+        "Before a checkpoint is loaded: the adapter gets the rank that it has there."
+        file = Path(record["path"]) / "model.safetensors"
+        if not file.is_file():
+            return
+        with safe_open(file, "pt") as saved:
+            shapes = [
+                saved.get_slice(name).get_shape()
+                for name in saved.keys()  # noqa: SIM118 - no mapping
+                if f".lora_A.{self.adapter}." in name
+            ]
+        r = max((shape[0] for shape in shapes), default=0)
+        if r > max(len(m.factor(m.A_name, self.adapter)) for m in self._layers(trainer)):
+            grow_rank(trainer.model, r, trainer.raw_optimizer, self.adapter)
+
+    def _layers(self, trainer: _Loop) -> Iterable[LoRALayer]:
+        return _low(trainer.model, self.adapter).values()
 
 # %% ../../nbs/05_lora/05_rank.ipynb #7b07b521
 def thin_svd(

@@ -71,6 +71,9 @@ def read_method(
         if key in words:
             word = str(words[key])
             said[key] = METHOD_NAMES.get(word, word)
+    for name in said.values():
+        if name not in METHODS and name not in FAMILY:
+            return {"method": name}  # Checking the config says which there are
     if under and [*said] == ["finetuning_type"]:
         said = {"method": under, **said}
     if len(said) > 1 and words.get("finetuning_type") == "full":

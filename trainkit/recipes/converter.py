@@ -29,7 +29,7 @@ from .config import choose_method, method_config, read_method
 from .config_files import Computed, ScriptObject, Setting, read_settings
 from .foreign_datasets import _unread
 from .foreign_settings import CONTEXTS, WORDS, _try_look_up, look_up
-from .foreign_words import Implied, Meaning, Refused, _Noted
+from .foreign_words import _MODEL, Implied, Meaning, Refused, _Noted
 from ..settings import RL_METHODS
 from ..train.runs import text_table
 
@@ -166,6 +166,7 @@ _LAUNCH_NAMES = {
 }
 _LAUNCH_SWITCHES = (*"distributed use_deepspeed deepspeed offload_optimizer offload_param".split(),)
 _COUNTS = {"num_processes", "num_gpus", "world_size"}
+_DEEPSPEED = {*"use_deepspeed deepspeed deepspeed_config zero_stage offload_param".split()}
 
 
 def _is_about_launch(s: Setting) -> bool:
@@ -174,12 +175,36 @@ def _is_about_launch(s: Setting) -> bool:
     return bool({*s.path[-2:]} & _LAUNCH)
 
 
+def _launch_key(s: Setting) -> str:
+    return _LAUNCH_NAMES.get(s.path[-1], s.path[-1])
+
+
+def _switched_off(settings: list[Setting], *names: str) -> bool:
+    "Whether `use_deepspeed: false`, or a group with `enabled: false`, is there, and none is on."
+    said = [s.value for s in settings if _launch_key(s) in names]
+    said = [v.get("enabled") if isinstance(v, Mapping) else v for v in said]
+    return False in said and True not in said
+
+
+def _idle(about_launch: list[Setting]) -> dict[str, str]:  # Word -> why it is not read
+    "The words about processes that a switch of the same file turns off."
+    words = {_launch_key(s) for s in about_launch}
+    idle = {}
+    if _switched_off(about_launch, "use_deepspeed", "deepspeed"):
+        idle = dict.fromkeys(words & _DEEPSPEED, "DeepSpeed is switched off")
+    if _switched_off(about_launch, "distributed") and not words & _DEEPSPEED - {*idle}:
+        idle |= dict.fromkeys(words - _DEEPSPEED, "is switched off: one process trains")
+    return idle
+
+
 def _launch_words(settings: list[Setting]) -> dict[str, object]:
     "Settings about processes as the arguments of `translate`; raises where two disagree."
     words: dict[str, object] = {}
     for s in settings:
-        key = _LAUNCH_NAMES.get(s.path[-1], s.path[-1])
+        key = _launch_key(s)
         value = s.value
+        if isinstance(value, Mapping):
+            value = {name: v for name, v in value.items() if name != "enabled"}
         if key in ("fsdp", "fsdp_config"):
             key, value = "strategy", "fsdp"
         if value is False and key in _LAUNCH_SWITCHES:
@@ -190,11 +215,26 @@ def _launch_words(settings: list[Setting]) -> dict[str, object]:
     return words
 
 # %% ../../nbs/11_recipes/24_convert_configs.ipynb #cc-take-launch
+def _part_launch(
+    settings: list[Setting], report: Translation
+) -> tuple[list[Setting], list[Setting]]:  # About processes, and the others
+    "Part the settings about processes from the others, and report on those that are off."
+    about_launch = [s for s in settings if _is_about_launch(s)]
+    idle = _idle(about_launch)
+    if "use_deepspeed" in idle:  # Our loop has states in main memory as well
+        about_launch = [s for s in about_launch if _launch_key(s) != "offload_optimizer"]
+    for s in about_launch:
+        if why := idle.get(_launch_key(s)):
+            report.add(s, "replaced", "", why)
+    counting = [s for s in about_launch if _launch_key(s) not in idle]
+    return counting, [s for s in settings if s not in about_launch]
+
+
 def _take_launch(
     settings: list[Setting], report: Translation
 ) -> tuple[list[Setting], dict[str, object]]:
     "Report on the settings about processes; the other settings, and the knobs that follow."
-    about_launch = [s for s in settings if _is_about_launch(s)]
+    about_launch, settings = _part_launch(settings, report)
     words = _launch_words(about_launch)
     error_text = ""
     groups = {}
@@ -239,7 +279,7 @@ def _take_launch(
             report.add(s, "replaced", "train.mixed_precision = bf16", note.remedy)
         else:
             report.add(s, "refused", "", note.remedy)
-    return [s for s in settings if s not in about_launch], knobs
+    return settings, knobs
 
 # %% ../../nbs/11_recipes/24_convert_configs.ipynb #cc-launch
 def _number_of_processes(deepspeed: Mapping) -> int:  # 0: its batch sizes do not tell
@@ -394,7 +434,8 @@ def _find_method(
         return choose_method(method, words.get("use_lora")), ""
     groups = list(dict.fromkeys(g for s in settings if (g := method_group(s.path))))
     if len(groups) > 1:
-        remedy = "are several methods, and the file does not show which of them runs: give method="
+        remedy = "are several methods, and the file does not show which of them runs: give "
+        remedy += f"--method {groups[0]}, say (method={groups[0]!r} in Python)"
         raise ConfigError([Problem("training", ", ".join(groups), remedy)], "convert")
     if groups:
         return METHOD_NAMES.get(groups[0], groups[0]), f"follows from training.{groups[0]}"
@@ -482,6 +523,22 @@ def _of_completions(path: object) -> bool:
         return isinstance(row, Mapping) and "prompt_completion" in fitting_kinds(row)
     return False
 
+
+def _is_file_name(path: object) -> bool:
+    "Whether a path is that of one file with rows, and not a folder or a name on the hub."
+    from trainkit.data.readers import READERS, plain_suffix
+
+    return isinstance(path, str) and plain_suffix(Path(path)) in READERS
+
+
+def _split_of_file(split: object) -> Meaning:
+    "What `train`, or a slice such as `train[:1000]`, means for one file."
+    if split is None or split == "train":
+        return Implied("a file is its split train")
+    if found := re.fullmatch(r"train\[:(\d+)\]", str(split)):
+        return {"data.max_examples": int(found[1])}
+    return Refused("one file has no splits: data.max_examples=N reads its first N rows")
+
 # %% ../../nbs/11_recipes/24_convert_configs.ipynb #cc-conversion
 class _Conversion:
     "One config on its way from the words of another library to a `RunConfig`."
@@ -502,6 +559,7 @@ class _Conversion:
         settings, self.launch_knobs = _take_launch(settings, self.report)
         self.strategy = self.report.launch.strategy if self.report.launch else ""
         self.meanings = self._meanings(settings)
+        self._drop_split()
         self.words = self._method_words()
         self._refuse_part()
         names = {s.path[-1] for s in settings}
@@ -523,6 +581,9 @@ class _Conversion:
             self._move_sampling()
         if self.method == "distill":
             self._move_distill()
+        named = {asked, *map(str, self.words.values())} - {None}
+        if "from_scratch" in (named or {method_group(s.path) for s in settings}):
+            self._refuse_weights()
         if self.only_launch:
             self.reason = (
                 "the file only sets how processes share the work: "
@@ -539,6 +600,27 @@ class _Conversion:
         goal = "sft" if METHODS[self.method].learns_from == "answers" else self.method
         same = _TRL_METHODS.get(kind, kind) in (self.method, goal)
         self.trl = kind if same else ""  # The class whose defaults count
+
+    def _refuse_weights(self) -> None:
+        "A model from scratch begins with new weights, also where the file names a model."
+        for i, (s, meaning) in enumerate(self.meanings):
+            if self.method == "pretrain" and isinstance(meaning, dict) and _MODEL in meaning:
+                self.meanings[i] = s, Refused(_NEW_WEIGHTS)
+
+    def _drop_split(self) -> None:
+        "One file has no splits: all of it is what Hugging Face calls its split `train`."
+        paths = [
+            m["data.path"] for _, m in self.meanings if isinstance(m, dict) and "data.path" in m
+        ]
+        if not paths or not all(_is_file_name(path) for path in paths):
+            return
+        for i, (s, meaning) in enumerate(self.meanings):
+            if (
+                isinstance(meaning, dict)
+                and "data.split" in meaning
+                and {*meaning} == {"data.split"}
+            ):
+                self.meanings[i] = s, _split_of_file(meaning["data.split"])
 
     def _refuse_part(self) -> None:
         "Pre-training learns the whole model or an adapter: single blocks are refused."
@@ -620,6 +702,10 @@ class _Conversion:
             for key, value in meaning.items():
                 if key[0] not in "@?":
                     self._choose(choices, key, _Choice(priority(s.path), s, value))
+        pair = choices.get("dpo.max_length")
+        if self.method in ("dpo", "reward") and pair and "data.max_length" in choices:
+            # Two names of one knob, of which that of the method is the more specific
+            choices["data.max_length"] = pair._replace(height=max(pair.height, 2))
         return choices
 
     def _choose(self, choices: dict[str, _Choice], key: str, new: _Choice) -> None:
@@ -826,6 +912,10 @@ _COUNTED = {  # By which TRL decides how many prompts are answered
     "rl.num_generations",
 }
 _ANSWER_COUNTS = ("generation_batch_size", "steps_per_generation")
+_NEW_WEIGHTS = (
+    "a model from scratch has new weights, of the shape that model.* says (model.d_model, …); "
+    "with method pretrain instead of from_scratch this one is trained further"
+)
 _NO_BLOCKS = "pre-training learns the whole model or an adapter: leave it out, or take lora"
 _ORPO_NOTE = "; TRL learns the chosen prompt and its answer as text, too, and we learn the answer"
 _SCORED = {

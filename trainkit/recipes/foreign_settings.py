@@ -368,6 +368,7 @@ _USUAL_GROUP = {  # Of a word that several groups have
     "top_k": "sampling",
     "eval_batch_size": "train",
     "batch_size": "train",
+    "vocab_size": "tokenizer",
     "learning_rate": "optim",
     "gradient_checkpointing": "model",
     "train_on": "sft",

@@ -629,7 +629,10 @@ COMMON_WORDS |= {
     "dataset_train_split": "data.split",
     "dataset_test_split": "data.validation_split",
     "data.max_seq_len": "data.max_length",
-    "test_file": Refused("a run reads no test data: data.test_fraction holds some out"),
+    "test_file": _if(
+        Refused("a run reads no test data: data.test_fraction holds some out"),
+        "empty is the default",
+    ),
     "packing_strategy": _packing,
     **dict.fromkeys(_SWITCHES, _packs),
     "eval_sample_packing": Implied("held-out rows are not packed"),
@@ -933,7 +936,11 @@ COMMON_WORDS |= {
         ("fsdp", "fsdp_config"),
         _if(Refused("is about processes: trainkit launch FILE --processes N --strategy fsdp")),
     ),
-    "deepspeed": _if(
-        Refused("is about processes: trainkit launch FILE --processes N --strategy zero2")
+    **dict.fromkeys(
+        ("deepspeed", "use_deepspeed", "deepspeed_config", "zero_stage", "offload_param"),
+        _if(Refused("is about processes: trainkit launch FILE --processes N --strategy zero2")),
+    ),
+    "distributed": _if(
+        Refused("is about processes: trainkit launch FILE --processes N --strategy ddp")
     ),
 }

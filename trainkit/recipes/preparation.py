@@ -913,7 +913,8 @@ def prepare_sft(
             ),
         )
         known = len(tokenizer)
-        if sft.template or not tokenizer.chat_template:
+        plain = data.kind == "text" and tokenizer.eos_token is not None  # Needs no chat format
+        if sft.template or not (plain or tokenizer.chat_template):
             set_template(tokenizer, sft.template or "chatml", model)
         new_tokens = len(tokenizer) - known if model else 0
         model = model or prepare_model(config.model, tokenizer)

@@ -502,7 +502,8 @@ def stop_on_signal(
 
 # %% ../../nbs/04_train/05_train_config.ipynb #acbe20b0
 HOOKS = ("on_start", "on_step", "on_log", "on_eval", "on_sample", "on_save", "on_end")
-_MORE_HOOKS = ("on_measure", "on_health")  # What an evaluation adds, and a finding of `HealthCheck`
+# What an evaluation adds, a finding of `HealthCheck`, and what comes before a checkpoint is loaded
+_MORE_HOOKS = ("on_measure", "on_health", "on_resume")
 
 
 def check_callbacks(

@@ -32,8 +32,9 @@ from copy import deepcopy
 from dataclasses import asdict, fields, is_dataclass
 from itertools import islice
 from pathlib import Path
+from functools import wraps
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, cast
 
 import torch
 from torch import Tensor, nn
@@ -150,12 +151,67 @@ def counted(
         yield batch
         bar.update(done)
 
+# %% ../../nbs/04_train/08_trainer.ipynb #other-trainers-code
+_P = ParamSpec("_P")
+_OBJECTIVE = (
+    "the loss is the objective, a function (model, batch) -> Loss: "
+    "Trainer(model, objective, batches)"
+)
+_OBSERVE = "a callback with on_log(self, trainer, record) gets what is logged: callbacks=[...]"
+_METHODS_ELSEWHERE = {  # Methods that classes of other trainers override -> what does their work
+    **dict.fromkeys(("compute_loss", "training_step", "custom_training_step"), _OBJECTIVE),
+    **dict.fromkeys(("preprocess_batch", "_prepare_inputs"), _OBJECTIVE),
+    **dict.fromkeys(("_log_metrics", "log_metrics"), _OBSERVE),
+    **dict.fromkeys(
+        ("get_train_dataloader", "get_eval_dataloader"),
+        "the batches are arguments: train_batches=, eval_batches=",
+    ),
+    "create_optimizer": "build_optimizer= takes a function (model, OptimConfig) -> optimizer",
+    "create_scheduler": "build_schedule= takes a function (optimizer, OptimConfig, steps)",
+    "prediction_step": "eval_batches= are evaluated by the objective",
+}
+_BATCHES = "made of rows, as trainkit.Batches(trainkit.tokenize_examples(rows, tokenizer), 8)"
+_ARGUMENTS_ELSEWHERE = {
+    "args": "config=TrainConfig(...) and optim=OptimConfig(...)",
+    **dict.fromkeys(("train_dataset", "dataset"), f"train_batches=, {_BATCHES}"),
+    "eval_dataset": f"eval_batches=, {_BATCHES}",
+    "data_collator": "a part of the batches: trainkit.Batches pads them",
+    **dict.fromkeys(
+        ("tokenizer", "processing_class"),
+        "no argument, but save_model= may write it next to the model",
+    ),
+    "compute_metrics": "an argument of trainkit.run(config, compute_metrics=...), a whole run",
+    "optimizers": "build_optimizer= and build_schedule=",
+    "peft_config": "no argument: model = trainkit.add_lora(model, LoRAConfig(...))",
+    "ref_model": "a part of the objective: trainkit.dpo_objective",
+}
+
+
+def _name_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
+    "Let the error for an argument of another trainer say what it is here."
+
+    @wraps(init)
+    def checked(*given: _P.args, **named: _P.kwargs) -> None:
+        for name in named:
+            if name in _ARGUMENTS_ELSEWHERE:
+                raise TypeError(f"Trainer has no {name!r}: here it is {_ARGUMENTS_ELSEWHERE[name]}")
+        init(*given, **named)
+
+    return checked
+
 # %% ../../nbs/04_train/08_trainer.ipynb #d8e42caa
 class Trainer:
     "Trains a model on batches, with logging, evaluation and saving as its `TrainConfig` says."
 
     how_to_resume = ""  # The words of a program that says it itself; empty: the call in Python
 
+    def __init_subclass__(cls, **more: object) -> None:
+        super().__init_subclass__(**more)
+        for name, here in _METHODS_ELSEWHERE.items():
+            if name in vars(cls):
+                raise TypeError(f"{cls.__name__}.{name} would never be called: {here}")
+
+    @_name_arguments
     def __init__(
         self,
         model: nn.Module,  # Trained in place
@@ -164,7 +220,8 @@ class Trainer:
         train_batches: Iterable[dict],
         eval_batches: Iterable[dict] | None = None,  # The same batches every time
         config: TrainConfig | None = None,
-        # Each has some of on_start, on_step, on_log, on_eval, on_sample, on_save, on_end. What its
+        # Each has some of on_start, on_step, on_log, on_eval, on_sample, on_save, on_end, and of
+        # on_resume, which hears of the path of a checkpoint before it is loaded. What its
         # `state_dict` returns is kept in checkpoints, and a resume gives it to `load_state_dict`
         callbacks: Sequence[object] = (),
         optim: OptimConfig | None = None,
@@ -1132,6 +1189,9 @@ class Trainer:
 
     def _load(self, path: Path, force: bool) -> StateDict:  # What else was saved
         "Restore model, optimizer, schedule, position and state from a checkpoint."
+        for callback in self.callbacks:  # In every process
+            if (hook := getattr(callback, "on_resume", None)) is not None:
+                hook(self, {"path": str(path)})
         options = [
             {name: value for name, value in group.items() if name != "params"}
             for group in self.raw_optimizer.param_groups
