@@ -88,7 +88,7 @@ def _encode(
         return b"".join([bases[base], len(parts).to_bytes(8, "big"), *parts])
     return tag + len(body).to_bytes(8, "big") + body
 
-
+# %% ../../nbs/09_eval/08_code_eval.ipynb #400460c7-2
 def _decode_scalar(tag: bytes, body: bytes) -> int | float | complex | str | bytes:
     "A number, a text or bytes; raises for anything else."
     if tag == b"i":
@@ -146,7 +146,7 @@ class _Gone(BaseException):
     def __str__(self) -> str:
         return f"the program {self.args[0]}"
 
-
+# %% ../../nbs/09_eval/08_code_eval.ipynb #96e74591-2
 def _put_back(old: Any, new: Any) -> Any:
     "Make an argument what it became on the other side, in place."
     if isinstance(old, list) and isinstance(new, list):
@@ -165,7 +165,7 @@ def _put_back(old: Any, new: Any) -> Any:
         return new
     return old
 
-
+# %% ../../nbs/09_eval/08_code_eval.ipynb #96e74591-3
 class _Remote:
     "An object of the program, which stays there: operations on it are requests through the pipe."
 
@@ -226,7 +226,7 @@ class _Remote:
             "tuples, sets and dicts can be compared"
         )
 
-
+# %% ../../nbs/09_eval/08_code_eval.ipynb #96e74591-4
 class _Peer:
     "One end of a conversation: asks, and meanwhile answers what it is asked."
 
@@ -397,7 +397,7 @@ def _guard(
         _guard_accidents(order["folder"])
     return measures
 
-
+# %% ../../nbs/09_eval/08_code_eval.ipynb #26da8ee4-2
 def _drop_root(folder: str) -> None:
     "Root becomes nobody, unless nobody may read Python's library."
     import os
@@ -456,7 +456,7 @@ def _guard_linux(order: _Order) -> list[str]:
             measures.append("seccomp")
     return measures
 
-
+# %% ../../nbs/09_eval/08_code_eval.ipynb #26da8ee4-3
 def _guard_accidents(folder: str) -> None:
     """Refuse the changes of clumsy programs, where the system cannot lock files.
 
@@ -712,7 +712,7 @@ def _pipes(role: str) -> tuple[BinaryIO, BinaryIO, BinaryIO]:
     sys.stdin = open(os.devnull)
     return reader, writer, words
 
-
+# %% ../../nbs/09_eval/08_code_eval.ipynb #7027f308-2
 def _run_program(order: _Order) -> None:
     "The process of the program: it loads the source, and answers requests."
     import operator
@@ -766,7 +766,7 @@ def _run_program(order: _Order) -> None:
     except _Gone:
         os._exit(0)
 
-
+# %% ../../nbs/09_eval/08_code_eval.ipynb #7027f308-3
 class _Names(dict):
     "The names of the tests: other names are Python's, and only then the program's."
 
@@ -819,7 +819,7 @@ def _run_tests(order: _Order) -> None:
     verdict.flush()
     os._exit(0)
 
-
+# %% ../../nbs/09_eval/08_code_eval.ipynb #7027f308-4
 # Takes its code from the input, and leaves the rest of the input there
 _START = """
 import marshal, os
@@ -914,7 +914,7 @@ def _readable() -> list[str]:
     named = [path for path in named if not home.startswith(path + "/")]
     return [path for path in dict.fromkeys([*system, *named, *own]) if os.path.exists(path)]
 
-
+# %% ../../nbs/09_eval/08_code_eval.ipynb #2b6558f7-2
 _DEVICES = ["/dev/null", "/dev/zero", "/dev/urandom"]
 
 
@@ -968,7 +968,7 @@ def _bwrap() -> list[str]:
         "--",
     ]
 
-
+# %% ../../nbs/09_eval/08_code_eval.ipynb #2b6558f7-3
 @cache
 def _try_isolation(
     kind: str,
@@ -1039,7 +1039,7 @@ class Outcome:
     def passed(self) -> bool:
         return self.status == "passed"
 
-
+# %% ../../nbs/09_eval/08_code_eval.ipynb #7406b714-2
 def _kill(process: subprocess.Popen) -> None:
     "With all that it started."
     if os.name == "posix":
@@ -1068,7 +1068,7 @@ def _fills(folder: str) -> bool:
         return False
     return sum(sizes) > 2**24 or len(sizes) > 1000
 
-
+# %% ../../nbs/09_eval/08_code_eval.ipynb #7406b714-3
 class _Place(NamedTuple):
     "Where the two processes run."
 
@@ -1118,7 +1118,7 @@ def _start(
         stack.callback(process.stderr.close)
     return process
 
-
+# %% ../../nbs/09_eval/08_code_eval.ipynb #7406b714-4
 def _send_order(end: BinaryIO, order: _Order) -> None:
     data = _encode(order, lambda thing: 1 // 0)  # type: ignore
     try:
@@ -1145,7 +1145,7 @@ def _wait(
             if folder and _fills(folder):
                 return b"", "full"
 
-
+# %% ../../nbs/09_eval/08_code_eval.ipynb #7406b714-5
 def _explain_end(
     code: int | None,  # With which the program ended; None: it goes on
     message: str,
@@ -1228,7 +1228,7 @@ def _run_isolated(
         status, error = _explain_end(end_code, error, last, timeout)
     return Outcome(status, error, seconds, output), measures
 
-
+# %% ../../nbs/09_eval/08_code_eval.ipynb #7406b714-6
 def run_code(
     code: str,  # A program that nobody has read
     tests: str = "",  # Code that judges it from outside, such as `assert f(1) == 2`

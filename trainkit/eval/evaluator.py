@@ -104,7 +104,7 @@ class RatioSum:
             return bootstrap(self.linear(), level=level)
         return normal_interval(self.value, self.error, self.n, level)
 
-
+# %% ../../nbs/09_eval/06_evaluation_report.ipynb #03fc1f27-2
 def normal_interval(
     value: float,
     error: float,
@@ -158,7 +158,7 @@ class _Question(NamedTuple):
     ids: list[int]  # Ids of question and answer
     answer: str
 
-
+# %% ../../nbs/09_eval/06_evaluation_report.ipynb #c6ac3a37-2
 def load_questions(
     source: str | Path,  # As for `load_examples`
     max_rows: int | None = None,
@@ -184,7 +184,7 @@ def load_questions(
         rows.append(dict(question=question, choices=spaced, answer=right))
     return rows
 
-
+# %% ../../nbs/09_eval/06_evaluation_report.ipynb #c6ac3a37-3
 def row_kind(
     row: str | Mapping,
 ) -> str:  # 'text', 'choices', 'preference', or 'answer'
@@ -217,7 +217,7 @@ def ask_row(
     tail = text_to_ids(answer, tokenizer, plain=True)
     return _Question(prompt, head, head + tail, answer)
 
-
+# %% ../../nbs/09_eval/06_evaluation_report.ipynb #c6ac3a37-4
 _Scores = dict[str, tuple[float, float]]  # measure -> (value, weight) for a `RatioSum`
 
 
@@ -362,7 +362,7 @@ class EvalReport:
         title = clean(", ".join(self.names))
         write_atomic(path, _PAGE.format(title=title, body=self._repr_html_()))
 
-
+# %% ../../nbs/09_eval/06_evaluation_report.ipynb #02d8cacd-2
 def _answer(
     model: nn.Module,
     tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
@@ -390,7 +390,7 @@ def _answer(
         texts.append((whole, after_thought(answer, tokenizer, head).strip()))
     return texts
 
-
+# %% ../../nbs/09_eval/06_evaluation_report.ipynb #02d8cacd-3
 def evaluate(
     model: nn.Module,  # Ours, or one of transformers
     tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
@@ -452,7 +452,7 @@ def evaluate(
         _add_metrics(report, contents, expected, metrics, names, level)
     return report
 
-
+# %% ../../nbs/09_eval/06_evaluation_report.ipynb #02d8cacd-4
 def _add_scores(
     sums: dict[str, list[RatioSum]],  # Of each measure: of each model, and of their difference
     scores: Sequence[Sequence[Mapping[str, tuple[float, float]]]],  # Of each model, of each row
@@ -623,7 +623,7 @@ class Sample:
             for t, p, r, k in columns
         ]
 
-
+# %% ../../nbs/09_eval/07_side_by_side.ipynb #1e41aecc-2
 @dataclass
 class SideBySide:
     "Continuations of the same prompts by several models."
@@ -670,7 +670,7 @@ class SideBySide:
             parts.append(_HEADING.format(text=clean(row[0].prompt)))
             for s in row:
                 boxes = ""
-                if s.pieces:  # Tokens that the model itself comparison unlikely are dark
+                if s.pieces:  # Tokens that the model itself finds unlikely are dark
                     shade = [1 - math.exp(p) for p in s.log_probs]
                     title = f"{s.model}: KL {s.mean_kl:.3g} a token"
                     boxes = token_boxes(s.pieces, shade=shade, title=title)
@@ -686,7 +686,7 @@ class SideBySide:
     ) -> None:
         write_atomic(path, _PAGE.format(title="Side by side", body=self._repr_html_()))
 
-
+# %% ../../nbs/09_eval/07_side_by_side.ipynb #1e41aecc-3
 def side_by_side(
     # By name; or with a context to enter, such as partial(adapters_off, model)
     models: Mapping[str, nn.Module | tuple[nn.Module, Callable[[], AbstractContextManager]]],
@@ -738,7 +738,7 @@ def side_by_side(
         samples.append(row)
     return SideBySide(tuple(pairs), samples)
 
-
+# %% ../../nbs/09_eval/07_side_by_side.ipynb #1e41aecc-4
 _InContext = tuple[nn.Module, Callable[[], AbstractContextManager]]
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class _Request(Protocol):  # An `Instance` of the harness
     args: tuple
 
-
+# %% ../../nbs/09_eval/05_lm_eval.ipynb #aaa0c252-2
 class HarnessBackend:
     "A model with the methods of the lm-evaluation-harness, which is not imported."
 

@@ -199,7 +199,7 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
     out = model(ids, **(dict(use_cache=False) if names_argument(model, "use_cache") else {}))
     return out if isinstance(out, Tensor) else out.logits
 
-
+# %% ../../nbs/09_eval/04_scores.ipynb #09fee420-2
 def _batch_rows(
     pieces: Sequence[_Piece], packed: bool
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:  # (B, T); position_ids; (N,) indices into B·T
@@ -223,7 +223,7 @@ def _batch_rows(
     ]
     return torch.tensor(rows), positions, torch.cat(at)
 
-
+# %% ../../nbs/09_eval/04_scores.ipynb #09fee420-3
 @torch.inference_mode()
 def _score_batch(
     model: nn.Module,
@@ -258,7 +258,7 @@ def _score_batch(
             sums[i] = (sums[i][0] + log_prob, sums[i][1] + hit)
     return sums
 
-
+# %% ../../nbs/09_eval/04_scores.ipynb #09fee420-4
 def score_pieces(
     model: nn.Module,
     # Ids, no more than the model can read, and the position of the first counted one, at least 1
@@ -370,7 +370,7 @@ def score_choices(
         choices.append(row)
     return choices
 
-
+# %% ../../nbs/09_eval/04_scores.ipynb #30d8efb8-2
 def _encode_answer(
     tokenizer: "BPETokenizer | PreTrainedTokenizerBase", context: str, answer: str
 ) -> tuple[list[int], int]:  # Ids of both together, and the position at which the answer begins
@@ -395,7 +395,7 @@ def begin_token(
         "before it"
     )
 
-
+# %% ../../nbs/09_eval/04_scores.ipynb #30d8efb8-3
 def best_share(
     values: Sequence[float],  # One for each choice; more is better
     answer: int,  # The right one
@@ -409,7 +409,7 @@ def best_share(
     tied = [i for i, value in enumerate(values) if ties(value)]
     return (1 / len(tied) if answer in tied else 0.0), tied[0]
 
-
+# %% ../../nbs/09_eval/04_scores.ipynb #30d8efb8-4
 NORMS = ("none", "bytes", "prior")
 _QUESTION_NAMES = ("question", "prompt", "query")
 _RIGHT_NAMES = ("answer", "answerKey", "label", "gold")
@@ -455,7 +455,7 @@ def read_choices(
         )
     return str(_named(row, _QUESTION_NAMES)), texts, right
 
-
+# %% ../../nbs/09_eval/04_scores.ipynb #30d8efb8-5
 def multiple_choice(
     model: nn.Module,
     tokenizer: "BPETokenizer | PreTrainedTokenizerBase",

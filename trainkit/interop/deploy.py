@@ -108,7 +108,7 @@ def collect_importance(
             raise ValueError(f"{folder}: the inputs of {name} contain NaN or Inf")
     return importance
 
-
+# %% ../../nbs/10_interop/09_deploy.ipynb #dp-importance-2
 def write_imatrix(
     path: str | Path,  # `….gguf`
     importance: Mapping[str, np.ndarray],  # Name in GGUF -> (in_features,) mean square
@@ -230,7 +230,7 @@ def _awq_factors(
             best, lowest = factors, error
     return best
 
-
+# %% ../../nbs/10_interop/09_deploy.ipynb #dp-awq-2
 @torch.no_grad()
 def fold_awq(
     model: nn.Module,  # Of transformers; changed in place, and it computes the same
@@ -268,7 +268,7 @@ def fold_awq(
                         parameter.data /= factors.to(parameter.dtype).view(shape)
             bar.update(i)
 
-
+# %% ../../nbs/10_interop/09_deploy.ipynb #dp-awq-3
 def _clipped(
     weight: Tensor,
     inputs: InputStats,
@@ -345,7 +345,7 @@ def _group_for(layers: dict[str, nn.Linear], group: int | None) -> int:
         f"{group or '128, 64 or 32'} do not divide: {remedy}"
     )
 
-
+# %% ../../nbs/10_interop/09_deploy.ipynb #dp-export-2
 def _round_one(
     weight: Tensor,
     stats: InputStats | None,
@@ -397,7 +397,7 @@ def _round_all(
                 round_layer(name, inputs.pop(name, None))
     return done
 
-
+# %% ../../nbs/10_interop/09_deploy.ipynb #dp-export-3
 @torch.no_grad()
 def export_compressed(
     folder: str | Path,  # A model folder

@@ -54,7 +54,7 @@ def _scaled_length(config: ModelConfig) -> int:
     scaling = config.rope_scaling or {}
     return int(scaling["factor"] * scaling["original_max_position_embeddings"])
 
-
+# %% ../../nbs/10_interop/02_families.ipynb #472029fb-2
 _PLAIN: dict[str, Rule] = {  # What all that descend from Llama have in common
     "norm": lambda c: c.norm == "rmsnorm",
     "activation": lambda c: c.activation == "swiglu",
@@ -122,7 +122,7 @@ RULES: dict[str, dict[str, Rule]] = {  # Class -> knob -> whether its value fits
     },
 }
 
-
+# %% ../../nbs/10_interop/02_families.ipynb #472029fb-3
 def unsupported_knobs(
     config: ModelConfig,
 ) -> list[str]:  # `knob = value`, for the class that misses the fewest; empty where one fits
@@ -282,7 +282,7 @@ _FREE = {
 class UnsupportedModelError(ValueError):
     "Our `Transformer` does not compute this model; transformers may."
 
-
+# %% ../../nbs/10_interop/02_families.ipynb #93d6f436-2
 def language_settings(
     settings: dict,  # The content of a config.json
 ) -> dict:  # The same, unless the model also reads images or sound
@@ -311,7 +311,7 @@ def language_name(
             return ours + name.removeprefix(prefix)
     return name if name.startswith("lm_head.") else None
 
-
+# %% ../../nbs/10_interop/02_families.ipynb #93d6f436-3
 def from_hf_config(
     hf: "transformers.PretrainedConfig | dict",  # Or the content of its config.json
 ) -> ModelConfig:  # Raises `UnsupportedModelError` with what we do not compute
@@ -346,7 +346,7 @@ def from_hf_config(
         )
     return config
 
-
+# %% ../../nbs/10_interop/02_families.ipynb #93d6f436-4
 def _gpt2_values(hf: "PreTrainedConfig", remedy: str) -> _Fields:
     "The knobs of a GPT-2 that the names do not cover."
     activation = hf.activation_function
@@ -409,7 +409,7 @@ def _llama_values(hf: "PreTrainedConfig", kind: str) -> _Fields:
         values |= dict(layer_rope_theta=[base if turn else 0.0 for turn in turned])
     return values
 
-
+# %% ../../nbs/10_interop/02_families.ipynb #93d6f436-5
 def _without_type(rope: Mapping[str, object]) -> _Fields:
     "Rotary parameters without `type`, an older word for `rope_type`, and without unset ones."
     return {k: v for k, v in rope.items() if k != "type" and v is not None}
@@ -464,7 +464,7 @@ def to_hf_weights(
         theirs[name] = tensor
     return theirs
 
-
+# %% ../../nbs/10_interop/02_families.ipynb #5b23930c-2
 # Ends of names in old files: tables that are computed today
 CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -496,7 +496,7 @@ def from_hf_weights(
         ours["lm_head.weight"] = embedding
     return ours
 
-
+# %% ../../nbs/10_interop/02_families.ipynb #5b23930c-3
 def stored_as(
     config: ModelConfig,
     name: str,  # Of a tensor of our `Transformer`

@@ -79,7 +79,7 @@ def interleave_rotary_rows(
     "Rows in the order that llama.cpp expects of a Llama."
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
-
+# %% ../../nbs/10_interop/04_gguf.ipynb #7ddf376f-2
 def gguf_names(
     config: ModelConfig,
 ) -> dict[str, str]:  # Name in the folder -> name in the file
@@ -112,7 +112,7 @@ def gguf_names(
         if (name := known.get_name(stem))
     }
 
-
+# %% ../../nbs/10_interop/04_gguf.ipynb #7ddf376f-3
 def architecture_of(
     config: ModelConfig,
 ) -> str:  # Raises `ValueError` with the setting that llama.cpp does not support
@@ -251,7 +251,7 @@ def _pre_tokenizer(data: dict) -> str:
         )
     return PRE_TOKENIZERS[pattern]
 
-
+# %% ../../nbs/10_interop/04_gguf.ipynb #3cf4a3bd-2
 def _end_roles(
     ends: Sequence[int],  # All tokens that end a text or a turn
     text: Callable[[int], str],  # Of a token
@@ -280,7 +280,7 @@ def read_template(
         return file.read_text(encoding="utf-8")
     return default_template(_read(Path(folder) / "tokenizer_config.json").get("chat_template"))
 
-
+# %% ../../nbs/10_interop/04_gguf.ipynb #3cf4a3bd-3
 def _check_normalizer(file: Path, normalizer: Mapping[str, object] | None) -> None:
     "llama.cpp reads text as it is; raises `ValueError` where that gives other tokens."
     kind = (normalizer or {}).get("type")
@@ -296,7 +296,7 @@ def _check_normalizer(file: Path, normalizer: Mapping[str, object] | None) -> No
             "so the model would read other tokens there"
         )
 
-
+# %% ../../nbs/10_interop/04_gguf.ipynb #3cf4a3bd-4
 def _merges(model: dict) -> list[tuple[str, str]]:
     "The merges of a tokenizer.json, in their order."
     pairs = (m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"])
@@ -350,7 +350,7 @@ def _adds_space(
         "other tokens"
     )
 
-
+# %% ../../nbs/10_interop/04_gguf.ipynb #3cf4a3bd-5
 def _token_kinds(data: dict) -> dict[int, tuple[str, str]]:  # Id -> token, name of its type
     "What the tokens of a tokenizer.json are for."
     model = data["model"]
@@ -368,7 +368,7 @@ def _token_kinds(data: dict) -> dict[int, tuple[str, str]]:  # Id -> token, name
         kinds[model["vocab"][unknown]] = unknown, "UNKNOWN"
     return kinds
 
-
+# %% ../../nbs/10_interop/04_gguf.ipynb #3cf4a3bd-6
 def _describe_pieces(
     writer: "GGUFWriter",
     data: dict,  # Of a tokenizer.json whose pieces are characters, as those of SentencePiece
@@ -475,7 +475,7 @@ def block_kind(
             kind = _FALLBACK[kind]
     return "F16" if shape[-1] % 32 else kind
 
-
+# %% ../../nbs/10_interop/04_gguf.ipynb #46a6d4ac-2
 def _open(file: Path) -> Any:  # What `safe_open` returns; an error names the file
     "Open a safetensors file."
     try:
@@ -560,7 +560,7 @@ def _check_folder(given: Path, folder: Path) -> None:
             "language model out, and that is exported"
         )
 
-
+# %% ../../nbs/10_interop/04_gguf.ipynb #b22555a2-2
 def export_gguf(
     # With config.json, of a family in `ARCHITECTURES`; or a name on the hub
     folder: str | Path,
@@ -646,7 +646,7 @@ def export_gguf(
         rough.replace(path)
     return dict(path=path, bytes=path.stat().st_size, tensors=len(sums), wide=wide)
 
-
+# %% ../../nbs/10_interop/04_gguf.ipynb #b22555a2-3
 def gguf_bytes(
     folder: str | Path,  # As in `export_gguf`
     quant_type: str,  # One of `QUANT_TYPES`
@@ -709,14 +709,7 @@ class ChatParts:
         first = self.default if all(m["role"] != "system" for m in messages) else ""
         return self.start + first + turns + self.prompt * add_generation_prompt
 
-
-def _common(a: str, b: str) -> str:
-    both = zip(a, b, strict=False)
-    differences = (i for i, (x, y) in enumerate(both) if x != y)
-    n = next(differences, min(len(a), len(b)))
-    return a[:n]
-
-
+# %% ../../nbs/10_interop/04_gguf.ipynb #b846a710-2
 _PROBES = ["u", "ua", "uau", "su", "sua", "suaua", "uauaua"]
 _ROLES = dict(s="system", u="user", a="assistant")
 
@@ -798,7 +791,7 @@ def go_template(
     messages = f"{{{{ range .Messages }}}}{turns}{{{{ end }}}}{{{{ end }}}}"
     return f"{_quoted(start)}{first}{messages}{_quoted(parts.prompt)}"
 
-
+# %% ../../nbs/10_interop/04_gguf.ipynb #7ee37252-2
 def _token_text(token: str | dict | None) -> str:
     return (token.get("content") if isinstance(token, dict) else token) or ""
 

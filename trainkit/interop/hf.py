@@ -124,7 +124,7 @@ def _gguf_read_once() -> Iterator[None]:
                 stack.enter_context(patch(name, cache(pkgutil.resolve_name(name))))
         yield
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #5b82aec5-2
 def _refuse_adapter(folder: Path) -> None:
     "Raise `ValueError` for the folder of an adapter, with what to open instead."
     try:
@@ -140,7 +140,7 @@ def _refuse_adapter(folder: Path) -> None:
     of_base = f" of {base}" if base else ""
     raise ValueError(f"{folder} is an adapter{of_base}, and no model: {remedy}")
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #5b82aec5-3
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -171,7 +171,7 @@ def read_model_settings(
                 )
     return data
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #5b82aec5-4
 def _is_packed(settings: Mapping[str, Any]) -> bool:
     "Whether linear layers have 4 bits in groups, as `export_compressed` writes them."
     how = settings.get("quantization_config") or {}
@@ -247,7 +247,7 @@ def _split(
 ) -> tuple[Path, dict]:  # The folder, and further arguments for transformers
     return (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #6a225a69-2
 def _rope_as_stored(
     metadata: Mapping,
     tensors: Mapping[str, GGUFTensor],
@@ -284,7 +284,7 @@ def _rope_as_stored(
             return llama3
     raise ValueError("its rope_freqs.weight is not Llama 3's rotary scaling: open a folder")
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #6a225a69-3
 LAYERS_OF_27B = dict(gemma2=46, gemma3_text=62)  # In which scores have another scale
 
 
@@ -317,7 +317,7 @@ def _ends_as_stored(path: Path) -> list[int]:
     ends = (metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom"))
     return [*dict.fromkeys(end for end in ends if end is not None)]
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #6a225a69-4
 def _open_theirs(
     path: Path,
     dtype: torch.dtype | None,
@@ -375,7 +375,7 @@ def _open_theirs(
     model.generation_config = ending
     return model
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #6a225a69-5
 def _open_tokenizer(path: Path, native: bool, trust: bool = False) -> _Tokenizer | None:
     folder, gguf = _split(path)
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -410,7 +410,7 @@ def _open_tokenizer(path: Path, native: bool, trust: bool = False) -> _Tokenizer
             pass
     return tokenizer
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #6a225a69-6
 def _cut_as_stored(tokenizer: transformers.PreTrainedTokenizerBase, path: Path) -> None:
     "Let a tokenizer from a GGUF file cut text by the pattern that the file names; in place."
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -442,7 +442,7 @@ def _without_defaults(tokenizer: Any) -> Any:
     plain.chat_template = tokenizer.chat_template
     return plain
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #6a225a69-7
 def _check_sizes(tokenizer: _Tokenizer | None, vocab_size: int) -> None:
     "Check that the model has as many rows as the tokenizer has ids, or a few more."
     size = vocab_size if tokenizer is None else len(tokenizer)
@@ -453,7 +453,7 @@ def _check_sizes(tokenizer: _Tokenizer | None, vocab_size: int) -> None:
             "trained with"
         )
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #6a225a69-8
 def with_own_head(
     config: ModelConfig,
     files: Mapping[str, Path],  # Name of a tensor -> its file, from `tensor_files`
@@ -511,7 +511,7 @@ def _open_quantized(path: Path, dtype: torch.dtype | None, quant: QuantConfig) -
     assert isinstance(model, Transformer)
     return model
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #6a225a69-9
 def _is_code(name: str) -> bool:
     return ".weight.quant_state." in name or name.endswith(".SCB")
 
@@ -566,7 +566,7 @@ def _take_layers(
         layers[name] = layer
     return layers
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #6a225a69-10
 def _put_layers(
     model: Transformer,
     layers: Mapping[str, Linear4bit | Linear8bit],  # From `_take_layers`
@@ -592,7 +592,7 @@ def _put_layers(
         layer.dtype = dtype or layer.dtype
         replace_layer(model, name, layer)
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #6a225a69-11
 def unpack_compressed(
     packed: Tensor,  # (out, in/8) int32
     scales: Tensor,  # (out, groups)
@@ -614,7 +614,7 @@ def _unpack(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         plain[name] = unpack_compressed(weights[f"{name}_packed"], weights[f"{name}_scale"])
     return plain
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #6a225a69-12
 def _open_generation(
     file: Path,
 ) -> transformers.GenerationConfig:  # With the tokens that end a text, for `generate`
@@ -647,7 +647,7 @@ def _common_type(
     named = settings.get("dtype") or settings.get("torch_dtype")
     return _as_dtype(named) or sizes.most_common(1)[0][0]
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #6a225a69-13
 def load_tokenizer(
     source: str | Path,  # As for `load_pretrained`
     # Ours for byte-level BPE; False for that of transformers
@@ -693,7 +693,7 @@ def _is_foreign(path: Path) -> bool:
         pass  # A damaged file: reading it for our model says where
     return False
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #load-pretrained-2
 def _open_folder(path: Path, dtype: torch.dtype | None, quant: QuantConfig | None) -> Transformer:
     config = read_config(path, quantized=True)
     settings = path / "config.json"
@@ -739,7 +739,7 @@ def _open_adapter(
         model.name_or_path = str(folder)
     return model.eval(), own or tokenizer
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #load-pretrained-3
 def load_pretrained(
     source: str | Path,  # A folder that we or transformers saved, a .gguf file, or a hub name
     # Our `Transformer` and, for byte-level BPE, our tokenizer: True, or an error; False:
@@ -830,7 +830,7 @@ _FILES = (
 def _write_json(file: Path, data: dict) -> None:
     write_atomic(file, json.dumps(data, indent=2, sort_keys=True) + "\n")
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #8fa977b7-2
 def _quantized_layers(model: nn.Module) -> dict[str, Linear4bit | Linear8bit]:
     quantized = (Linear4bit, Linear8bit)
     return {name: m for name, m in model.named_modules() if isinstance(m, quantized)}
@@ -875,7 +875,7 @@ def _shapes(model: Transformer) -> dict[str, Tensor]:
         weights[f"{name}.weight"] = torch.empty(shape, device="meta")
     return weights
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #8fa977b7-3
 def _write_model(model: Transformer, folder: Path) -> None:
     config = model.config
     check_family_weights(
@@ -904,7 +904,7 @@ def _write_model(model: Transformer, folder: Path) -> None:
         folder
     )
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #8fa977b7-4
 def _allow_cache(folder: Path) -> None:
     "Turn `use_cache` on, which is off while training: without it a model generates slowly."
     for file in (folder / "config.json", folder / "generation_config.json"):
@@ -970,7 +970,7 @@ def _verify(model: nn.Module, tokenizer: _Tokenizer | None, folder: Path) -> Non
             stacklevel=4,
         )
 
-
+# %% ../../nbs/10_interop/01_hugging_face.ipynb #94f996a1-2
 def save_pretrained(
     model: nn.Module,  # Our `Transformer`, or a model of transformers
     tokenizer: _Tokenizer | None,  # Our `BPETokenizer`, or one of transformers

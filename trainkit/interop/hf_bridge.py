@@ -219,7 +219,7 @@ def _their_classifier(model: RewardModel, **token_ids: int | None) -> "PreTraine
     classifier.score.load_state_dict(model.score.state_dict())
     return classifier.to(model.score.weight.device)
 
-
+# %% ../../nbs/10_interop/06_hf_bridge.ipynb #da85c8dd-2
 def _quantize_theirs(
     theirs: "PreTrainedModel",
     layers: "dict[str, Linear4bit | Linear8bit]",
@@ -258,7 +258,7 @@ def _quantize_theirs(
             new.bias = old.bias
         replace_layer(theirs, rename(name), new.to(old.weight.device))
 
-
+# %% ../../nbs/10_interop/06_hf_bridge.ipynb #da85c8dd-3
 def _tie(model: nn.Module, theirs: "PreTrainedModel | PeftModel") -> None:
     "Tie in theirs what is tied in ours: PEFT copies an embedding and its head apart."
     rename = _their_name(model, theirs)
@@ -272,7 +272,7 @@ def _tie(model: nn.Module, theirs: "PreTrainedModel | PeftModel") -> None:
             layer, _, last = rename(name).rpartition(".")
             setattr(theirs.get_submodule(layer), last, one)
 
-
+# %% ../../nbs/10_interop/06_hf_bridge.ipynb #da85c8dd-4
 def _check_twin(model: nn.Module) -> None:  # Raises `ImportError` or `ValueError`
     "Check that the libraries can open the model, its adapter and its quantized layers."
     layers = adapted(model)
@@ -296,7 +296,7 @@ def _check_twin(model: nn.Module) -> None:  # Raises `ImportError` or `ValueErro
             "take engine: trainkit, or init_lora_weights: true"
         )
 
-
+# %% ../../nbs/10_interop/06_hf_bridge.ipynb #da85c8dd-5
 def _add_adapter(
     theirs: "PreTrainedModel | PeftModel",
     model: nn.Module,
@@ -315,7 +315,7 @@ def _add_adapter(
     config = LoraConfig(**{**settings, "inference_mode": False})
     return cast("PeftModel", get_peft_model(cast("PreTrainedModel", theirs), config, name))
 
-
+# %% ../../nbs/10_interop/06_hf_bridge.ipynb #da85c8dd-6
 @torch.no_grad()
 def to_peft_model(
     # Our `Transformer` or `RewardModel`, or a model of transformers; perhaps with `add_lora` and
@@ -345,7 +345,7 @@ def to_peft_model(
         _tie(model, theirs)
     return theirs.train()
 
-
+# %% ../../nbs/10_interop/06_hf_bridge.ipynb #da85c8dd-7
 def fast_tokenizer(
     tokenizer: "BPETokenizer | PreTrainedTokenizerBase",  # A fast one
 ) -> "PreTrainedTokenizerBase":  # A copy with a token for padding

@@ -244,7 +244,7 @@ def course_model() -> str:  # Empty where its package is missing
     files = [str(path) for folder in folders or () for path in Path(folder).glob("*.gguf")]
     return files[0] if files else ""
 
-
+# %% ../../nbs/10_interop/03_hub.ipynb #87556dd1-2
 _PICKLE = (  # A checkpoint that another program wrote
     ". Its weights can be taken over: model.load_state_dict(torch.load(FILE, weights_only=True)), "
     "then save_pretrained(model, tokenizer, FOLDER)"
@@ -288,7 +288,7 @@ def fetch_model(
             f"'{name}' is not a folder here, and could not be downloaded from the hub: {words}"
         ) from None
 
-
+# %% ../../nbs/10_interop/03_hub.ipynb #87556dd1-3
 def find_model_files(
     source: str | Path,  # A folder, a .gguf file, or a name on the hub
     cache_dir: str | Path | None = None,  # As for `fetch_model`

@@ -137,7 +137,7 @@ def _turns(
         )
     return turns
 
-
+# %% ../../nbs/10_interop/07_llamafactory.ipynb #f17e5074-2
 def stage_rows(
     stage: str,
     rows: Iterable[Mapping],  # As `load_splits` gives them
@@ -168,7 +168,7 @@ def _single_prompt(row: Mapping, i: int) -> str:
         raise ValueError(f"row {i} has several messages: a prompt for ppo is one")
     return prompt
 
-
+# %% ../../nbs/10_interop/07_llamafactory.ipynb #f17e5074-3
 def _compared(stage: str, row: Mapping, i: int) -> list[_Arguments]:
     "A preference, or for kto an answer with a thumb up or down (two of them for a pair)."
     single = stage == "kto" and "label" in row and "chosen" not in row
@@ -196,7 +196,7 @@ def _compared(stage: str, row: Mapping, i: int) -> list[_Arguments]:
         ]
     return [dict(messages=before, **answers)]
 
-
+# %% ../../nbs/10_interop/07_llamafactory.ipynb #f17e5074-4
 _TAGS = dict(
     role_tag="role",
     content_tag="content",
@@ -262,7 +262,7 @@ def _adapter(config: Any) -> _Arguments:
         raise ValueError(f"optim.lr_factors = {factors}: LLaMA-Factory has only that of lora_B")
     return arguments
 
-
+# %% ../../nbs/10_interop/07_llamafactory.ipynb #d5cada3a-2
 def _new_tokens(folder: str, tuning: str, target: str | None) -> _Arguments:
     "Arguments that add the tokens of a chat template and train embedding and head."
     from transformers import AutoConfig
@@ -278,7 +278,7 @@ def _new_tokens(folder: str, tuning: str, target: str | None) -> _Arguments:
     }
     return dict(resize_vocab=True, **trained[tuning])
 
-
+# %% ../../nbs/10_interop/07_llamafactory.ipynb #d5cada3a-3
 # Settings of ours that LLaMA-Factory's ppo fixes or does not have
 _PPO_LACKS = (
     "thinking_budget batch_invariant sampler_weights mask_truncated_completions old_log_probs "
@@ -341,7 +341,7 @@ def _method(config: Any, stage: str) -> _Arguments:
         )
     return {}
 
-
+# %% ../../nbs/10_interop/07_llamafactory.ipynb #d5cada3a-4
 def _schedule(o: "OptimConfig", steps: int) -> _Arguments:
     "The schedule and its settings, in transformers' words."
     kind = o.lr_scheduler_type
@@ -373,7 +373,7 @@ def _schedule(o: "OptimConfig", steps: int) -> _Arguments:
         **(dict(lr_scheduler_kwargs=more) if more else {}),
     )
 
-
+# %% ../../nbs/10_interop/07_llamafactory.ipynb #d5cada3a-5
 def has_template(
     model: str,  # A folder, or a name on the hub
 ) -> bool:  # True where that is not known
@@ -391,7 +391,7 @@ def has_template(
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return True  # Not here
 
-
+# %% ../../nbs/10_interop/07_llamafactory.ipynb #d5cada3a-6
 def _loop(config: Any, steps: int) -> _Arguments:
     c = config.train
     o = config.optim
@@ -455,7 +455,7 @@ def _steps(c: "TrainConfig", rows: int) -> int:
         return c.max_steps
     return max(1, math.ceil(c.num_train_epochs * windows))
 
-
+# %% ../../nbs/10_interop/07_llamafactory.ipynb #d5cada3a-7
 def llamafactory_arguments(
     config: "RunConfig",
     rows: int,  # That are trained on
@@ -504,7 +504,7 @@ def llamafactory_arguments(
     arguments["disable_gradient_checkpointing"] = not checkpointing
     return arguments
 
-
+# %% ../../nbs/10_interop/07_llamafactory.ipynb #d5cada3a-8
 def _chat_arguments(config: "RunConfig", stage: str) -> _Arguments:
     "The chat template, what is learned of a conversation, and packing."
     sft = config.sft
@@ -576,7 +576,7 @@ def to_llamafactory(
     write_atomic(folder / "dataset_info.json", json.dumps(dataset_info(stage, files), indent=2))
     return write_atomic(folder / "train.yaml", yaml.safe_dump(arguments, sort_keys=False))
 
-
+# %% ../../nbs/10_interop/07_llamafactory.ipynb #8ca5159f-2
 def llamafactory_plan(
     config: "RunConfig",
     folder: str | Path,  # Of the run
@@ -605,7 +605,7 @@ def llamafactory_plan(
 
 def run_llamafactory(
     config: "RunConfig",
-    folder: str | Path,  # Of the run; files are stage_data into its folder `llamafactory`
+    folder: str | Path,  # Of the run; files are written into its folder `llamafactory`
     command: str = "llamafactory-cli",  # On the path, or with its path
 ) -> list[_Arguments] | None:  # Its log; None where it is not installed, with the command printed
     "Run it with LLaMA-Factory, in its own environment; raises `RuntimeError` if it fails."

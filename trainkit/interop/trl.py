@@ -181,7 +181,7 @@ METRICS = {
     "mean_reward": "rewards/mean",
 }
 
-
+# %% ../../nbs/10_interop/05_trl.ipynb #05ea0b92-2
 def _dpo(s: "DPOConfig") -> _Values:
     if unknown := [name for name in s.loss_type if name not in DPO_LOSSES]:
         raise ValueError(
@@ -217,7 +217,7 @@ def _kto(s: "DPOConfig") -> _Values:
         disable_dropout=False,
     )
 
-
+# %% ../../nbs/10_interop/05_trl.ipynb #05ea0b92-3
 def _rl(s: "RLConfig", kind: str) -> _Values:
     in_reward = kind == "rloo" if s.kl_in_reward is None else s.kl_in_reward
     for name, unsupported in (
@@ -253,7 +253,7 @@ def _rl(s: "RLConfig", kind: str) -> _Values:
         generation_batch_size=s.num_prompts * s.num_generations,
     )
 
-
+# %% ../../nbs/10_interop/05_trl.ipynb #05ea0b92-4
 def _gkd(s: "DistillConfig") -> _Values:
     for name, unsupported, why in (
         ("lmbda", s.lmbda, "draws the student's answers from its own random numbers: set 0, or"),
@@ -277,7 +277,7 @@ def _gkd(s: "DistillConfig") -> _Values:
         dataset_kwargs=dict(skip_prepare_dataset=True),
     )
 
-
+# %% ../../nbs/10_interop/05_trl.ipynb #05ea0b92-5
 SETTINGS = {  # kind -> our settings of the method under TRL's names
     "sft": lambda s: dict(
         max_length=None,
@@ -314,7 +314,7 @@ def find_trl_class(
         return getattr(importlib.import_module("trl.experimental.gkd"), name)
     return getattr(importlib.import_module("trl"), name)
 
-
+# %% ../../nbs/10_interop/05_trl.ipynb #05ea0b92-6
 def check_trl_config(
     config: TrainConfig,
 ) -> None:  # Raises `ValueError` naming the knob
@@ -452,7 +452,7 @@ def trl_rows(
         for side in ("chosen", "rejected")
     ]
 
-
+# %% ../../nbs/10_interop/05_trl.ipynb #700bfef9-2
 def as_trl_reward(
     # (completions, prompts, completion_ids, further columns by name) -> numbers
     function: Callable[..., Sequence[float | None]],
@@ -474,7 +474,7 @@ def as_trl_reward(
     reward.__name__ = getattr(function, "__name__", type(function).__name__)
     return reward
 
-
+# %% ../../nbs/10_interop/05_trl.ipynb #700bfef9-3
 class BatchOrderSampler(torch.utils.data.Sampler):
     "The rows of an epoch in the order of our batches."
 
@@ -534,7 +534,7 @@ def _no_progress_bars() -> Iterator[None]:
         if enabled:
             logging.enable_progress_bar()
 
-
+# %% ../../nbs/10_interop/05_trl.ipynb #98d7d427-2
 class _TrainerMethods:
     "What TRL's trainers do with our rows, order and schedule."
 
@@ -592,7 +592,7 @@ def _subclass(base: type, ours: "TRLTrainer") -> tuple[type, type]:
 
     return steps, LogCallback
 
-
+# %% ../../nbs/10_interop/05_trl.ipynb #98d7d427-3
 def _check_reference(model: torch.nn.Module) -> None:
     "Raise `ValueError` where TRL's copy of an adapter is not all of it."
     whole = any(
@@ -604,7 +604,7 @@ def _check_reference(model: torch.nn.Module) -> None:
             "and TRL's reference computes without them: take engine: trainkit"
         )
 
-
+# %% ../../nbs/10_interop/05_trl.ipynb #98d7d427-4
 class TRLTrainer(Trainer):
     "A `Trainer` whose steps are taken by TRL."
 

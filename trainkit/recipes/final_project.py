@@ -108,7 +108,7 @@ class NotYet(Exception):
     def __str__(self) -> str:
         return self.evidence
 
-
+# %% ../../nbs/13_projects/05_final_project.ipynb #fp-project-2
 class Project:
     "The parts of a project folder; each is read when it is first asked for."
 
@@ -158,7 +158,7 @@ class Project:
         "A path of a config, which is relative to the folder where the run was started."
         return (self.folder / str(path)).resolve()
 
-
+# %% ../../nbs/13_projects/05_final_project.ipynb #fp-project-3
 def check_data(project: Project) -> str:  # The evidence
     "There are enough rows, and no errors in them."
     report = check_examples(project.train_rows, project.eval_rows)

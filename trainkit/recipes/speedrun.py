@@ -135,7 +135,7 @@ def cpu_seconds_of(
         return None
     return sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
 
-
+# %% ../../nbs/13_projects/07_speedrun.ipynb #sr-clock-code-2
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
     "SIGTERM ends the block like an error, so that the process it started does not run on alone."
@@ -163,7 +163,7 @@ def _last_line(
         lines = re.split(r"[\r\n]+", file.read().decode("utf-8", "replace").strip())
     return re.sub(r"^[\d-]+ [\d:]+ |\s+(?=\s)", "", lines[-1])[:70]
 
-
+# %% ../../nbs/13_projects/07_speedrun.ipynb #sr-clock-code-3
 def run_timed(
     words: Sequence[str],
     folder: str | Path,  # Where it runs; its output goes to `log.txt` there
@@ -402,7 +402,7 @@ def add_to_ledger(
     write_atomic(path, "\n".join(lines) + "\n")
     return ledger
 
-
+# %% ../../nbs/13_projects/07_speedrun.ipynb #sr-ledger-code-2
 def find_target(
     ledger: Sequence[SpeedrunResult],
     baseline: str = "nanogpt",
@@ -492,7 +492,7 @@ def describe_track(
         f"{track.threads} threads. {goal}"
     )
 
-
+# %% ../../nbs/13_projects/07_speedrun.ipynb #sr-page-code-2
 def draw_ledger(
     ledger: Sequence[SpeedrunResult],
     target: float | None = None,
@@ -511,7 +511,7 @@ def draw_ledger(
         ax.annotate(r.name, point, (4, 5), textcoords="offset points", fontsize=8)
     return curves(lines, "", "CPU seconds", "bits per byte", ax=ax)
 
-
+# %% ../../nbs/13_projects/07_speedrun.ipynb #sr-page-code-3
 def write_speedrun_page(
     ledger: Sequence[SpeedrunResult],
     path: str | Path = "speedrun.html",
