@@ -60,7 +60,7 @@ def active_adapters(
         name: weight for layer in adapted(model).values() for name, weight in layer.active.items()
     }
 
-
+# %% ../../nbs/05_lora/06_adapters.ipynb #086baf81-2
 def use_adapter(
     model: nn.Module,
     # One name, several, or names with weights; empty for the base model
@@ -105,7 +105,7 @@ def _merged_layers(model: nn.Module) -> list[str]:
         if isinstance(layer, LoRALayer) and layer.original is not None
     ]
 
-
+# %% ../../nbs/05_lora/06_adapters.ipynb #086baf81-3
 def remove_adapter(
     model: nn.Module,
     name: str,
@@ -235,7 +235,7 @@ def merge_updates(
     agrees = stack.sign() == majority
     return (weighted * agrees).sum(0) / agrees.sum(0).clamp(min=1)
 
-
+# %% ../../nbs/05_lora/06_adapters.ipynb #026972c8-2
 @torch.no_grad()
 def combine_adapters(
     model: nn.Module,
@@ -381,7 +381,7 @@ tags:
 LoRA of rank {rank}, {numbers:,} numbers, for a vocabulary of {tokens:,} tokens.
 """
 
-
+# %% ../../nbs/05_lora/06_adapters.ipynb #69d301c1-2
 def adapter_tensors(
     model: nn.Module,
     adapter: str = "default",
@@ -411,7 +411,7 @@ def adapter_tensors(
                 tensors[f"base_model.model.{name}"] = trained.get(name, p)
     return {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
 
-
+# %% ../../nbs/05_lora/06_adapters.ipynb #69d301c1-3
 def adapter_state(
     model: nn.Module,  # With this adapter
     tensors: Mapping[str, Tensor],  # As `adapter_tensors` or a folder of PEFT has them
@@ -429,7 +429,7 @@ def adapter_state(
                 break
     return found
 
-
+# %% ../../nbs/05_lora/06_adapters.ipynb #69d301c1-4
 def peft_config(
     model: nn.Module,
     adapter: str = "default",
@@ -474,7 +474,7 @@ def peft_config(
         fan_in_fan_out=any(layer.kind == "conv1d" for layer in low.values()),
     )
 
-
+# %% ../../nbs/05_lora/06_adapters.ipynb #69d301c1-5
 def save_adapter(
     model: nn.Module,
     folder: str | Path,  # Created, or replaced if it contains an adapter and nothing else
@@ -546,7 +546,7 @@ class AdapterParts:
     biases: dict[str, Tensor]  # Parameter -> its value
     same: dict[str, Tensor]  # Parameter -> the base's value, as PEFT saw it
 
-
+# %% ../../nbs/05_lora/06_adapters.ipynb #6d9f4aab-2
 def adapter_parts(
     config: Mapping[str, object],  # PEFT's
     tensors: Mapping[str, Tensor],  # In PEFT's names
@@ -587,7 +587,7 @@ def adapter_parts(
             raise ValueError(f"'{name}' has an update, and is there as a whole, too")
     return parts
 
-
+# %% ../../nbs/05_lora/06_adapters.ipynb #6d9f4aab-3
 def _sort_plain(
     parts: AdapterParts,
     config: LoRAConfig,
@@ -611,7 +611,7 @@ def _sort_plain(
     if (whole or layer) not in parts.layers:
         parts.layers.append(whole or layer)
 
-
+# %% ../../nbs/05_lora/06_adapters.ipynb #6d9f4aab-4
 def _check_low(name: str, parts: Mapping[str, Tensor], config: LoRAConfig) -> None:
     "Raise `ValueError` if the tensors of one layer do not fit each other or the config."
     embedding = "lora_embedding_A" in parts or "lora_embedding_B" in parts
@@ -640,7 +640,7 @@ def _check_low(name: str, parts: Mapping[str, Tensor], config: LoRAConfig) -> No
             f"'{name}': lora_magnitude_vector has shape {tuple(m.shape)}, and must have {(len(B),)}"
         )
 
-
+# %% ../../nbs/05_lora/06_adapters.ipynb #6d9f4aab-5
 def tensors_differ(
     base: Tensor,  # In the model
     saved: Tensor,  # In the folder
@@ -663,7 +663,7 @@ def adapter_base(
     noted = read_json(own).get("base") if own.is_file() else None
     return str(noted or read_json(file).get("base_model_name_or_path") or "")
 
-
+# %% ../../nbs/05_lora/06_adapters.ipynb #6d9f4aab-6
 def read_adapter(
     folder: str | Path,
 ) -> tuple[dict[str, Any], dict[str, Tensor], int]:  # PEFT's config, the tensors, tokens (or 0)
@@ -713,7 +713,7 @@ def _adapter_vocabulary(folder: Path, parts: AdapterParts) -> int:  # Tokens; 0:
             raise ValueError(f"{folder}: {name} has {rows} tokens, and the adapter is for {size}")
     return size
 
-
+# %% ../../nbs/05_lora/06_adapters.ipynb #6d9f4aab-7
 _DECOMPOSED = ("pissa", "olora")  # They change the base in a reproducible way
 _KNOWN_INITS = (None, True, False, "true", "false", "gaussian", "orthogonal", "eva", *_DECOMPOSED)
 
@@ -737,7 +737,7 @@ def check_adapter_base(
         )
     return init if init in _DECOMPOSED else None
 
-
+# %% ../../nbs/05_lora/06_adapters.ipynb #6d9f4aab-8
 @torch.no_grad()
 def load_adapter(
     model: nn.Module,  # The base, perhaps with other adapters
@@ -780,7 +780,7 @@ def load_adapter(
         activate(model, {adapter: 1.0}, trainable)
     return model
 
-
+# %% ../../nbs/05_lora/06_adapters.ipynb #6d9f4aab-9
 def _load_low(
     layer: LoRALayer,
     low: Mapping[str, Tensor],
@@ -808,7 +808,7 @@ def _load_low(
             matrix = low[part].to(own_A.device, torch.float32)
             getattr(layer, part)[adapter] = Factor(matrix)
 
-
+# %% ../../nbs/05_lora/06_adapters.ipynb #6d9f4aab-10
 def _plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     "The parameters of the base model under their names without adapters."
     inside = re.compile(r"\.(modules_to_save|lora_\w+)\.")
@@ -863,7 +863,7 @@ def _check_base(
                 "is it the right base model?"
             )
 
-
+# %% ../../nbs/05_lora/06_adapters.ipynb #6d9f4aab-11
 def _load_whole(model: nn.Module, parts: AdapterParts, adapter: str) -> None:
     "Load the layers that were trained as a whole, and the biases."
     loaded: dict[int, Tensor] = {}

@@ -79,7 +79,7 @@ def _sharing(model: nn.Module) -> dict[int, list[str]]:  # Weights that have sev
         names.setdefault(id(p), []).append(name)
     return {i: names_of_one for i, names_of_one in names.items() if len(names_of_one) > 1}
 
-
+# %% ../../nbs/05_lora/01_lora.ipynb #0039b957-2
 @contextmanager
 def all_or_nothing(
     model: nn.Module,
@@ -106,7 +106,7 @@ def all_or_nothing(
             vars(config).update(settings)
         raise
 
-
+# %% ../../nbs/05_lora/01_lora.ipynb #0039b957-3
 def _whole_layers(
     model: nn.Module,
     config: LoRAConfig,
@@ -148,7 +148,7 @@ def _check_whole(model: nn.Module, whole: Sequence[str], names: Sequence[str]) -
                 "leave it in full precision (skip_modules)"
             )
 
-
+# %% ../../nbs/05_lora/01_lora.ipynb #0039b957-4
 def add_lora(
     model: nn.Module,  # Ours or one of transformers'; changed in place, frozen except for LoRA
     config: LoRAConfig,
@@ -178,7 +178,7 @@ def add_lora(
     with all_or_nothing(model):
         return _add(model, config, adapter, places)
 
-
+# %% ../../nbs/05_lora/01_lora.ipynb #0039b957-5
 def _is_bias(name: str) -> bool:
     return name == "bias" or name.endswith(".bias")
 
@@ -224,7 +224,7 @@ def _add(
         }
     return model
 
-
+# %% ../../nbs/05_lora/01_lora.ipynb #0039b957-6
 def _add_copies(model: nn.Module, adapter: str, whole: Sequence[str]) -> None:
     "Give the layers that are trained as a whole a trainable copy; shared weights share it."
     copies: dict[int, nn.Parameter] = {}
@@ -238,7 +238,7 @@ def _add_copies(model: nn.Module, adapter: str, whole: Sequence[str]) -> None:
         for part, old in wrapper.original_module.named_parameters():
             copies[id(old)] = new[part]
 
-
+# %% ../../nbs/05_lora/01_lora.ipynb #0039b957-7
 def with_vocabulary(
     model: nn.Module,  # With an embedding, and perhaps a head
     config: LoRAConfig,
@@ -257,7 +257,7 @@ def with_vocabulary(
     more = [name for name in names if name not in saved_layers(model, saved)]
     return replace(config, modules_to_save=[*saved, *more]) if more else config
 
-
+# %% ../../nbs/05_lora/01_lora.ipynb #0039b957-8
 @torch.no_grad()
 def exchange_biases(
     model: nn.Module,
@@ -281,7 +281,7 @@ def exchange_biases(
     if trained:
         del cast(AdaptedModel, model).lora_trained_biases
 
-
+# %% ../../nbs/05_lora/01_lora.ipynb #0039b957-9
 def activate(
     model: nn.Module,
     weights: Mapping[str, float],  # Adapter -> weight in the sum; empty for the base model
@@ -433,7 +433,7 @@ _OF_THE_BASE = (
     "weight bias in_features out_features nf num_embeddings embedding_dim padding_idx"
 ).split()
 
-
+# %% ../../nbs/05_lora/02_low_rank_layers.ipynb #9691c523-2
 @torch.no_grad()
 def dequantized(
     layer: nn.Module,  # Quantized by us, by bitsandbytes or by another library
@@ -457,7 +457,7 @@ def dequantized(
     bias = cast("Tensor | None", layer.bias)
     return (columns if bias is None else columns - bias).T.contiguous()
 
-
+# %% ../../nbs/05_lora/02_low_rank_layers.ipynb #9691c523-3
 class LoRALayer(nn.Module):
     "The base class of adapted layers: a frozen layer and its adapters, by name."
 
@@ -566,7 +566,7 @@ class LoRALayer(nn.Module):
             for name, scale in self.scaling.items()
         )
 
-
+# %% ../../nbs/05_lora/02_low_rank_layers.ipynb #9691c523-4
 class LoRALinear(LoRALayer):
     "A linear layer, of any kind, with low-rank updates."
 
@@ -655,7 +655,7 @@ class LoRALinear(LoRALayer):
         )
         return y.to(autocast_dtype(x))
 
-
+# %% ../../nbs/05_lora/02_low_rank_layers.ipynb #9691c523-5
 class LoRAEmbedding(LoRALayer):
     "An embedding with low-rank updates: row i gains s·B·A[:, i]."
 
@@ -757,7 +757,7 @@ def _gaussian(W: Tensor, r: int, scale: float) -> tuple[Tensor, Tensor]:
     B = torch.zeros(len(W), r, device=W.device)
     return A, B
 
-
+# %% ../../nbs/05_lora/03_variants.ipynb #5470c583-2
 def _pissa(W: Tensor, r: int, scale: float) -> tuple[Tensor, Tensor]:
     U, S, Vt = torch.linalg.svd(W.float(), full_matrices=False)
     root = (S[:r] / scale).sqrt()
@@ -768,7 +768,7 @@ def _olora(W: Tensor, r: int, scale: float) -> tuple[Tensor, Tensor]:
     Q, R = torch.linalg.qr(W.float())
     return R[:r].contiguous(), Q[:, :r].contiguous()
 
-
+# %% ../../nbs/05_lora/03_variants.ipynb #5470c583-3
 def _orthogonal(W: Tensor, r: int, scale: float) -> tuple[Tensor, Tensor]:
     if r % 2:
         raise ValueError(f"init_lora_weights = 'orthogonal' needs an even rank, and r is {r}")
@@ -779,7 +779,7 @@ def _orthogonal(W: Tensor, r: int, scale: float) -> tuple[Tensor, Tensor]:
     B = up @ Q[1::2]
     return A, B  # The rows of Q are orthogonal, so BA = 0
 
-
+# %% ../../nbs/05_lora/03_variants.ipynb #5470c583-4
 # (W, r, scale) -> A, B
 INIT_METHODS: dict[bool | str, Callable[[Tensor, int, float], tuple[Tensor, Tensor]]] = {
     True: _plain,
@@ -953,7 +953,7 @@ def _block(key: str, patterns: list[str] | str | None) -> int | None:
     matches = (re.match(rf"{prefix}\.(\d+)\.", key) for prefix in prefixes)
     return next((int(match[1]) for match in matches if match), None)
 
-
+# %% ../../nbs/05_lora/04_targets.ipynb #dcbe895c-2
 def output_heads(
     model: nn.Module,
 ) -> set[str]:  # Names of layers
@@ -974,7 +974,7 @@ def saved_layers(
         if name and any(map(name.endswith, words)) and not _INSIDE_ADAPTER.search(name)
     ]
 
-
+# %% ../../nbs/05_lora/04_targets.ipynb #dcbe895c-3
 def _selected(
     model: nn.Module, wanted: list[str] | str, layers: Mapping[str, nn.Module]
 ) -> list[str]:
@@ -999,7 +999,7 @@ def _selected(
             raise _no_layer_error("target_modules", word, list(layers))
     return [name for name in layers if _fits(words, name)]
 
-
+# %% ../../nbs/05_lora/04_targets.ipynb #dcbe895c-4
 def _not_excluded(names: list[str], config: LoRAConfig) -> list[str]:
     excluded = _words(config.exclude_modules) if config.exclude_modules else []
     if isinstance(excluded, str):
@@ -1024,7 +1024,7 @@ def _in_blocks(names: list[str], config: LoRAConfig) -> list[str]:
         )
     return [name for name in names if blocks[name] in numbers]
 
-
+# %% ../../nbs/05_lora/04_targets.ipynb #dcbe895c-5
 def target_layers(
     model: nn.Module,  # Ours or one of transformers'
     config: LoRAConfig,

@@ -69,7 +69,7 @@ def merge_lora(
         _mark_untied(model)
     return model
 
-
+# %% ../../nbs/05_lora/07_merging.ipynb #7a6915de-2
 def _plain_dtype(model: nn.Module) -> torch.dtype:  # Of the first parameter outside of an adapter
     dtypes = (
         p.dtype
@@ -98,7 +98,7 @@ def _merged_quantized_layer(layer: LoRALayer, dtype: torch.dtype) -> nn.Linear:
         plain.bias.copy_(bias)
     return plain.requires_grad_(False)
 
-
+# %% ../../nbs/05_lora/07_merging.ipynb #7a6915de-3
 def _check_merge(
     layers: Mapping[str, LoRALayer | ModulesToSaveWrapper], keep: bool, dtype: torch.dtype
 ) -> None:
@@ -125,7 +125,7 @@ def _check_merge(
         if (layer.active or keep) and not layer.merged_weight().to(stored).isfinite().all():
             raise ValueError(broken.format(f"the update of {name}", stored))
 
-
+# %% ../../nbs/05_lora/07_merging.ipynb #7a6915de-4
 def _mark_untied(model: nn.Module) -> None:
     "Note in the config that embedding and head are two now, if only one of them learned."
     config = getattr(model, "config", None)
@@ -138,7 +138,7 @@ def _mark_untied(model: nn.Module) -> None:
     if None not in ends and ends[0].weight is not ends[1].weight:
         setattr(config, word, False)
 
-
+# %% ../../nbs/05_lora/07_merging.ipynb #7a6915de-5
 @torch.no_grad()
 def unmerge_lora(
     model: nn.Module,  # Merged with `keep=True`
@@ -272,7 +272,7 @@ def merge_quantized(
     note(f"merged into the {target} weights: {result}")
     return result
 
-
+# %% ../../nbs/05_lora/07_merging.ipynb #744a0b29-2
 def _over_original(
     name: str,
     layer: LoRALayer,
@@ -384,7 +384,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 def _write_settings(path: Path, settings: Mapping[str, object]) -> None:
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
-
+# %% ../../nbs/05_lora/07_merging.ipynb #folder-base-code-2
 def _copy_tokenizer(adapter: Path, output: Path) -> dict[str, int]:  # The ids of bos, eos and pad
     "Copy the tokenizer with the new tokens, from the adapter's folder or from that of its run."
     folders = (adapter, adapter.parent / "tokenizer")
@@ -416,7 +416,7 @@ def _copy_tokenizer(adapter: Path, output: Path) -> dict[str, int]:  # The ids o
         _write_settings(file, json.loads(file.read_text(encoding="utf-8")) | role_ids)
     return role_ids
 
-
+# %% ../../nbs/05_lora/07_merging.ipynb #folder-base-code-3
 class _BaseFolder:
     "A model's folder, whose tensors are read one at a time."
 

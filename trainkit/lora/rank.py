@@ -54,7 +54,7 @@ def _swap(
             return  # Packed in an unknown way: this parameter starts with an empty state
     optimizer.state[new] = new_state
 
-
+# %% ../../nbs/05_lora/05_rank.ipynb #3726441d-2
 def _low(model: nn.Module, adapter: str) -> dict[str, LoRALayer]:
     layers = {
         n: m
@@ -81,7 +81,7 @@ def _replace(
     factors[adapter] = Factor(weight, old.requires_grad)
     _swap(optimizer, old, factors[adapter].weight, index)
 
-
+# %% ../../nbs/05_lora/05_rank.ipynb #3726441d-3
 @torch.no_grad()
 def grow_rank(
     model: nn.Module,
@@ -177,7 +177,7 @@ def thin_svd(
     U, S, Vt = torch.linalg.svd(RB @ RA.T)
     return (QB @ U).float(), S.float(), (Vt @ QA.T).float()
 
-
+# %% ../../nbs/05_lora/05_rank.ipynb #7b07b521-2
 @dataclass
 class RankReduction:
     "What a smaller rank costs one layer."

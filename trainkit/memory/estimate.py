@@ -73,7 +73,7 @@ def _convert(
     )
     return self
 
-
+# %% ../../nbs/07_memory/01_memory.ipynb #bd5e5f0a-2
 def _fill_tables(device: str) -> None:
     "Fill the tables that some functions cache: they must not contain fake tensors."
     onednn_is_exact()
@@ -84,7 +84,7 @@ def _fill_tables(device: str) -> None:
         for signed in (True, False):
             quantize_blocks(one.clone(), signed, one.to(torch.uint8), one[:1].clone())
 
-
+# %% ../../nbs/07_memory/01_memory.ipynb #bd5e5f0a-3
 _whole = adamw8bit._update
 
 
@@ -118,7 +118,7 @@ def _first_piece(
         state = piece
     _whole(p, grad, state, False, **numbers)
 
-
+# %% ../../nbs/07_memory/01_memory.ipynb #bd5e5f0a-4
 _one = threading.RLock()  # Two threads that patch torch at once would not restore it
 
 
@@ -134,7 +134,7 @@ def _on_host(optimizer: Any) -> list:  # Tensors
         return [*optimizer.copies.values(), *tree_leaves(list(optimizer.inner.state.values()))]
     return tree_leaves(list(optimizer.state.values())) if getattr(optimizer, "paged", False) else []
 
-
+# %% ../../nbs/07_memory/01_memory.ipynb #bd5e5f0a-5
 # Steps, and events of them, that are played at most to see how far the heap grows; `heap_peak`
 # takes 6 microseconds for an event. The demo's longer phases grow no further by more steps than
 # the mean over the layouts is off
@@ -200,7 +200,7 @@ def _several_steps(
         for name, size in out
     ]
 
-
+# %% ../../nbs/07_memory/01_memory.ipynb #bd5e5f0a-6
 def _is_product(name: int) -> bool:
     "Whether an event of a ledger is the use of a matrix product."
     return name < 0
@@ -233,7 +233,7 @@ def _with_code(
             placed += 1
     return out
 
-
+# %% ../../nbs/07_memory/01_memory.ipynb #bd5e5f0a-7
 def _with_least_recent_code(
     steps: list[tuple[int, int]], count: int, size: int
 ) -> list[tuple[int, int]]:
@@ -261,7 +261,7 @@ def _with_least_recent_code(
             number += 3
     return out
 
-
+# %% ../../nbs/07_memory/01_memory.ipynb #bd5e5f0a-8
 _PLAYED_TWICE = 2**15  # Events at most; `heap_peak` takes 6 microseconds for each
 
 
@@ -320,7 +320,7 @@ def _use_own_masks(stack: ExitStack) -> None:
     if theirs and hasattr(theirs, "is_fake_tensor"):
         stack.enter_context(patch.object(theirs, "is_fake_tensor", lambda _: False))
 
-
+# %% ../../nbs/07_memory/01_memory.ipynb #memory-step-2
 @dataclass
 class _Step:
     "A training step without data; `marks` are positions in the events of its ledger."
@@ -525,7 +525,7 @@ def peak_memory_used(
     except (OSError, ValueError, StopIteration):
         return None
 
-
+# %% ../../nbs/07_memory/01_memory.ipynb #e5d03f17-2
 def library_memory() -> int:  # Bytes; 0: unknown, or all kernels have run before
     "Main memory that kernels keep after their first run; runs a few, in a tenth of a second."
     trim_malloc()
@@ -544,7 +544,7 @@ def library_memory() -> int:  # Bytes; 0: unknown, or all kernels have run befor
     trim_malloc()
     return max(0, memory_used() - before)
 
-
+# %% ../../nbs/07_memory/01_memory.ipynb #e5d03f17-3
 PRODUCT_BYTES = (
     560_000  # Two buffers of 256 KiB that oneDNN writes code into, and their description
 )
@@ -569,7 +569,7 @@ def product_memory() -> int:  # Bytes; 0 if oneDNN is not used
     # A smaller value: oneDNN's cache is full, or malloc does not report
     return usual if usual > PRODUCT_BYTES // 4 else PRODUCT_BYTES
 
-
+# %% ../../nbs/07_memory/01_memory.ipynb #e5d03f17-4
 def measure_memory(
     step: Callable[[], object],  # Called once
     *objects: object,  # Modules, optimizers and tensors that exist before it
@@ -588,7 +588,7 @@ def measure_memory(
     seen = after - before if before is not None and after is not None else None
     return report(ledger, torch.cuda.max_memory_allocated() if cuda else seen)
 
-
+# %% ../../nbs/07_memory/01_memory.ipynb #e5d03f17-5
 def memory_report() -> dict[str, int]:  # {what: bytes}, without what the system does not report
     "Memory that is used and free: this process, main memory, CUDA, MPS. Never raises."
     sizes: dict[str, int] = {}
@@ -725,7 +725,7 @@ def _saves(trainer: "Trainer") -> bool:
         steps = trainer.epoch_length or trainer.total_steps
     return steps < trainer.total_steps
 
-
+# %% ../../nbs/07_memory/02_prediction.ipynb #43c56b98-2
 # Batches of other sizes at most, in a step or in several, that show which gaps malloc leaves
 # between tensors
 OTHERS = 4
@@ -778,7 +778,7 @@ def _evaluated(trainer: "Trainer") -> list[_Batch]:
         sizes.setdefault(batch_size(batch), batch)
     return [*sizes.values()]
 
-
+# %% ../../nbs/07_memory/02_prediction.ipynb #43c56b98-3
 def kernels_kept(
     trainer: "Trainer",  # A `Trainer`
     batch: _Batch,  # Of its run
@@ -795,7 +795,7 @@ def kernels_kept(
     widths = len(trainer.train_batches.widths(passes))
     return min(most, head * passes + (len(products) - head) * widths)
 
-
+# %% ../../nbs/07_memory/02_prediction.ipynb #43c56b98-4
 def predict_run(
     trainer: "Trainer",  # A `Trainer`, before, in or after its run
     rows: int | None = None,  # Of one forward pass; None: as in the largest batch of the trainer
@@ -873,7 +873,7 @@ def computed_tokens(
     masks = [x for name, x in batch.items() if name.endswith("attention_mask")]
     return sum(int(x.sum()) for x in masks) or math.prod(batch_size(batch))
 
-
+# %% ../../nbs/07_memory/02_prediction.ipynb #f5c08862-2
 # Tokens of a batch from which on memory grows in proportion: chunks of the logits are full
 PROBE = 2**16
 
@@ -908,7 +908,7 @@ def extrapolate(
         sizes.append(predict_run(trainer, count, width, batch, resident=False).peak)
     return sizes[0] + (sizes[1] - sizes[0]) * (rows - few) // few
 
-
+# %% ../../nbs/07_memory/02_prediction.ipynb #f5c08862-3
 def room(
     trainer: "Trainer",  # A `Trainer`
 ) -> tuple[int, int]:  # Bytes in all, bytes free for the tensors of a run
@@ -955,7 +955,7 @@ def check_size(
         raise MemoryError(f"{text}; watch_memory = false trains without asking")
     say(f"Memory     {text}")
 
-
+# %% ../../nbs/07_memory/02_prediction.ipynb #f5c08862-4
 class MemoryWatch:
     "A trainer's callback that records the predicted and the measured memory of a step."
 

@@ -100,7 +100,7 @@ class _Offloaded(NamedTuple):
     offset: int | torch.SymInt
     device: torch.device
 
-
+# %% ../../nbs/07_memory/04_offload.ipynb #dedd80cb-2
 @contextmanager
 def offload_activations(
     model: nn.Module | None = None,  # Whose parameters stay where they are

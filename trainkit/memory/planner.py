@@ -102,7 +102,7 @@ def make_setup(
         checkpoint_blocks(net)
     return net
 
-
+# %% ../../nbs/07_memory/05_planner.ipynb #ac32a741-2
 def setup_optimizer(
     model: nn.Module,  # From `make_setup`
     setup: Setup,
@@ -116,7 +116,7 @@ def setup_optimizer(
         lambda groups: torch.optim.AdamW(groups, fused=True),
     )
 
-
+# %% ../../nbs/07_memory/05_planner.ipynb #ac32a741-3
 _reports: dict[str, MemoryReport] = {}
 
 
@@ -323,7 +323,7 @@ class Plan:
     def _repr_html_(self) -> Picture:
         return draw_svg(self.draw)
 
-
+# %% ../../nbs/07_memory/05_planner.ipynb #b348a855-2
 def _check_levers(levers: Collection[str]) -> None:
     for name in levers:
         if name not in LEVERS:

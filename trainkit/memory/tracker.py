@@ -66,7 +66,7 @@ def time_limit(
     finally:
         _limit.reset(token)
 
-
+# %% ../../nbs/07_memory/03_tracker.ipynb #03af79b7-2
 PRODUCTS = frozenset(("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm"))
 FOLLOWED = 2**24  # Numbers of a tensor whose values are followed at most
 
@@ -102,7 +102,7 @@ def _without_data(x: Any) -> Any:
 def _value_of_leaf(x: Any) -> Any:
     return _value(x) if isinstance(x, Tensor) else x
 
-
+# %% ../../nbs/07_memory/03_tracker.ipynb #03af79b7-3
 def _products_in_bf16() -> bool:
     return in_fast_products() > 0
 
@@ -116,7 +116,7 @@ class _Entry:
     size: int  # Bytes
     number: int  # How many were allocated before, and it
 
-
+# %% ../../nbs/07_memory/03_tracker.ipynb #03af79b7-4
 class Ledger(TorchDispatchMode):
     "Writes down each storage that an operation makes, from its allocation to its release."
 

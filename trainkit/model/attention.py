@@ -76,7 +76,7 @@ def _yarn_ramp(width: int, theta: float, scaling: dict) -> Tensor:
     high = min(high, width - 1)
     return ((torch.arange(width // 2, device="cpu") - low) / max(high - low, 1e-3)).clamp(0, 1)
 
-
+# %% ../../nbs/03_model/02_rotary_positions.ipynb #b1fd2956-2
 def rope_frequencies(
     width: int,  # Numbers in one head
     theta: float = 10000.0,  # Base of the wavelengths
@@ -105,7 +105,7 @@ def rope_frequencies(
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return keep * freq + (1 - keep) * freq / factor
 
-
+# %% ../../nbs/03_model/02_rotary_positions.ipynb #b1fd2956-3
 def rope_magnitude(
     scaling: dict | None,  # As for `rope_frequencies`
 ) -> float:  # 1 except for `yarn`
@@ -123,7 +123,7 @@ def rope_magnitude(
     all_dim = scaling.get("mscale_all_dim")
     return grown(mscale) / grown(all_dim) if mscale and all_dim else grown(1)
 
-
+# %% ../../nbs/03_model/02_rotary_positions.ipynb #b1fd2956-4
 def rope_angles(
     positions: Tensor,  # (B, T) int64
     frequencies: Tensor,  # (D / 2,), from `rope_frequencies`
@@ -244,7 +244,7 @@ class Spans:
             self.masks[key] = like.new_zeros(allowed.shape).masked_fill_(~allowed, -math.inf)
         return self.masks[key]
 
-
+# %% ../../nbs/03_model/03_attention.ipynb #4e57ac9e-2
 def find_spans(
     document: Tensor | None = None,  # (B, T), the number of each token's document in its row
     padding: Tensor | None = None,  # (B, T), False at padding
@@ -272,7 +272,7 @@ def find_spans(
         order = torch.arange(border.numel(), device=lengths.device) + shift
     return Spans(lengths.tolist(), 0, order)
 
-
+# %% ../../nbs/03_model/03_attention.ipynb #4e57ac9e-3
 def make_masks(
     queries: int,  # Number of queries
     keys: int,  # Number of keys; the queries are the last of these tokens
@@ -322,7 +322,7 @@ def _windowed(engine: Engine, q: Tensor, k: Tensor, v: Tensor, spans: Spans, *re
         pieces.append(engine(q[:, :, a:b], k[:, :, first:b], v[:, :, first:b], mask, *rest))
     return torch.cat(pieces, 2)
 
-
+# %% ../../nbs/03_model/03_attention.ipynb #29f0b4c2-2
 def _apart(engine: Engine, q: Tensor, k: Tensor, v: Tensor, spans: Spans, *rest) -> Tensor:
     "Each document by itself, those of equal length as a batch."
     if spans.lengths is None:
@@ -345,7 +345,7 @@ def _apart(engine: Engine, q: Tensor, k: Tensor, v: Tensor, spans: Spans, *rest)
         out = out.index_select(0, spans.order_back)
     return out.unflatten(0, (rows, -1)).transpose(1, 2)
 
-
+# %% ../../nbs/03_model/03_attention.ipynb #29f0b4c2-3
 def _lengths(spans: Spans, q: Tensor) -> tuple[Tensor, int]:
     "Where each document begins and the last ends; the longest."
     lengths = spans.lengths or [q.shape[2]] * len(q)
@@ -377,7 +377,7 @@ def _varlen(
     )
     return out.unflatten(0, (len(q), -1)).transpose(1, 2)  # type: ignore
 
-
+# %% ../../nbs/03_model/03_attention.ipynb #29f0b4c2-4
 def need_flash() -> None:
     "Raise `ImportError` if flash-attn is missing."
     if importlib.util.find_spec("flash_attn") is None:
@@ -416,7 +416,7 @@ def _by_flash(
     )
     return out.unflatten(0, (len(q), -1)).transpose(1, 2)
 
-
+# %% ../../nbs/03_model/03_attention.ipynb #29f0b4c2-5
 def attend(
     q: Tensor,  # (B, H, T, D)
     k: Tensor,  # (B, H_kv, S, D); H is a multiple of H_kv

@@ -22,7 +22,7 @@ ACTIVATION_NAMES = ("swiglu", "geglu", "gelu", "gelu_tanh", "relu2")  # Those wi
 GATED = ("swiglu", "geglu")  # Three matrices in the MLP instead of two
 ATTENTION_NAMES = ("sdpa", "eager", "flash_attention_2")
 
-
+# %% ../../nbs/03_model/01_model_config.ipynb #f265746b-2
 def _rope_problem(scaling: dict) -> str:  # What is wrong with a `rope_scaling`, or nothing
     kind = scaling.get("rope_type", "")
     if kind not in ROPE_KEYS:
@@ -37,7 +37,7 @@ def _rope_problem(scaling: dict) -> str:  # What is wrong with a `rope_scaling`,
     unknown = [key for key in scaling if key not in known]
     return f"has an unknown key '{unknown[0]}'.{nearest(unknown[0], known)}" if unknown else ""
 
-
+# %% ../../nbs/03_model/01_model_config.ipynb #f265746b-3
 MAX_LAYERS = 10_000
 
 

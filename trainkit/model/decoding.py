@@ -126,7 +126,7 @@ CacheLookup = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | Non
 def _same(x: Tensor) -> Tensor:
     return x
 
-
+# %% ../../nbs/03_model/11_fast_decoding.ipynb #77dde938-2
 class _Layer:
     "One block, for one token a row."
 
@@ -484,7 +484,7 @@ class CompiledStep:
         self.cache.length += 1
         return logits.clone()  # The next step writes over a CUDA graph's results
 
-
+# %% ../../nbs/03_model/12_static_shapes.ipynb #befa8672-2
 def find_backend(
     compile: bool | str,  # True: 'inductor'; or a name in `torch.compiler.list_backends(())`
 ) -> str | None:  # None: do not compile
@@ -499,7 +499,7 @@ def find_backend(
         f"compile is '{backend}', and must be True, False or one of {', '.join(names)}"
     )
 
-
+# %% ../../nbs/03_model/12_static_shapes.ipynb #befa8672-3
 @contextmanager
 def compiled_step(
     model: nn.Module,  # In eval mode

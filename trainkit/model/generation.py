@@ -136,7 +136,7 @@ def adjust(
         logits = keep_top_k(logits, config.top_k)
     return keep_min_p(keep_top_p(logits, config.top_p), config.min_p)
 
-
+# %% ../../nbs/03_model/09_sampling.ipynb #75c8d155-2
 def choose(
     logits: Tensor,  # (B, V) in float32, of the last position
     ids: Tensor,  # (B, T), all that has been read and written
@@ -161,7 +161,7 @@ def choose(
         watch(logits, chosen)
     return chosen
 
-
+# %% ../../nbs/03_model/09_sampling.ipynb #75c8d155-3
 def guess_token(
     logits: Tensor,  # (1, V) of a draft model
     ids: Sequence[int],  # All before the token
@@ -184,7 +184,7 @@ class Tokenizer(Protocol):
 
     def decode(self, *args: Any, **kwargs: Any) -> Any: ...  # Text
 
-
+# %% ../../nbs/03_model/10_generation.ipynb #7cf724b0-2
 class TextStreamer:
     "Turns ids into pieces of text: whole characters only, and nothing after a stop string."
 
@@ -293,7 +293,7 @@ def text_to_ids(
             )
     return ids
 
-
+# %% ../../nbs/03_model/10_generation.ipynb #efa1b532-2
 def document_ids(
     text: str,
     tokenizer: Tokenizer,
@@ -310,7 +310,7 @@ def document_ids(
     inside = text_to_ids(text, tokenizer, plain=True)
     return [*around[:begin], *inside, *around[begin + len(own) :]]
 
-
+# %% ../../nbs/03_model/10_generation.ipynb #efa1b532-3
 def read_prompts(
     prompts: Prompts,
     tokenizer: Tokenizer | None = None,  # Needed for text
@@ -341,7 +341,7 @@ def read_prompts(
         )
     return [[operator.index(i) for i in row] for row in rows]
 
-
+# %% ../../nbs/03_model/10_generation.ipynb #efa1b532-4
 def context_length(
     model: nn.Module,  # `Transformer` or any causal model of transformers
 ) -> float:  # In tokens; infinity where the model names no limit
@@ -370,7 +370,7 @@ def _may_plan(
         warnings.warn(f"weights='{weights}' is ignored: {reason}", stacklevel=3)
     return not reason
 
-
+# %% ../../nbs/03_model/10_generation.ipynb #91cc4253-2
 class _ModelStep:
     "A step of the model itself: it reads all new columns of the rows."
 
@@ -454,7 +454,7 @@ class _ModelStep:
                 side[:] = [cast(Tensor, tensor)[self.prompt_of] for tensor in side]
         return logits, cache
 
-
+# %% ../../nbs/03_model/10_generation.ipynb #91cc4253-3
 def _make_plan(
     model: nn.Module,
     cache: object,
@@ -496,7 +496,7 @@ def _make_plan(
         row[:-1],
     )
 
-
+# %% ../../nbs/03_model/10_generation.ipynb #91cc4253-4
 def _check_options(
     model: nn.Module,
     rows: int,
@@ -524,7 +524,7 @@ def _check_options(
     if backend is not None or not config.use_cache:
         raise ValueError("guesses need a cache, and steps that are not compiled")
 
-
+# %% ../../nbs/03_model/10_generation.ipynb #91cc4253-5
 def _known_only(
     logits: Tensor,  # (B, V)
     words: int | None,  # Ids that the tokenizer has; None: all
@@ -535,7 +535,7 @@ def _known_only(
         return logits
     return logits.index_fill(-1, torch.arange(words, size, device=logits.device), -torch.inf)
 
-
+# %% ../../nbs/03_model/10_generation.ipynb #91cc4253-6
 def _leave_out(
     plan: DecodePlan | PackedPlan | Lookahead | None, left: Tensor, alive: Tensor
 ) -> Tensor:
@@ -553,7 +553,7 @@ def _leave_out(
         plan.gaps = plan.gaps[going]
     return left[going]
 
-
+# %% ../../nbs/03_model/10_generation.ipynb #91cc4253-7
 def _shift(
     plan: DecodePlan | PackedPlan | Lookahead | None,
     columns: int,  # To leave out, from the first one on
@@ -574,7 +574,7 @@ def _shift(
         plan.bias.zero_().masked_fill_(room < gaps[:, None, None, None], -torch.inf)
     return True
 
-
+# %% ../../nbs/03_model/10_generation.ipynb #91cc4253-8
 @torch.no_grad()
 def decode_rows(
     model: nn.Module,  # `Transformer` or any causal model of transformers, in eval mode
@@ -762,7 +762,7 @@ class ThinkingBudget:
                 self.forced[row] = True
         return logits
 
-
+# %% ../../nbs/03_model/10_generation.ipynb #thinking-budget-2
 def _template_ids(text: str, tokenizer: Any) -> list[int]:
     "The ids of a text that a template writes: special tokens in it are recognized, none are added."
     if hasattr(tokenizer, "special_tokens") and hasattr(tokenizer, "cut"):
@@ -795,7 +795,7 @@ def eval_mode(
         for module, training in modes:
             module.training = training
 
-
+# %% ../../nbs/03_model/10_generation.ipynb #05fe5c72-3
 def _ids_of(name: str, model: nn.Module, tokenizer: Tokenizer | None) -> list[int]:
     owners = [getattr(model, "generation_config", None), tokenizer]
     values = [getattr(owner, name, None) for owner in owners]
@@ -810,7 +810,7 @@ def end_ids(
     "The ids that end a text: the model may have several, as in Llama 3."
     return _ids_of("eos_token_id", model, tokenizer)
 
-
+# %% ../../nbs/03_model/10_generation.ipynb #05fe5c72-4
 def find_drafter(
     assistant_model: Transformer | Drafter | None = None,
     num_assistant_tokens: int | None = None,
@@ -825,7 +825,7 @@ def find_drafter(
         return Drafter(cast(Transformer, assistant_model), num_assistant_tokens or 4)
     return assistant_model
 
-
+# %% ../../nbs/03_model/10_generation.ipynb #05fe5c72-5
 def check_request(
     model: nn.Module,
     prompts: Prompts,

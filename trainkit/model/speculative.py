@@ -130,7 +130,7 @@ class Drafter:
                 "one: the draft model must have the tokenizer of the model"
             )
 
-
+# %% ../../nbs/03_model/13_speculative_decoding.ipynb #fe41899b-2
 class TextReader:
     "A model and the cache of one text, which reads one new token or several."
 
@@ -162,7 +162,7 @@ class TextReader:
         output = self.model(ids[None], past_key_values=self.cache, logits_to_keep=last)
         return cast(Tensor, output.logits)[0]
 
-
+# %% ../../nbs/03_model/13_speculative_decoding.ipynb #fe41899b-3
 class Lookahead:
     "The logits of one text, a token at a time, from passes that read guesses along with it."
 

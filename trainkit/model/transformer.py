@@ -302,7 +302,7 @@ def check_ids(
             f"{name} contains {wrong}, but all values must be from 0 to {size - 1}: {remedy}"
         )
 
-
+# %% ../../nbs/03_model/06_cross_entropy.ipynb #61fdc63b-2
 class _ChunkedCrossEntropy(torch.autograd.Function):
     "The sum of the losses; the gradient of each chunk is computed in the forward pass."
 
@@ -369,7 +369,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         )
         return *grads, None, None, None, None, None
 
-
+# %% ../../nbs/03_model/06_cross_entropy.ipynb #61fdc63b-3
 def chunked_cross_entropy(
     hidden: Tensor,  # (..., D)
     weight: Tensor,  # (V, D), the output embedding
@@ -569,7 +569,7 @@ def _padding(
     right = not past and padding[:, 0].all() and not (padding[:, 1:] > padding[:, :-1]).any()
     return None if right else padding
 
-
+# %% ../../nbs/03_model/07_transformer.ipynb #bca1f12c-2
 def _matrix(
     attention_mask: Tensor | None,
     new: int,
@@ -590,7 +590,7 @@ def _matrix(
         )
     return attention_mask
 
-
+# %% ../../nbs/03_model/07_transformer.ipynb #bca1f12c-3
 class Decoder(nn.Module):
     "From token ids to hidden states: embeddings, blocks, a last norm."
 
@@ -760,7 +760,7 @@ class ModelOutput:
         values = (self.loss, self.logits, self.past_key_values)
         return tuple(value for value in values if value is not None)[key]
 
-
+# %% ../../nbs/03_model/07_transformer.ipynb #35c7ab03-2
 def _summed_loss(
     logits: Tensor, targets: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor | None]:  # The loss, and the squares of log Z
@@ -774,7 +774,7 @@ def _summed_loss(
     squares = (wide.logsumexp(-1).square() * trained).sum()
     return loss + z_loss * squares, squares.detach()
 
-
+# %% ../../nbs/03_model/07_transformer.ipynb #35c7ab03-3
 class Transformer(nn.Module):
     "A decoder-only language model; with the default config its weights are those of Llama."
 

@@ -115,7 +115,7 @@ def collect_inputs(
         raise ValueError("no batch went through a linear layer: give some token ids")
     return inputs
 
-
+# %% ../../nbs/06_quant/06_calibration.ipynb #5a38ba2d-2
 class _Complete(Exception):
     "All layers are rounded; the rest of the forward pass is not needed."
 
@@ -163,7 +163,7 @@ def _round_in_turn(
             )
     return rounded
 
-
+# %% ../../nbs/06_quant/06_calibration.ipynb #5a38ba2d-3
 def output_error(
     weight: Tensor,  # (out, in)
     rounded: Tensor,  # (out, in)

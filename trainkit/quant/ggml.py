@@ -87,7 +87,7 @@ class GGUFTensor:
         "Unpack; raises `ValueError` for a kind that is not in `BLOCKS`."
         return unpack_blocks(self.data, self.kind).reshape(self.shape)
 
-
+# %% ../../nbs/06_quant/03_ggml_blocks.ipynb #5613f9ef-2
 def _read(file: BinaryIO, letter: str) -> Any:  # A value of the file: a number, text, a list
     size = struct.calcsize("<" + letter)
     if size > os.fstat(file.fileno()).st_size:
@@ -117,7 +117,7 @@ def _value(file: BinaryIO, kind: int) -> Any:
         )
     return _read(file, _SCALARS[kind])
 
-
+# %% ../../nbs/06_quant/03_ggml_blocks.ipynb #5613f9ef-3
 def gguf_version(
     file: BinaryIO,  # Read from its beginning
 ) -> int:  # 2 or 3; raises `ValueError` for any other
@@ -133,7 +133,7 @@ def gguf_version(
         advice = "it is big-endian, take a little-endian one"
     raise ValueError(f"{file.name} has GGUF version {version}, and 2 and 3 are known: {advice}")
 
-
+# %% ../../nbs/06_quant/03_ggml_blocks.ipynb #5613f9ef-4
 def open_gguf(
     path: str | Path,
 ) -> tuple[dict, dict[str, GGUFTensor]]:  # The metadata, and the tensors by name
@@ -193,7 +193,7 @@ def _nibbles(blocks: np.ndarray, at: int, width: int, size: int = 128) -> np.nda
     codes = rows >> shifts & 15
     return codes.reshape(len(blocks), 2 * size)
 
-
+# %% ../../nbs/06_quant/07_k_quants.ipynb #k-unpack-2
 def _q5_k_codes(blocks: np.ndarray) -> np.ndarray:
     # Bit j of byte i is the fifth bit of number 32·j + i
     places = np.arange(8, dtype=np.uint8)[:, None]
@@ -207,7 +207,7 @@ def _q6_k_codes(blocks: np.ndarray) -> np.ndarray:
     high = rows >> shifts & 3
     return _nibbles(blocks, 0, 64) | (high << 4).reshape(-1, 256)
 
-
+# %% ../../nbs/06_quant/07_k_quants.ipynb #k-unpack-3
 @dataclass(frozen=True)
 class BlockCodes:
     "What blocks contain; each number is scale · (code - offset), plus or minus a minimum."
@@ -233,7 +233,7 @@ class BlockCodes:
             numbers -= (minimum[0] * minima[0])[..., None]
         return numbers.reshape(codes.shape)
 
-
+# %% ../../nbs/06_quant/07_k_quants.ipynb #k-unpack-4
 # Offset of the codes, where the halves are, codes, and codes of scales and minima
 _PARTS: dict[str, tuple[int, tuple[int, ...], Callable, Callable]] = {
     "Q4_0": (8, (0,), lambda b: _nibbles(b, 2, 16, 16), lambda b: ()),
@@ -363,7 +363,7 @@ def _fit_scale(
     best[:, zero] = -top
     return np.where(zero, np.float32(0), scale), best
 
-
+# %% ../../nbs/06_quant/07_k_quants.ipynb #k-fit-scale-2
 def _fit_scales(
     x: np.ndarray,  # (n, superblocks), none below 0
     weights: np.ndarray,  # (n, superblocks)
@@ -435,7 +435,7 @@ def _six_bit_codes(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
     third = sc[:, 4:] & 15 | mc[:, 4:] << 4
     return np.concatenate((first, second, third), 1)
 
-
+# %% ../../nbs/06_quant/07_k_quants.ipynb #k-pack-range-2
 def _pack_range_k(x: np.ndarray, importance: np.ndarray | None, bits: int) -> np.ndarray:
     "(blocks, 256) -> Q4_K or Q5_K"
     top = 2**bits - 1
@@ -529,7 +529,7 @@ def _pack_32(
         parts.append(np.packbits(codes >> 4, 1, bitorder="little"))
     return np.concatenate([*parts, _pack_low(codes, 16)], 1)
 
-
+# %% ../../nbs/06_quant/07_k_quants.ipynb #k-pack-blocks-2
 PACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")  # What `pack_blocks` writes
 
 

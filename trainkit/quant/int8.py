@@ -35,7 +35,7 @@ class Int8Tensor:
         "Bytes of all its parts."
         return sum(part.nbytes for part in (self.codes, self.step, self.zero) if part is not None)
 
-
+# %% ../../nbs/06_quant/02_int8.ipynb #7c5cb6a3-2
 def _grouped(x: Tensor, blocksize: int) -> Tensor:  # (blocks, blocksize), padded with zeros
     flat = x.reshape(-1)
     return torch.nn.functional.pad(flat, (0, -len(flat) % blocksize)).view(-1, blocksize)
@@ -84,7 +84,7 @@ def quantize_int8(
         blocksize if per == "block" else 0,
     )
 
-
+# %% ../../nbs/06_quant/02_int8.ipynb #7c5cb6a3-3
 def dequantize_int8(
     quantized: Int8Tensor,
     dtype: torch.dtype | None = None,  # Of the result; None: that of the numbers it was made from
@@ -118,7 +118,7 @@ def quantize_rows(
         codes[:, columns] = 0
     return codes, absmax, columns
 
-
+# %% ../../nbs/06_quant/02_int8.ipynb #4b2a3c7c-2
 def _byte_products_are_exact() -> bool:
     "Whether this processor adds products of bytes in full: without VNNI, 16 bits overflow."
     codes = torch.full((64, 256), 127, dtype=torch.int8, device="cpu")
@@ -135,7 +135,7 @@ def _multiplies_bytes(a: Tensor, b: Tensor) -> bool:
         return fast and _EXACT_BYTES
     return a.is_cuda and len(a) > 16 and not (a.shape[1] % 8 or len(b) % 8)
 
-
+# %% ../../nbs/06_quant/02_int8.ipynb #4b2a3c7c-3
 def _float_product(a: Tensor, b: Tensor) -> Tensor:  # (n, k) and (m, k) int8 -> (n, m) int32
     "The same whole numbers in float32, which is exact up to 2²⁴ = 128² · 1024."
     total = torch.zeros(len(a), len(b), dtype=torch.int32, device=a.device)
@@ -156,7 +156,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:  # (n, k) and (m, k) int8 -> (n, m
         return torch.ops.aten._int_mm(a, b.T)
     return _float_product(a, b)
 
-
+# %% ../../nbs/06_quant/02_int8.ipynb #4b2a3c7c-4
 def int8_linear(
     x: Tensor,  # (..., in_features)
     codes: Tensor,  # (out_features, in_features) int8, the weight's

@@ -86,7 +86,7 @@ if triton is not None:
             mask=(i[:, None] < rows) & (j[None, :] < wide),
         )
 
-
+# %% ../../nbs/06_quant/04_quantized_layers.ipynb #0d5de9de-2
 def can_fuse(
     x: Tensor,
 ) -> bool:  # On a GPU, or anywhere in Triton's interpreter (TRITON_INTERPRET=1)
@@ -150,7 +150,7 @@ class _FrozenProduct(torch.autograd.Function):
         with fast_products() if use_manual_backward(grad) else nullcontext():
             return (flat @ weight).view(*grad.shape[:-1], -1), None, None
 
-
+# %% ../../nbs/06_quant/04_quantized_layers.ipynb #b13beb09-2
 def _as_parameter(bias: Tensor | None) -> nn.Parameter | None:
     if bias is None or isinstance(bias, nn.Parameter):
         return bias

@@ -176,7 +176,7 @@ class QuantizedTensor:
             f"{8 * self.nbytes / max(self.shape.numel(), 1):.3f} bits a number)"
         )
 
-
+# %% ../../nbs/06_quant/01_nf4.ipynb #5b0953e9-2
 def quantize_4bit(
     x: Tensor,  # Any shape; float32, bfloat16 or float16
     quant_type: str = "nf4",  # One of `CODEBOOKS`, or a name of your own next to `codebook`
@@ -230,7 +230,7 @@ def quantize_4bit(
     codes, nested, mean = quantize_scales(absmax)
     return replace(quantized, absmax=codes, nested_absmax=nested, offset=mean)
 
-
+# %% ../../nbs/06_quant/01_nf4.ipynb #5b0953e9-3
 @cache
 def _byte_values(
     book: tuple[float, ...],

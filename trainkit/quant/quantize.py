@@ -45,7 +45,7 @@ def _weight(module: nn.Module) -> Tensor:  # (out_features, in_features)
 def _bias(module: nn.Module) -> Tensor | None:
     return cast("Tensor | None", module.bias)
 
-
+# %% ../../nbs/06_quant/05_quantize_model.ipynb #3329fa5a-2
 def quantizable(
     model: nn.Module,
     config: QuantConfig,
@@ -75,7 +75,7 @@ def quantizable(
         if _is_linear(m) and not stays(name, m)
     }
 
-
+# %% ../../nbs/06_quant/05_quantize_model.ipynb #3329fa5a-3
 def quantize_layer(
     weight: Tensor,  # (out_features, in_features)
     bias: Tensor | None,
@@ -89,7 +89,7 @@ def quantize_layer(
         weight, bias, compute, config.quant_type, config.blocksize, config.double_quant
     )
 
-
+# %% ../../nbs/06_quant/05_quantize_model.ipynb #3329fa5a-4
 def _check(model: nn.Module, config: QuantConfig | None) -> QuantConfig:
     config = config or QuantConfig(bits=4)
     if config.bits is None:
@@ -187,7 +187,7 @@ def _no_weights() -> Iterator[None]:
     finally:
         nn.Module.register_parameter = register
 
-
+# %% ../../nbs/06_quant/05_quantize_model.ipynb #34d99fd3-2
 def tensor_files(
     folder: str | Path,  # With `model.safetensors`, or with parts and their index
 ) -> dict[str, Path]:  # Name of a tensor -> file
@@ -203,7 +203,7 @@ def tensor_files(
     with reading(single), safe_open(single, "pt") as file:
         return dict.fromkeys(file.keys(), single)
 
-
+# %% ../../nbs/06_quant/05_quantize_model.ipynb #34d99fd3-3
 def _uncut(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
@@ -257,7 +257,7 @@ class _FolderReader:
                 f"{', '.join(sorted(unused)[:3])}"
             )
 
-
+# %% ../../nbs/06_quant/05_quantize_model.ipynb #34d99fd3-4
 def load_quantized(
     # Builds the model, such as `lambda: Transformer(read_config(folder))`
     make_model: Callable[[], nn.Module],
