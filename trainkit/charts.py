@@ -193,7 +193,7 @@ def describe(
         text += f", highest {number(high[1])} at {number(high[0])}"
     return text
 
-
+# %% ../nbs/90_toolbox/05_charts.ipynb #caption-code-2
 def _figure(ax: "Axes") -> "Figure":
     "The whole figure, also for Axes in a part of one."
     part = cast("Figure", ax.figure)
@@ -486,7 +486,7 @@ def _colours(negative: bool) -> "ListedColormap":
     below = [to_rgba(PALETTE[1], strength) for strength in reversed(strengths)]
     return ListedColormap([*below, *zero, *above] if negative else [*zero, *above])
 
-
+# %% ../nbs/90_toolbox/05_charts.ipynb #39b8f6f2-2
 @chart_style()
 def heatmap(
     matrix: Any,  # Rows of numbers, NaN for none: lists, an array or a tensor

@@ -284,7 +284,7 @@ class Seen:
     def evals(self) -> list[float]:
         return [r["eval_loss"] for r in self.logs if "eval_loss" in r]
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-observe-2-2
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
