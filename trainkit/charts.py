@@ -193,7 +193,7 @@ def describe(
         text += f", highest {number(high[1])} at {number(high[0])}"
     return text
 
-
+# %% ../nbs/90_toolbox/05_charts.ipynb #caption-code-2
 def _figure(ax: "Axes") -> "Figure":
     "The whole figure, also for Axes in a part of one."
     part = cast("Figure", ax.figure)
@@ -325,7 +325,7 @@ def _mark_numbers(
     if zero and not log_y:
         ax.set_ylim(min(0.0, low), max(0.0, high))
 
-
+# %% ../nbs/90_toolbox/05_charts.ipynb #6c07df47-2
 _WIDTHS = {".": 3.0, "-": 3.4, "G": 7.0, "M": 7.8}  # In points; other characters of numbers: 5.8
 
 
@@ -363,7 +363,7 @@ def _set_margins(
     ax.xaxis.set_label_coords(0.5, -18 / high)
     ax.yaxis.set_label_coords(-(label + 9) / wide, 0.5)
 
-
+# %% ../nbs/90_toolbox/05_charts.ipynb #6c07df47-3
 @chart_style()
 def curves(
     # Name -> numbers, a pair `(xs, ys)`, or a Series of pandas; NaN is a gap
@@ -486,7 +486,7 @@ def _colours(negative: bool) -> "ListedColormap":
     below = [to_rgba(PALETTE[1], strength) for strength in reversed(strengths)]
     return ListedColormap([*below, *zero, *above] if negative else [*zero, *above])
 
-
+# %% ../nbs/90_toolbox/05_charts.ipynb #39b8f6f2-2
 @chart_style()
 def heatmap(
     matrix: Any,  # Rows of numbers, NaN for none: lists, an array or a tensor
@@ -635,7 +635,7 @@ def _sentences(arrows: Iterable[tuple[str, ...]]) -> str:
         sentences.append(f"{start} leads to {end}{note}")
     return "; ".join(sentences)
 
-
+# %% ../nbs/90_toolbox/05_charts.ipynb #06fe86f8-2
 @chart_style()
 def flow(
     # Boxes from left to right, a row at a time; None leaves a place empty
@@ -693,7 +693,7 @@ def flow(
     ax.set_label(f"{title}: {words}" if title else words)
     return ax
 
-
+# %% ../nbs/90_toolbox/05_charts.ipynb #06fe86f8-3
 def _box(
     ax: "Axes",
     corner: tuple[float, float],

@@ -317,7 +317,7 @@ _Loader.add_implicit_resolver(
     list("-+0123456789"),
 )
 
-
+# %% ../nbs/90_toolbox/03_config.ipynb #dbe4e720-2
 def split_list(
     text: str,  # Such as `right_answer, right_length(20, 5)`
 ) -> list[str]:  # The parts, each without the spaces around it
@@ -341,7 +341,7 @@ def split_list(
             start = i + 1
     return [part.strip() for part in (*parts, text[start:])]
 
-
+# %% ../nbs/90_toolbox/03_config.ipynb #dbe4e720-3
 class _PlainScanner:
     "Find the end of a plain word in a list between brackets, such as `right_length(20, 5)`."
 
@@ -385,7 +385,7 @@ class _PlainScanner:
             return False
         return True
 
-
+# %% ../nbs/90_toolbox/03_config.ipynb #dbe4e720-4
 def _scan_plain(loader: yaml.SafeLoader) -> yaml.Token:
     "As YAML scans a word, except that the commas in parentheses belong to it."
     scanner = _PlainScanner(loader.peek)
@@ -400,7 +400,7 @@ def _scan_plain(loader: yaml.SafeLoader) -> yaml.Token:
 
 _Loader.scan_plain = _scan_plain  # type: ignore
 
-
+# %% ../nbs/90_toolbox/03_config.ipynb #dbe4e720-5
 class _Dumper(yaml.SafeDumper):
     "Quotes text that some YAML reader might take for a number or a boolean."
 
@@ -412,7 +412,7 @@ for kind in (_Loader, _Dumper):
         list("-+0123456789."),
     )
 
-
+# %% ../nbs/90_toolbox/03_config.ipynb #dbe4e720-6
 def _key_lines(root: yaml.Node | None, source: str) -> dict[str, int]:
     "The line of each dotted key; raises where a key is given twice, or is not a word."
     lines: dict[str, int] = {}
@@ -447,7 +447,7 @@ def _key_lines(root: yaml.Node | None, source: str) -> dict[str, int]:
     walk(root, "")
     return lines
 
-
+# %% ../nbs/90_toolbox/03_config.ipynb #dbe4e720-7
 def parse_config(
     text: str,  # YAML or JSON
     source: str = "config",  # The file's name, for messages
@@ -475,7 +475,7 @@ def parse_config(
         )
     return data or {}, lines
 
-
+# %% ../nbs/90_toolbox/03_config.ipynb #dbe4e720-8
 def parse_yaml(
     text: str,  # Content of a config.yaml
 ) -> _Values:  # Empty when it is no mapping
@@ -541,7 +541,7 @@ def _near(key: str, own: list[str], inside: Mapping[str, str]) -> str:
         return there.replace(word(there), inside[word(there)])
     return here
 
-
+# %% ../nbs/90_toolbox/03_config.ipynb #42529eb1-2
 class Place(NamedTuple):
     "The knob that a key of a file means."
 
@@ -608,7 +608,7 @@ def _words(cls: type, data: Mapping, above: str = "") -> Iterator[tuple[str, obj
                 continue
         yield key, value
 
-
+# %% ../nbs/90_toolbox/03_config.ipynb #alias-reader-2
 class _Reader:
     "Finds the knobs that the words of files and commands set, and collects all problems."
 
@@ -786,7 +786,7 @@ class _Reader:
             inside |= {name: f"{k.name}.{v[0].name}" for name, v in _knobs_by_name(k.type).items()}
         return f"unknown key.{_near(name, [*_knobs_by_name(kind)], inside)}"
 
-
+# %% ../nbs/90_toolbox/03_config.ipynb #alias-reader-3
 def _no_word(key: str, value: object) -> str:  # Of a class that knows no other library
     return ""
 
@@ -867,7 +867,7 @@ def _join_pairs(text: str) -> str:
     "JSON writes 😀 as two halves, which YAML leaves apart."
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 
-
+# %% ../nbs/90_toolbox/03_config.ipynb #0e82e782-2
 def _yaml_value(text: str) -> object:
     "The value of any other knob, as YAML reads it; a # begins no comment in a word of a shell."
     stand_in = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text)
@@ -889,7 +889,7 @@ def _typed_value(text: str, kinds: set[object]) -> object:
     as_text = bool(kinds) and kinds <= {str, str | None}
     return _text_value(text) if as_text else _yaml_value(text)
 
-
+# %% ../nbs/90_toolbox/03_config.ipynb #0e82e782-3
 def _typed(cls: type, overrides: Sequence[str], file: Mapping[str, object]) -> _Values:
     "Overrides as words: dotted key -> value. Of two names for one knob the last one counts."
     words: _Values = {}
@@ -922,7 +922,7 @@ def _typed(cls: type, overrides: Sequence[str], file: Mapping[str, object]) -> _
         words |= _words(cls, {key: value})
     return words
 
-
+# %% ../nbs/90_toolbox/03_config.ipynb #0e82e782-4
 def load_config(
     cls: type[T],  # The config class to fill
     source: str | Path | Mapping,  # A YAML or JSON file, or a dict
@@ -1122,7 +1122,7 @@ def find_settings() -> list[Path]:  # The package's own, then the one that is la
     paths = [folder / "settings.ini" for folder in (here, *here.parents)]
     return [own, *[path for path in paths if path.is_file()][:1]]
 
-
+# %% ../nbs/90_toolbox/03_config.ipynb #96433ea6-2
 def profile_values(
     cls: type,  # A config class
     profile: str,  # A name in settings.ini
@@ -1164,7 +1164,7 @@ def profile_values(
 
     return section(cls)
 
-
+# %% ../nbs/90_toolbox/03_config.ipynb #96433ea6-3
 def from_profile(
     cls: type[T],  # The config class to fill
     profile: str | None = None,  # A name in settings.ini; this machine's default when None

@@ -80,7 +80,7 @@ def writing(
             error.filename = str(path)
         raise
 
-
+# %% ../nbs/90_toolbox/01_files.ipynb #bda519f8-2
 def _temporary_name(path: Path) -> Path:
     "A unique name next to a path, for a file with the permissions of the umask."
     return path.parent / f".{path.name}.{secrets.token_hex(4)}"
@@ -127,7 +127,7 @@ def write_together(
             raise _explain(error, path) from error
         raise
 
-
+# %% ../nbs/90_toolbox/01_files.ipynb #bda519f8-3
 @contextmanager
 def atomic_folder(
     path: str | Path,  # Where the folder will be; an older one there is replaced
@@ -270,7 +270,7 @@ def _default_dtype() -> (
 
     return DefaultDtype
 
-
+# %% ../nbs/90_toolbox/01_files.ipynb #f13b9341-2
 @contextmanager
 def making_model() -> Iterator[None]:
     """Make a model of transformers: one at a time, and with its default type in this thread only.

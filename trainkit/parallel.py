@@ -192,7 +192,7 @@ def begin_worker() -> None:
 
     threading.Thread(target=leave_with_parent, daemon=True).start()
 
-
+# %% ../nbs/90_toolbox/10_parallel.ipynb #d7bd6491-2
 def _kill_workers(pool: ProcessPoolExecutor) -> None:
     for process in [*(pool._processes or {}).values()]:
         process.kill()
@@ -231,7 +231,7 @@ def end_workers(
         _kill_workers(pool)
     pool.shutdown(cancel_futures=True)
 
-
+# %% ../nbs/90_toolbox/10_parallel.ipynb #d7bd6491-3
 def _packed(value: object, what: str) -> bytes:
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)

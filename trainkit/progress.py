@@ -194,7 +194,7 @@ class Lines:
         if bar.last_line is not None:
             self.refresh(bar)
 
-
+# %% ../nbs/90_toolbox/08_progress.ipynb #2ea9f3e5-2
 class Notebook:
     "Bars in the output of a cell, which disappear when the last one ends."
 
@@ -356,7 +356,7 @@ def detect_display() -> str:  # 'silent', 'notebook', 'terminal' or 'lines'
 Screen = Notebook | Terminal | Lines
 SCREENS: dict[str, Screen] = {"notebook": Notebook(), "terminal": Terminal(), "lines": Lines()}
 
-
+# %% ../nbs/90_toolbox/08_progress.ipynb #45e3a0b9-2
 _BAR = (
     '<div style="display:flex;flex-wrap:wrap;gap:.3em .9em;align-items:center;'
     'font:13px/1.5 system-ui,sans-serif"><b>{title}</b>'

@@ -239,7 +239,7 @@ FLAGS = (
     "PYTORCH_CUDA_ALLOC_CONF",
 )
 
-
+# %% ../nbs/90_toolbox/06_system_facts.ipynb #56cbabc6-2
 class _Facts(TypedDict):
     "Facts about a machine; `look` leaves out those that it cannot read."
 
@@ -565,7 +565,7 @@ def _play() -> None:  # noqa: C901
     _thread.start_new_thread(work, ())
     done.acquire()
 
-
+# %% ../nbs/90_toolbox/07_doctor.ipynb #cf96d832-2
 def heap_peak(
     # (number, bytes) for a block that is allocated, (number, 0) for one that is freed
     events: Iterable[tuple[int, int]],
@@ -755,7 +755,7 @@ def check_room(facts: "_Facts") -> Iterator[Check]:
     else:
         yield Check("threads", "ok", state)
 
-
+# %% ../nbs/90_toolbox/07_doctor.ipynb #fd0bb575-2
 def check_notebook(facts: "_Facts") -> Iterator[Check]:
     "ipywidgets 7.7 or newer, and an ipykernel that updates widgets from a thread."
     versions = facts["versions"]
@@ -788,7 +788,7 @@ def check_notebook(facts: "_Facts") -> Iterator[Check]:
             'pip install "ipykernel>=7.2"',
         )
 
-
+# %% ../nbs/90_toolbox/07_doctor.ipynb #fd0bb575-3
 def check_network(facts: "_Facts") -> Iterator[Check]:
     "Whether the model hub is used, and whether a library would report that it was."
     flags = facts["flags"]

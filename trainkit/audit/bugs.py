@@ -73,7 +73,7 @@ class LearnsPadding(PlainLoop):
         batch = super().collate(rows)
         return batch | dict(labels=batch["labels"].where(batch["attention_mask"], self.pad))
 
-
+# %% ../../nbs/15_audit/04_planted_bugs.ipynb #bug-loss-2
 @finds("accumulation_changes_no_gradient")
 class MeanOfBatchMeans(PlainLoop):
     "Each batch of a step counts the same (transformers before 4.46)."
@@ -91,7 +91,7 @@ class LogsLastBatch(PlainLoop):
         with torch.no_grad():
             return float(self.summed_loss(model, window[-1])) / self.count(window[-1])
 
-
+# %% ../../nbs/15_audit/04_planted_bugs.ipynb #bug-loss-3
 @finds("one_token_has_its_gradient")
 class MasksTheFirstToken(PlainLoop):
     "The mask is not shifted with the labels: the first token of each answer is lost."
@@ -115,7 +115,7 @@ class DividesByAllTokens(PlainLoop):
     def denominator(self, batch, window):
         return sum(b["input_ids"].numel() for b in window)
 
-
+# %% ../../nbs/15_audit/04_planted_bugs.ipynb #bug-loss-4
 @finds("order_in_a_batch_does_not_matter")
 class PositionsGoOn(PlainLoop):
     "Positions are counted through the batch instead of from each row's beginning."
@@ -134,7 +134,7 @@ class PacksIntoOneText(PlainLoop):
         batch = super().pack(rows)
         return batch | dict(position_ids=torch.arange(batch["input_ids"].shape[1])[None])
 
-
+# %% ../../nbs/15_audit/04_planted_bugs.ipynb #bug-loss-5
 @finds("gradient_is_the_derivative")
 class ScalesTwice(PlainLoop):
     "The loss is divided by the number of batches although it is a mean already."
@@ -202,7 +202,7 @@ class AddsDecayToTheGradient(PlainLoop):
         decay = fit.weight_decay
         return torch.optim.Adam(model.parameters(), lr=rate, weight_decay=decay)
 
-
+# %% ../../nbs/15_audit/04_planted_bugs.ipynb #bug-optimizer-2
 @finds("clipping_scales_the_whole")
 class ClipsEachParameter(PlainLoop):
     "Each tensor is clipped alone, which changes the direction of the step."
@@ -235,7 +235,7 @@ class CountsBatches(PlainLoop):
     def rate(self, step, fit):
         return super().rate(min(step * fit.accumulation, fit.steps), fit)
 
-
+# %% ../../nbs/15_audit/04_planted_bugs.ipynb #bug-optimizer-3
 @finds("frozen_stays")
 class TrainsFrozen(PlainLoop):
     "The optimizer was made before the layers were frozen, and they are trained again."
@@ -295,7 +295,7 @@ class IgnoresSeed(PlainLoop):
     def order(self, count, epoch, fit):
         return super().order(count, epoch, Fit(shuffle=fit.shuffle))
 
-
+# %% ../../nbs/15_audit/04_planted_bugs.ipynb #bug-data-2
 @finds("evaluation_changes_nothing")
 class LearnsInEvaluation(PlainLoop):
     "An evaluation leaves gradients behind, and the next step takes them."
@@ -504,7 +504,7 @@ class BaseLearns(PlainLoop):
     def adapt(self, model):
         return super().adapt(model).requires_grad_(True)
 
-
+# %% ../../nbs/15_audit/04_planted_bugs.ipynb #bug-adapters-2
 @finds("dpo_begins_at_ln_2")
 class ReferenceWithDropout(PlainLoop):
     "The reference is in training mode."
@@ -545,7 +545,7 @@ class TiesLose(PlainLoop):
     def accuracy(self, margins):
         return (margins > 0).float()
 
-
+# %% ../../nbs/15_audit/04_planted_bugs.ipynb #bug-adapters-3
 @finds("sampler_agrees_with_training")
 class SamplesInHalf(PlainLoop):
     "The sampler computes in 16 bits, the trainer in 32: the ratio of the first step is not 1."
@@ -574,7 +574,7 @@ class RecordsTheCutDistribution(PlainLoop):
     def recorded(self, logits, kept, temperature):
         return self.score(kept, temperature)
 
-
+# %% ../../nbs/15_audit/04_planted_bugs.ipynb #bug-adapters-4
 @finds("sampled_ids_are_trained")
 class DecodesAndEncodes(PlainLoop):
     "An answer is decoded to a text on its way to the trainer, and encoded again."

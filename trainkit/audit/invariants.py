@@ -86,7 +86,7 @@ class Fit:
     keep_best: bool = False  # The model that remains has the lowest loss on `eval_rows`
     balance: float = 0.0  # Weight of the loss that balances experts
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-subject-2
 class Subject:
     """A trainer that is audited: the functions through which it is asked.
 
@@ -261,7 +261,7 @@ def expected_loss(
         count = count + learned_tokens(row)
     return total / max(1, count)
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-observe-2
 @dataclass
 class Seen:
     "What was seen of a trainer while it trained."
@@ -284,7 +284,7 @@ class Seen:
     def evals(self) -> list[float]:
         return [r["eval_loss"] for r in self.logs if "eval_loss" in r]
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-observe-2-2
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -337,7 +337,7 @@ def observe(
     seen.weights = weights_of(model)
     return seen
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-observe-3
 def _gradient(
     subject: Subject,
     model: nn.Module,
@@ -357,7 +357,7 @@ def _gap(a: Tensor, b: Tensor) -> Tensor:
     "The largest difference."
     return (a - b).abs().max()
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-observe-4
 def in_processes(
     count: int,
     work: Callable[[], dict[str, Tensor]],
@@ -398,7 +398,7 @@ def in_processes(
             raise RuntimeError(text.strip().splitlines()[-1])
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(count)]
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-observe-5
 def distance(
     a: Mapping[str, Tensor], b: Mapping[str, Tensor]
 ) -> float:  # 0: equal; infinite where one of them lacks a tensor that is not 0
@@ -502,7 +502,7 @@ def padding_changes_nothing(subject: Subject, folder: Path) -> Proof:
     gap = distance(beside.gradients[0], alone.gradients[0])
     return Proof(gap, TOLERANCE, "difference of the gradients")
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-loss-2
 @invariant("Loss", "Accumulation changes no gradient, also of rows with different lengths.")
 def accumulation_changes_no_gradient(subject: Subject, folder: Path) -> Proof:
     model = subject.model()
@@ -521,7 +521,7 @@ def accumulated_loss_is_the_mean(subject: Subject, folder: Path) -> Proof:
     text = f"logged {logged:.5f}, expected {expected:.5f}"
     return Proof(abs(logged - expected) / expected, TOLERANCE, text)
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-loss-3
 @invariant("Loss", "A single learned token has exactly the gradient of its log-probability.")
 def one_token_has_its_gradient(subject: Subject, folder: Path) -> Proof:
     model = subject.model()
@@ -540,7 +540,7 @@ def one_token_has_its_gradient(subject: Subject, folder: Path) -> Proof:
     model.zero_grad()
     return Proof(gap, TOLERANCE, "difference from autograd")
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-loss-4
 @invariant("Loss", "A batch in which nothing is learned adds nothing to its step.")
 def nothing_learned_is_zero(subject: Subject, folder: Path) -> Proof:
     model = subject.model()
@@ -563,7 +563,7 @@ def unlearned_row_changes_nothing(subject: Subject, folder: Path) -> Proof:
     beside = _gradient(subject, model, [*rows[:2], empty], Fit(batch_size=3))
     return Proof(distance(beside, without), TOLERANCE, "difference of the gradients")
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-loss-5
 @invariant("Loss", "The order of the rows in a batch does not matter.")
 def order_in_a_batch_does_not_matter(subject: Subject, folder: Path) -> Proof:
     model = subject.model()
@@ -582,7 +582,7 @@ def packed_is_alone(subject: Subject, folder: Path) -> Proof:
     gap = distance(packed.gradients[0], padded.gradients[0])
     return Proof(gap, TOLERANCE, "difference of the gradients")
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-loss-6
 @invariant("Loss", "The gradient is the derivative of the logged loss.")
 def gradient_is_the_derivative(subject: Subject, folder: Path) -> Proof:
     model = subject.model()
@@ -602,7 +602,7 @@ def gradient_is_the_derivative(subject: Subject, folder: Path) -> Proof:
     slope = (ends[0] - ends[1]) / (2 * size)
     return Proof(abs(slope / square - 1), 0.01, f"slope {slope:.4f}, gradient {square:.4f}")
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-loss-7
 @invariant("Loss", "Two processes with two rows each have the gradient of one with four.")
 def processes_change_no_gradient(subject: Subject, folder: Path) -> Proof:
     if not subject.processes:
@@ -614,7 +614,7 @@ def processes_change_no_gradient(subject: Subject, folder: Path) -> Proof:
     gap = max(distance(part, whole) for part in parts)
     return Proof(gap, TOLERANCE, "difference of the gradients")
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-loss-8
 @invariant("Loss", "The loss that balances experts reaches the router.")
 def router_balance_has_a_gradient(subject: Subject, folder: Path) -> Proof:
     rows = random_rows(4)
@@ -626,7 +626,7 @@ def router_balance_has_a_gradient(subject: Subject, folder: Path) -> Proof:
     text = f"the loss changes the gradient by {change:.1e}, which is nothing where this is 1"
     return Proof(float(change < 1e-4), 0, text)
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-loss-9
 @invariant("Loss", "A token does not see the tokens after it.")
 def model_is_causal(subject: Subject, folder: Path) -> Proof:
     model = subject.model()
@@ -663,7 +663,7 @@ def first_step_is_adamw(subject: Subject, folder: Path) -> Proof:
     gaps = torch.cat(gaps)
     return Proof(float(gaps.mean()) / RATE, 1e-3, "mean difference, in learning rates")
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-optimizer-2
 @invariant(
     "Optimizer", "Weight decay shrinks a weight by rate times decay, apart from its gradient."
 )
@@ -684,7 +684,7 @@ def decay_is_decoupled(subject: Subject, folder: Path) -> Proof:
     gap = float(_gap(decayed[name], wanted) / size)
     return Proof(gap, 0.01, f"relative difference of the decay of {name}")
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-optimizer-3
 @invariant("Optimizer", "Clipping scales the whole gradient to the norm that was asked for.")
 def clipping_scales_the_whole(subject: Subject, folder: Path) -> Proof:
     model = subject.model()
@@ -704,7 +704,7 @@ def gradients_are_cleared(subject: Subject, folder: Path) -> Proof:
     first, second = observe(subject, model, rows * 2, Fit(steps=2)).gradients
     return Proof(distance(second, first), TOLERANCE, "difference of the same gradient, later")
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-optimizer-4
 def _rates(fit: Fit) -> list[float]:
     "As `transformers.get_scheduler` gives them."
     from transformers import get_scheduler
@@ -739,7 +739,7 @@ def schedule_is_as_asked(subject: Subject, folder: Path) -> Proof:
 def schedule_counts_optimizer_steps(subject: Subject, folder: Path) -> Proof:
     return _rate_gap(subject, 3)
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-optimizer-5
 @invariant("Optimizer", "A frozen parameter stays as it is, also with weight decay.")
 def frozen_stays(subject: Subject, folder: Path) -> Proof:
     model = subject.model()
@@ -751,7 +751,7 @@ def frozen_stays(subject: Subject, folder: Path) -> Proof:
     gap = max(float(_gap(seen.weights[n], before[n])) for n in names)
     return Proof(gap, 0.0, "change of a frozen weight")
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-optimizer-6
 @invariant("Optimizer", "Weights, gradients and optimizer need the memory predicted.", "lost")
 def memory_is_as_predicted(subject: Subject, folder: Path) -> Proof:
     fit = Fit(steps=2, learning_rate=RATE)
@@ -776,7 +776,7 @@ def memory_is_as_predicted(subject: Subject, folder: Path) -> Proof:
     text = f"{predicted} bytes predicted, {sizes[-1]} used"
     return Proof(abs(predicted / sizes[-1] - 1), 0.01, text)
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-optimizer-7
 @invariant("Optimizer", "Many steps with a tiny rate add up.")
 def tiny_steps_add_up(subject: Subject, folder: Path) -> Proof:
     model = subject.model()
@@ -822,7 +822,7 @@ def epochs_have_other_orders(subject: Subject, folder: Path) -> Proof:
     order = _order(seen)
     return Proof(float(order[:12] == order[12:]), 0, "1 where both have the same order")
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-data-2
 @invariant("Data", "The same seed gives the same weights, bit by bit.")
 def seed_is_repeatable(subject: Subject, folder: Path) -> Proof:
     fit = Fit(4, 1, 4, RATE, shuffle=True)
@@ -842,7 +842,7 @@ def seeds_differ(subject: Subject, folder: Path) -> Proof:
         orders.append(_order(seen))
     return Proof(float(orders[0] == orders[1]), 0, "1 where both seeds have the same order")
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-data-3
 def _with_evaluations(subject: Subject, dropout: float) -> Proof:
     rows = _marked(12)
     fit = Fit(4, 1, 4, RATE, shuffle=True)
@@ -862,7 +862,7 @@ def evaluation_changes_nothing(subject: Subject, folder: Path) -> Proof:
 def evaluation_draws_no_numbers(subject: Subject, folder: Path) -> Proof:
     return _with_evaluations(subject, 0.2)
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-data-4
 @invariant("Data", "After an evaluation dropout is on again.")
 def dropout_returns(subject: Subject, folder: Path) -> Proof:
     held = tuple(random_rows(2, seed=9))
@@ -870,7 +870,7 @@ def dropout_returns(subject: Subject, folder: Path) -> Proof:
     losses = observe(subject, subject.model(dropout=0.5), random_rows(4) * 4, fit).losses
     return Proof(len(losses) - len(set(losses)), 0, "equal losses, where dropout makes them differ")
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-data-5
 @invariant("Data", "The loss of an evaluation is the mean over the tokens of all rows.")
 def evaluation_is_the_mean(subject: Subject, folder: Path) -> Proof:
     model = subject.model()
@@ -905,7 +905,7 @@ def killed_is_not_killed(subject: Subject, folder: Path) -> Proof:
     whole, again = _interrupted(subject, folder)
     return Proof(distance(again.weights, whole.weights), 0.0, "difference of the weights")
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-resume-2
 @invariant("Resume", "A run that is continued reads the rows that it had not read.", "lost")
 def resumed_run_reads_on(subject: Subject, folder: Path) -> Proof:
     whole, again = _interrupted(subject, folder)
@@ -929,7 +929,7 @@ def resumed_run_keeps_its_dropout(subject: Subject, folder: Path) -> Proof:
     whole, again = _interrupted(subject, folder, dropout=0.2)
     return Proof(distance(again.weights, whole.weights), 0.0, "difference of the weights")
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-resume-3
 @invariant("Resume", "A model that was saved and loaded predicts the same.", "lost")
 def saved_model_is_the_model(subject: Subject, folder: Path) -> Proof:
     model = subject.model()
@@ -1049,7 +1049,7 @@ def adapter_off_is_the_base(subject: Subject, folder: Path) -> Proof:
     learned = _gap(subject.logits(model, ids), before)
     return Proof(float(gap), 1e-6 if learned > 1e-3 else -1, "difference of a logit")
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-adapters-2
 @invariant("Adapters", "The merged model predicts what base and adapter predict.")
 def merged_is_the_adapter(subject: Subject, folder: Path) -> Proof:
     model, ids, before, _ = _adapted(subject)
@@ -1070,7 +1070,7 @@ def merged_model_is_saved(subject: Subject, folder: Path) -> Proof:
     change = _gap(learned, before)
     return Proof(float(gap / change), 1e-3, "difference, as a share of what was learned")
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-adapters-3
 @invariant("Adapters", "Right after an evaluation, 4-bit layers pass on the same gradient.")
 def quantized_gradient_survives_evaluation(subject: Subject, folder: Path) -> Proof:
     rows = random_rows(4) * 2
@@ -1120,7 +1120,7 @@ def reference_is_unchanged(subject: Subject, folder: Path) -> Proof:
     text = f"loss {first:.3f} to {last:.3f} on the same pairs"
     return Proof(float(last > 0.8 * first), 0, text)
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-preferences-2
 @invariant("Preferences", "Exchanging the answers turns the sign of the first gradient.")
 def exchange_turns_the_sign(subject: Subject, folder: Path) -> Proof:
     pairs = random_pairs(4)
@@ -1191,7 +1191,7 @@ def company_changes_no_answer(subject: Subject, folder: Path) -> Proof:
         worst = max(worst, math.inf if alone[0] != ids else float(gap))
     return Proof(worst, 1e-4, "difference of a log-probability; infinite for another answer")
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-sampling-2
 @invariant("Sampling", "With top-p, the first ratio of a policy is still 1.")
 def top_p_ratio_is_one(subject: Subject, folder: Path) -> Proof:
     prompts = [row["input_ids"] for row in random_rows(3, (4, 9))]
@@ -1199,7 +1199,7 @@ def top_p_ratio_is_one(subject: Subject, folder: Path) -> Proof:
     worst = max(abs(ratio - 1) for row in ratios for ratio in row)
     return Proof(worst, TOLERANCE, "largest distance of a ratio from 1")
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-sampling-3
 def random_answers(
     groups: int = 2,
     size: int = 4,
@@ -1256,7 +1256,7 @@ def _policy_gradient(
     model.zero_grad()
     return gradient
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-sampling-4
 @invariant("Reinforcement", "The ids that were sampled are the ids that are trained.")
 def sampled_ids_are_trained(subject: Subject, folder: Path) -> Proof:
     answers = random_answers(eos=subject.eos)
@@ -1299,7 +1299,7 @@ def accumulation_changes_no_answer(subject: Subject, folder: Path) -> Proof:
     parts = _watch_answers(subject, model, answers, fit).gradients[0]
     return Proof(distance(parts, whole), TOLERANCE, "difference of the gradients")
 
-
+# %% ../../nbs/15_audit/01_invariants.ipynb #inv-sampling-5
 @invariant("Reinforcement", "A group with equal rewards teaches nothing.")
 def equal_rewards_teach_nothing(subject: Subject, folder: Path) -> Proof:
     rewards = torch.tensor([0.1, 0.1, 0.1, 0.1, 0.7, 0.7, 0.7, 0.7])

@@ -63,7 +63,7 @@ def _quiet() -> Iterator[None]:
         simplefilter("ignore")
         yield
 
-
+# %% ../../nbs/15_audit/03_audit.ipynb #rep-finding-2
 def _imports(names: Mapping[str, object], home: str) -> str:
     "The lines that make some names of the module `home` known elsewhere."
     plain = []
@@ -110,7 +110,7 @@ assert proof.holds, f"{{proof.what}}: {{proof.value:.2g}}, at most {{proof.limit
 """
     return f"# {invariant.sentence}\n{imports}\n\n\n{code}\n\n\n{tail}"
 
-
+# %% ../../nbs/15_audit/03_audit.ipynb #rep-finding-3
 def check_one(
     subject: Subject,
     invariant: Invariant,
@@ -178,7 +178,7 @@ class Audit:
         ]
         return table(rows)
 
-
+# %% ../../nbs/15_audit/03_audit.ipynb #rep-audit-def-2
 def select_invariants(
     names: Sequence[str] = (),  # Of invariants or of groups, in any case; empty: all
 ) -> list[Invariant]:  # Raises `ValueError` for a name that there is not
@@ -239,7 +239,7 @@ $rows
 </tbody></table></div></body></html>
 """)
 
-
+# %% ../../nbs/15_audit/03_audit.ipynb #rep-page-def-2
 def _row(invariant: Invariant, findings: Sequence[AuditFinding | None]) -> str:
     cells = []
     for finding in findings:

@@ -99,7 +99,7 @@ class _SmallExperts(nn.Module):
         self.extra_loss = self.weight * self.balance(chances, chosen)
         return SimpleNamespace(logits=self.head(x + best[..., None] * picked))
 
-
+# %% ../../nbs/15_audit/02_trainers.ipynb #aut-loop-def-2
 class PlainLoop(_TrainkitModel):
     "A training loop in plain PyTorch, right in each line; each method can be broken alone."
 
@@ -767,7 +767,7 @@ class AuditedTrainkit(_TrainkitModel):
 
         return KL_ESTIMATORS["k3"](logps - reference)
 
-
+# %% ../../nbs/15_audit/02_trainers.ipynb #aut-trainkit-def-2
 def _optim(fit: Fit) -> "OptimConfig":
     from trainkit.train.optim import OptimConfig
 
@@ -975,7 +975,7 @@ class AuditedTransformers(Subject):
         merged = cast("LoraModel", cast("PeftModel", model).base_model).merge_and_unload()
         return cast(nn.Module, merged)
 
-
+# %% ../../nbs/15_audit/02_trainers.ipynb #aut-transformers-def-2
 def _listener(logs: list[dict[str, float]]) -> "TrainerCallback":
     "A callback that writes down the loss and the learning rate of each step."
     from transformers import TrainerCallback
@@ -1474,6 +1474,6 @@ class AuditedLitGPT(Subject):
         merge_lora_weights(model)
         return model
 
-
+# %% ../../nbs/15_audit/02_trainers.ipynb #aut-lit-def-2
 class _PromptStyle:
     prompt_style = None
