@@ -35,9 +35,12 @@ from support.processes import SERVER, serve
 
 sys.dont_write_bytecode = False
 
-# What a shell starts with `&` ignores Ctrl-C, and tests that send one would wait for minutes
+# What a shell starts with `&` ignores Ctrl-C, and with `nohup` the end of the terminal; tests that
+# send one of them would wait for minutes
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if os.name == "posix" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.hookimpl(optionalhook=True)

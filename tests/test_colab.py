@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import badges  # noqa: E402
 
 LESSONS = sorted((ROOT / "nbs").rglob("*.ipynb"))
-NEWER = ("3.12", "3.13")
+NEWER = ("3.12", "3.13", "3.14")
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=badges.name_of)

@@ -206,7 +206,10 @@ TWICE = [(0, M), (0, 0), (1, 2 * M), (1, 0), (2, M)]  # The second block does no
 def test_the_memory_that_blocks_will_take(events, knobs, peak):
     "What is freed stays with the process, or goes back at once; on whole pages."
     took = heap_peak(events, beside=[()], seconds=20, **knobs)
-    assert took is not None and peak <= took <= peak + 6 * 4096 and took % 4096 == 0
+    assert took is not None and took % 4096 == 0
+    # glibc 2.43 lets the block at the end of the heap grow
+    least = 2 * M if events is TWICE else peak
+    assert least <= took <= peak + 6 * 4096
 
 
 @pytest.mark.skipif(_glibc() is None, reason="asks glibc")

@@ -508,7 +508,7 @@ def test_a_reward_function_that_wants_other_columns_is_named():
         raise TypeError("mine")
 
     with pytest.raises(
-        ValueError, match="strict cannot be called: .*completion_ids.*and \*\*columns"
+        ValueError, match=r"strict cannot be called: .*completion_ids.*and \*\*columns"
     ):
         score([strict], None, COLUMNS)
     with pytest.raises(

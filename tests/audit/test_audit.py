@@ -9,7 +9,8 @@ from support.processes import program
 from typer.testing import CliRunner
 
 from trainkit.audit import PlainLoop, Subject, run_audit, write_audit_page
-from trainkit.audit.invariants import INVARIANTS, distance, expected_loss, random_rows
+from trainkit.audit.invariants import INVARIANTS, distance, expected_loss, in_processes
+from trainkit.audit.invariants import random_rows
 from trainkit.audit.report import check_one, find_subject, reproduction
 from trainkit.cli import app
 
@@ -51,6 +52,16 @@ def test_what_a_trainer_lacks_or_raises_is_a_finding():
     assert (finding.status, finding.text) == ("failed", "RuntimeError: no data")
     audit = run_audit(Fragile(), ["packed_is_alone"])
     assert not audit.passed and "! packed_is_alone" in str(audit)
+
+
+def test_what_a_process_raised_is_told_and_not_its_note():
+    def fails():
+        error = ValueError("the reason")
+        error.add_note("(at step 1 of 1)")
+        raise error
+
+    with pytest.raises(RuntimeError, match="^ValueError: the reason$"):
+        in_processes(1, fails)
 
 
 def test_an_audit_leaves_the_random_numbers_as_they_were(tmp_path):

@@ -908,6 +908,36 @@ def test_a_killed_parent_takes_its_workers_with_it():
     assert len({*workers}) == 2
 
 
+@pytest.mark.parametrize("work", ["words", "shards", "batches"])
+@pytest.mark.skipif(sys.platform != "linux", reason="others import the script again")
+def test_workers_do_not_import_the_script_again(monkeypatch, work):
+    "Python 3.14 would start them so by itself, and a script without a guard would not end."
+    from multiprocessing import context, popen_forkserver
+
+    from trainkit.data.dataloader import Batches
+    from trainkit.data.shards import encode_blocks
+    from trainkit.tokenizer.bpe import count_words
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+
+    def fresh(self, process):
+        raise AssertionError("a process that begins with nothing")
+
+    monkeypatch.setattr(popen_forkserver.Popen, "__init__", fresh)
+    monkeypatch.setattr(
+        context._default_context, "_actual_context", multiprocessing.get_context("forkserver")
+    )
+    if work == "words":
+        assert count_words(["a b", "a"], num_proc=2, backend="python") == {"a": 2, " b": 1}
+    elif work == "shards":
+        words = dict(special_tokens=["<|endoftext|>"], progress=False)
+        tokenizer = BPETokenizer.train(["a b"], 257, **words)
+        (block,) = encode_blocks([(0, ["a"], [False])], tokenizer, num_proc=2)
+        assert block[3].tolist() == [97]
+    else:
+        rows = [dict(input_ids=[1, 2], labels=[1, 2])] * 4
+        assert len(list(Batches(rows, 2, num_workers=1))) == 2
+
+
 def test_what_cannot_travel_is_an_error_and_no_hang():
     from trainkit.tokenizer.bpe import count_words
 

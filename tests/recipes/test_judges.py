@@ -226,6 +226,29 @@ def test_samples_begin_alike(monkeypatch):
     assert e.opening("one two") == "one two" and e.opening(" ") == " "
 
 
+def test_samples_begin_with_no_more_than_the_model_reads(monkeypatch):
+    "A text without blanks is one word."
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+
+    monkeypatch.setattr(e, "generate", lambda model, prompts, **knobs: prompts)
+    config = SimpleNamespace(prompts=[], sampling=SamplingConfig())
+    judge = e.TextEvaluator(
+        SimpleNamespace(
+            config=config,
+            tokenizer=BPETokenizer.train(["a b"], 256, progress=False),
+            eval_rows=[dict(text="学而时习之" * 20), dict(text="one two")],
+            model=SimpleNamespace(config=SimpleNamespace(max_seq_len=64)),
+        )
+    )
+    (long, _), (short, _) = judge.sample(judge.inputs.model, 0)
+    assert (
+        "学而时习之" * 2 in long
+        and len(long.encode()) < 64
+        and ("学而时习之" * 20).startswith(long)
+    )
+    assert short == "one two"
+
+
 def test_the_judge_of_each_kind_of_run(monkeypatch):
     for kind, judge in e.JUDGES.items():
         inputs = object.__new__(kind)

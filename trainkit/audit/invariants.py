@@ -386,8 +386,9 @@ def in_processes(
 
                     AcceleratorState._reset_state(reset_partial_state=True)
                 torch.save(work(), f"{folder}/{rank}.pt")
-            except BaseException:
-                Path(folder, "error").write_text(traceback.format_exc())
+            except BaseException as error:
+                lines = traceback.format_exception_only(error)
+                Path(folder, "error").write_text(lines[0])  # Without its notes, which come last
             finally:
                 os._exit(0)  # Without what the parent would do at its end
         for child in children:
@@ -395,7 +396,7 @@ def in_processes(
         if len([*Path(folder).glob("*.pt")]) < count:
             error = Path(folder, "error")
             text = error.read_text() if error.exists() else "a process was killed"
-            raise RuntimeError(text.strip().splitlines()[-1])
+            raise RuntimeError(text.splitlines()[0])
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(count)]
 
 # %% ../../nbs/15_audit/01_invariants.ipynb #inv-observe-5

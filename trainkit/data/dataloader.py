@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..display import plural
+from ..parallel import worker_context
 from ..progress import Progress
 from ..settings import CurriculumConfig as CurriculumConfig
 
@@ -645,6 +646,7 @@ class Batches:
             batch_size=None,
             sampler=range(self.index, len(plan)),
             num_workers=self.num_workers,
+            multiprocessing_context=worker_context() if self.num_workers else None,
             pin_memory=pin,
             generator=torch.Generator().manual_seed(self.seed),
         )

@@ -41,7 +41,7 @@ from .schema import as_example
 from .sources import CORPORA, LoadReport, folder_files
 from ..display import plural
 from ..files import atomic_folder, read_json, reading, write_atomic
-from ..parallel import begin_worker, end_workers, pool_result
+from ..parallel import begin_worker, end_workers, pool_result, worker_context
 from ..progress import Progress
 from ..tokenizer.bpe_tokenizer import BPETokenizer
 from ..tokenizer.pretokenize import safe_pieces, to_utf8
@@ -466,7 +466,9 @@ def encode_blocks(
             elif workers == 1 or (num_proc is None and done < 1 << 24):
                 ids = encode_texts(texts, tokenizer, ends)
             else:
-                pool = pool or ProcessPoolExecutor(workers, None, _begin_worker, (tokenizer,))
+                pool = pool or ProcessPoolExecutor(
+                    workers, worker_context(), _begin_worker, (tokenizer,)
+                )
                 ids = pool.submit(_work, texts, ends)
             done += sum(map(len, texts)) if ids is not None else 0
             waiting.append((shard, texts, ends, ids))

@@ -42,8 +42,8 @@ from ..data.schema import to_messages
 from ..display import clean, plural, table, token_boxes
 from ..eval.scoring import baselines, bits_per_byte, perplexity
 from ..eval.stats import Interval
-from ..model.generation import SamplingConfig, context_length, end_ids, generate
-from ..model.generation import text_to_ids
+from ..model.generation import SamplingConfig, Tokenizer, context_length, end_ids
+from ..model.generation import generate, text_to_ids
 from trainkit.recipes.preparation import (
     AnswerInputs,
     DistillInputs,
@@ -72,6 +72,17 @@ def _first_text(row: Mapping) -> str:
         return prompt if isinstance(prompt, str) else prompt[-1]["content"]
     return to_messages(row)[0]["content"]
 
+
+def _cut(
+    text: str,
+    tokenizer: Tokenizer,
+    limit: float,  # Tokens that the model reads
+) -> str:
+    "The start of a text, so short that a token may follow: words without blanks can be long."
+    while len(text) > 1 and len(text_to_ids(text, tokenizer)) >= limit:
+        text = text[: len(text) // 2]
+    return text
+
 # %% ../../nbs/11_recipes/08_evaluation.ipynb #14dd5428-2
 class TextEvaluator:
     "Text in bits per byte; it also serves examples of which nothing can be asked."
@@ -85,7 +96,10 @@ class TextEvaluator:
         self.callbacks: list[Any] = []
         # Where nothing is held out, its samples begin as it has read
         texts = [_first_text(row) for row in inputs.eval_rows or inputs.train_rows[:50]]
-        prompts = config.prompts or list(dict.fromkeys(map(opening, texts)))[:2]
+        prompts = config.prompts or [
+            _cut(start, tokenizer, context_length(inputs.model))
+            for start in list(dict.fromkeys(map(opening, texts)))[:2]
+        ]
         self.sample: Callable = lambda model, step, *own: make_sampler(
             tokenizer, own or prompts, config.sampling
         )(model, step)

@@ -482,6 +482,8 @@ def _child(
     # The threads of the notebook's process do not survive a fork: a product that waits for them
     # would wait for ever. One thread is also what torchrun gives to each process
     torch.set_num_threads(1)
+    # Where torch has MPI, accelerate would take it, and each process would be alone
+    torch.distributed.is_mpi_available = lambda: False
     if "accelerate" in sys.modules:  # Its state describes the process before the fork
         from accelerate.state import AcceleratorState
 

@@ -19,7 +19,6 @@ __all__ = ['count_kernel', 'count_words', 'learn_kernel', 'Merges', 'learn_merge
 
 # %% ../../nbs/01_tokenizer/02_word_counts.ipynb #imports-word_counts
 import functools
-import multiprocessing
 import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,7 +31,7 @@ import numpy as np
 
 from ..numba_utils import compile_kernels, find_key, hash_bytes, heap_pop, heap_push
 from ..numba_utils import pick_backend, same_bytes
-from ..parallel import pool_result
+from ..parallel import pool_result, worker_context
 from ..progress import Progress
 from .pretokenize import PATTERN_KERNELS, PATTERN_KINDS, char_classes
 from .pretokenize import find_pattern, join_pairs, safe_pieces, split_words
@@ -163,7 +162,7 @@ def count_words(
                 if num_proc is None and block_backend == "python" and done >= 1 << 26:
                     workers = os.cpu_count() or 1
                 if pool is None and workers > 1:
-                    pool = ProcessPoolExecutor(workers, multiprocessing.get_context())
+                    pool = ProcessPoolExecutor(workers, worker_context())
                 if pool is None:
                     counts.update(_count_block(block, pattern, block_backend))
                 else:

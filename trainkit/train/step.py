@@ -164,7 +164,7 @@ def make_accelerator(
         )
     if pick_device().type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, if installed, guesses aloud
-    from accelerate import Accelerator
+    from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.state import AcceleratorState
 
     if mixed_precision == "auto":
@@ -179,8 +179,13 @@ def make_accelerator(
     wanted = "bf16" if mixed_precision == "bf16" else "no"  # fp16 is ours, see `precision`
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != wanted:
         AcceleratorState._reset_state()
+    cpu_processes = launched() and pick_device().type == "cpu"
     with only_processes() if launched() else nullcontext():
-        accelerator = Accelerator(mixed_precision=wanted)
+        accelerator = Accelerator(
+            mixed_precision=wanted,
+            # Where torch has MPI, accelerate would take it, and each process would be alone
+            kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if cpu_processes else None,
+        )
     if mixed_precision == "fp16":
         accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)  # type: ignore
     return accelerator
