@@ -50,6 +50,13 @@ def test_what_a_trainer_lacks_or_raises_is_a_finding():
     assert check_one(Silent(), causal).status == "not offered"
     finding = check_one(Fragile(), INVARIANTS["packed_is_alone"])
     assert (finding.status, finding.text) == ("failed", "RuntimeError: no data")
+
+    class Leaving(PlainLoop):
+        def fit(self, *_, **__):
+            raise SystemExit(3)
+
+    finding = check_one(Leaving(), INVARIANTS["packed_is_alone"])
+    assert (finding.status, finding.text) == ("failed", "SystemExit: 3")
     audit = run_audit(Fragile(), ["packed_is_alone"])
     assert not audit.passed and "! packed_is_alone" in str(audit)
 

@@ -402,7 +402,7 @@ def in_processes(
 # %% ../../nbs/15_audit/01_invariants.ipynb #inv-observe-5
 def distance(
     a: Mapping[str, Tensor], b: Mapping[str, Tensor]
-) -> float:  # 0: equal; infinite where one of them lacks a tensor that is not 0
+) -> float:  # 0: equal; infinite where one of them is NaN
     "Largest difference of two sets of tensors, relative to the largest number of the second."
     worst = 0.0
     sizes = [float(x.abs().max()) for x in b.values() if x.numel()]

@@ -123,7 +123,7 @@ def check_one(
             evidence = invariant.check(subject, Path(folder))
         except NotImplementedError:
             status, text = "not offered", ""
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             status = "failed"
             text = f"{type(error).__name__}: {error}".partition("\n")[0]
         else:

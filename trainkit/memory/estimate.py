@@ -20,6 +20,7 @@ __all__ = ['STEPS_PLAYED', 'EVENTS_PLAYED', 'LEFT_BY_A_STEP', 'LEFT_FROM', 'LEFT
 import copy
 import gc
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -502,7 +503,8 @@ def predict_memory(
 def memory_used() -> int:  # Bytes; 0 if the system does not report it
     "The main memory of this process now."
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         pass
     try:
