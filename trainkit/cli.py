@@ -682,10 +682,11 @@ class Group(TyperGroup):
     ) -> tuple[str | None, Any, list[str]]:
         try:
             return super().resolve_command(ctx, args)
-        except typer.TyperException as error:
-            if "Did you mean" not in getattr(error, "message", "Did you mean"):
+        except Exception as error:  # Of typer itself, or of click, on which older ones were built
+            message = getattr(error, "message", "Did you mean")
+            if "Did you mean" not in message:
                 commands = ", or ".join(f"{ctx.command_path} {name}" for name in self.commands)
-                error.message = f"{error.message.rstrip('.')}. Type: {commands}"
+                vars(error)["message"] = f"{message.rstrip('.')}. Type: {commands}"
             raise
 
 

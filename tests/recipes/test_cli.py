@@ -933,6 +933,18 @@ def test_what_is_no_flag_and_no_command_is_answered_with_what_is(typed, tmp_path
     assert not [*tmp_path.iterdir()]
 
 
+def test_an_unknown_command_is_answered_by_older_typers_too(monkeypatch):
+    "Their errors are those of click: typer 0.16 has no `TyperException`."
+    import typer
+
+    from trainkit import cli
+
+    monkeypatch.delattr(typer, "TyperException")
+    group = typer.main.get_command(cli.app).commands["export"]
+    with pytest.raises(Exception, match="Type: .*trainkit export hf"):
+        group.resolve_command(typer.Context(group, info_name="trainkit export"), ["x"])
+
+
 def test_every_word_of_transformers_trl_and_peft_leads_somewhere():
     """A knob, a reason, or nothing because it is always so; never a word that only looks near.
 

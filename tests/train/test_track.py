@@ -720,3 +720,14 @@ def test_an_index_is_rewritten_when_it_has_a_hundred_lines_too_many(tmp_path, li
             index.write_bytes(index.read_bytes() * lines)
     list_runs(tmp_path)
     assert index.read_bytes().count(b"\n") == after
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
+def test_a_tracker_that_is_too_old_is_named_with_what_to_install(name, monkeypatch):
+    from trainkit.train import loggers
+
+    monkeypatch.setattr(loggers.metadata, "version", lambda _: "0.0.9")
+    monkeypatch.setattr(loggers, "find_spec", lambda _: True)
+    with pytest.raises(ImportError, match=rf'{name} 0.0.9 is too old; pip install "{name}>='):
+        loggers.check_report_to(name)
+    assert loggers.check_report_to("all") == []

@@ -696,6 +696,28 @@ def test_compilation_falls_back_and_says_why():
     )
 
 
+def test_compilation_falls_back_where_torch_has_other_settings(monkeypatch):
+    "torch 2.6 has none of these names, and an `AttributeError` ended the run."
+    from trainkit.train import step
+
+    def failing(graph, inputs):
+        raise RuntimeError("no C++ compiler here")
+
+    new = ("force_non_lazy_backward_lowering", "recompile_limit", "fail_on_recompile_limit_hit")
+    seen = []
+
+    def older(config, **settings):
+        seen.extend(settings)
+        return {name: value for name, value in settings.items() if name not in new}
+
+    monkeypatch.setattr(step, "_known", older)
+    plain = torch.nn.Linear(2, 2)
+    compiled = step.Compiled(plain, failing, say=str)
+    x = torch.ones(1, 2)
+    assert torch.equal(compiled(x), plain(x)) and "no C++ compiler here" in compiled.reason
+    assert seen[-2:] == ["cache_size_limit", "fail_on_cache_limit_hit"]
+
+
 # What a reader brings along
 
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
+from importlib import metadata
 from importlib.util import find_spec
 from netrc import NetrcParseError, netrc
 from pathlib import Path
@@ -34,6 +35,7 @@ from ..config import parse_yaml
 from ..display import clean, number
 from ..files import transformers_lock
 from ..progress import note
+from ..system import declared_requirements, unmet
 from .reports import write_curves
 from .runs import Record, RunFolder, is_number, mask_secrets, read_run
 
@@ -162,10 +164,26 @@ def quiet(folder: RunFolder) -> Iterator[None]:
         folder.log(output.getvalue().strip())
 
 
+def _why_unusable(
+    tracker: str,  # Its name in `report_to`, which is that of its package
+) -> str:  # With what to install; empty where it can be used
+    "Why a tracker cannot be used here: it is missing, or older than what this package declares."
+    if not find_spec(tracker):
+        return f"{tracker} is not installed; pip install {tracker}"
+    have = {}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        have[tracker] = metadata.version(tracker)
+    lines = declared_requirements().get("track", [])
+    for name, wanted, version in unmet(lines, have):
+        if name == tracker and version:
+            return f'{name} {version} is too old; pip install "{name}{wanted}"'
+    return ""
+
+
 def check_report_to(
     # 'none', 'all', a name, names with commas between, or a list
     report_to: str | Sequence[str] | None,
-) -> list[str]:  # Names of trackers that are installed
+) -> list[str]:  # Names of trackers that are installed, and new enough
     "Resolve the names of trackers; an unknown or a missing one is an error that says what to do."
     if isinstance(report_to, str):
         names = [n.strip() for n in report_to.split(",")]
@@ -173,7 +191,7 @@ def check_report_to(
         names = list(report_to or [])
     names = [n for n in names if n and n != "none"]
     if "all" in names:
-        return [n for n in TRACKERS if find_spec(n)]
+        return [n for n in TRACKERS if not _why_unusable(n)]
     for name in names:
         if name not in TRACKERS:
             near = get_close_matches(name, TRACKERS, 1)
@@ -181,8 +199,8 @@ def check_report_to(
             raise ValueError(
                 f"report_to={name!r} is not known{guess}? Choose none, all, {', '.join(TRACKERS)}"
             )
-        if not find_spec(name):
-            raise ImportError(f"report_to={name!r}: {name} is not installed; pip install {name}")
+        if why := _why_unusable(name):
+            raise ImportError(f"report_to={name!r}: {why}")
     return list(dict.fromkeys(names))
 
 # %% ../../nbs/04_train/26_loggers.ipynb #4735663d

@@ -54,6 +54,14 @@ def from_compiler(
     return any(kind.__module__.startswith(homes) for kind in type(error).__mro__)
 
 # %% ../../nbs/04_train/06_mixed_precision.ipynb #c5865732-2
+def _known(
+    config: object,  # A module of torch's settings, such as `torch._dynamo.config`
+    **settings: object,
+) -> dict[str, object]:
+    "The settings that this version of torch has."
+    return {name: value for name, value in settings.items() if hasattr(config, name)}
+
+
 class Compiled:
     "A model's `forward` through `torch.compile`, or the plain one and the reason."
 
@@ -105,10 +113,13 @@ class Compiled:
         # A backward pass that cannot be compiled must fail here, not when it is run. torch counts
         # the versions of a line of code over all models of a process, and beyond its limit runs
         # plain without a word
+        limits = dict(recompile_limit=256, fail_on_recompile_limit_hit=True)
+        if not _known(dynamo, **limits):  # Their names up to torch 2.6
+            limits = dict(cache_size_limit=256, fail_on_cache_limit_hit=True)
         try:
             with (
-                functorch.patch(force_non_lazy_backward_lowering=True),
-                dynamo.patch(recompile_limit=256, fail_on_recompile_limit_hit=True),
+                functorch.patch(_known(functorch, force_non_lazy_backward_lowering=True)),
+                dynamo.patch(_known(dynamo, **limits)),
             ):
                 out = self.fast(*args, **kwargs)
         except Exception as error:
