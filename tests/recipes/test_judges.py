@@ -75,7 +75,9 @@ def test_answers(asked, monkeypatch):
         ]
         data = SimpleNamespace(train_rows=1234, kind="messages")
         examples = SimpleNamespace(report=SimpleNamespace(_repr_html_=lambda: "report"))
-        judge = made(e.AnswerEvaluator, questions=HELD_OUT, data=data, examples=examples)
+        judge = made(
+            e.AnswerEvaluator, questions=HELD_OUT, data=data, examples=examples, objective=None
+        )
         parts.append(story(judge, dict(eval_loss=0.5)))
     compare("\n\n".join(parts) + "\n", "judge_answers.txt")
 
