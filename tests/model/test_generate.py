@@ -247,6 +247,25 @@ def test_seed_and_global_state(ours):
     )  # A longer text begins like the shorter one
 
 
+def test_models_that_name_their_cache_differently_keep_it(llama):
+    "From transformers 5.24 on, models call `past_key_values` `cache`."
+    read = []
+
+    class Renamed(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, cache=None, attention_mask=None, **more):
+            read.append(input_ids.shape[1])
+            out = super().forward(input_ids, attention_mask, past_key_values=cache, **more)
+            return SimpleNamespace(logits=out.logits, cache=out.past_key_values)
+
+    renamed = Renamed(llama.config).eval()
+    renamed.load_state_dict(llama.state_dict())
+    prompts = [[1, 2, 3, 4], [5, 6]]
+    assert generate(renamed, prompts, 5, temperature=0) == generate(
+        llama, prompts, 5, temperature=0
+    )
+    assert read[0] == 4 and {*read[1:]} == {1}
+
+
 def test_the_context_is_never_exceeded(llama, ours, gpt2):
     for model in (llama, ours, gpt2):
         assert generate(

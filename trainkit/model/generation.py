@@ -389,6 +389,8 @@ class _ModelStep:
         accepts = inspect.signature(self.base.forward).parameters
         self.inputs = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
         self.takes_positions = "position_ids" in accepts
+        # Models of transformers 5.24 and newer call it `cache`
+        self.cache_name = "cache" if "cache" in accepts else "past_key_values"
         numbers: dict[tuple[int, ...], int] = {}
         # For each row the number of its prompt; for each prompt the first row that has it
         self.prompt_of = [numbers.setdefault(tuple(row), len(numbers)) for row in rows]
@@ -434,7 +436,7 @@ class _ModelStep:
         rows = self.first if share else slice(None)
         ids = ids[:, self.skip :]
         start = max(0, start - self.skip)
-        inputs: dict[str, Any] = dict(self.inputs)
+        inputs: dict[str, Any] = {**self.inputs, self.cache_name: cache}
         if self.ragged:
             places = self.places[rows, : ids.shape[1]]
             inputs["attention_mask"] = (places >= 0).long()
@@ -442,12 +444,11 @@ class _ModelStep:
                 inputs["position_ids"] = places[:, start:].clamp(min=0)
         output = self.model(
             input_ids=ids[rows, start:],
-            past_key_values=cache,
             use_cache=use_cache,
             **inputs,
         )
         logits = output.logits[:, -1]
-        cache = output.past_key_values if use_cache else None
+        cache = getattr(output, self.cache_name) if use_cache else None
         if share and isinstance(cache, KVCache):
             logits = logits[self.prompt_of]
             for side in (cache.keys, cache.values):
