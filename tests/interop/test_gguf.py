@@ -24,7 +24,7 @@ from trainkit.eval.scoring import _encode_answer
 from trainkit.model.generation import generate, text_to_ids
 from trainkit.interop.deploy import export_compressed
 from trainkit.interop.gguf import export_gguf, gguf_names, read_tensors, write_modelfile
-from trainkit.interop.hf import load_pretrained, load_tokenizer, save_pretrained
+from trainkit.interop.hf import _begin_as_stored, load_pretrained, load_tokenizer, save_pretrained
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.tokenizer.bpe_tokenizer import DIGITS_APART, BPETokenizer
@@ -591,6 +591,12 @@ def test_models_with_pieces_of_characters(kind, tmp_path):
     torch.testing.assert_close(again(ids).logits, model(ids).logits, atol=1e-3, rtol=1e-4)
     for text in TEXTS[:: 2 if kind == "Llama" else 1]:  # transformers adds none before a space
         assert tokens(text)["input_ids"] == words(text)["input_ids"], text
+    whole = tokens("a")["input_ids"]
+    plain = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    tokens.backend_tokenizer.post_processor = plain  # As transformers 5.10 to 5.19 make it
+    assert tokens("a")["input_ids"] == whole[1:]
+    _begin_as_stored(tokens, tmp_path / "m.gguf")
+    assert tokens("a")["input_ids"] == whole and whole[0] == words.bos_token_id
     fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
     assert fields["tokenizer.ggml.add_space_prefix"].contents() == (kind == "Llama")
     types = fields["tokenizer.ggml.token_type"].contents()

@@ -32,7 +32,7 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from tokenizers import pre_tokenizers
+from tokenizers import pre_tokenizers, processors
 from torch import Tensor, nn
 
 from ..config import load_config, pick_device, save_config
@@ -402,6 +402,7 @@ def _open_tokenizer(path: Path, native: bool, trust: bool = False) -> _Tokenizer
         ) from None
     if gguf:
         _cut_as_stored(tokenizer, path)
+        _begin_as_stored(tokenizer, path)
         tokenizer = _without_defaults(tokenizer)
     if native and gguf:
         try:
@@ -426,6 +427,22 @@ def _cut_as_stored(tokenizer: transformers.PreTrainedTokenizerBase, path: Path) 
             "5.23 reads the pattern; so does a folder",
             stacklevel=4,
         )
+
+
+def _begin_as_stored(tokenizer: transformers.PreTrainedTokenizerBase, path: Path) -> None:
+    """Let a tokenizer of pieces from a GGUF file begin a text with BOS where the file says so.
+
+    In place; transformers before 5.23 forgets it."""
+    fields = open_gguf(path)[0]
+    begin = fields.get("tokenizer.ggml.bos_token_id")
+    adds = fields.get("tokenizer.ggml.model") == "llama"
+    adds = adds and fields.get("tokenizer.ggml.add_bos_token", True)
+    if begin is None or not adds or tokenizer("a")["input_ids"][:1] == [begin]:
+        return
+    token = tokenizer.convert_ids_to_tokens(begin)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, begin)]
+    )
 
 
 def _without_defaults(tokenizer: Any) -> Any:
