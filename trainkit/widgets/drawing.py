@@ -354,7 +354,7 @@ def _shade(value: float, limit: float) -> int:  # From -16 to 16
 def _opacity(strength: float) -> float:  # From 0 to 1, as `heatmap` of trainkit.charts has it
     return FAINTEST + (1 - FAINTEST) * strength
 
-# %% ../../nbs/12_widgets/16_drawing.ipynb #live-39b8f6f2-2
+
 def _colour_cells(matrix: list[list[float]], limit: float) -> str:
     "One path for each shade; neighbours of a row with the same shade are one rectangle."
     paths: dict[int, str] = {}
@@ -422,7 +422,7 @@ def _strongest(values: list[list[float]]) -> tuple[int, int]:
                 strongest = max(strongest, (abs(v), i, j))
     return strongest[1:]
 
-# %% ../../nbs/12_widgets/16_drawing.ipynb #live-39b8f6f2-3
+
 def live_heatmap(
     matrix: Any,  # Rows of numbers, NaN for none: lists, an array or a tensor
     rows: Sequence[str] = (),  # A label for each row

@@ -225,7 +225,7 @@ def _agreed(judged: Sequence[_Record]) -> bool:
     winners = {verdict["winner"] for verdict in judged}
     return len(winners) == 1 and None not in winners
 
-# %% ../../nbs/12_widgets/14_labeler.ipynb #c67399e4-2
+
 class JournalPairs(Sequence[AnswerPair]):
     "The pairs in a journal, each read when it is asked for: there may be more than fit in memory."
 
@@ -252,7 +252,7 @@ class JournalPairs(Sequence[AnswerPair]):
             file.seek(self.starts[0])
             yield from map(json.loads, islice(file, len(self)))
 
-# %% ../../nbs/12_widgets/14_labeler.ipynb #c67399e4-3
+
 @dataclass(frozen=True)
 class ShownPair:
     "A pair as the judge sees it."
@@ -262,7 +262,7 @@ class ShownPair:
     left: str
     right: str
 
-# %% ../../nbs/12_widgets/14_labeler.ipynb #c67399e4-4
+
 class PreferenceLabels:
     "Pairs of answers and the verdicts of a judge, on disk."
 
@@ -556,7 +556,7 @@ class PreferenceLabels:
         done = f"{len(self.verdicts)} of {len(self.plan)}"
         return f"<PreferenceLabels {self.path.name}: {done}, {self.count} preferences>"
 
-# %% ../../nbs/12_widgets/14_labeler.ipynb #c67399e4-5
+
 def _plan(n: int, seed: int, repeat: float) -> list[tuple[int, int]]:  # (pair, left answer)
     "The order in which pairs are shown; repeated ones come late and with sides exchanged."
     rng = random.Random(seed)
@@ -647,7 +647,7 @@ def _differences(
         differences.append("other knobs of sampling")
     return differences
 
-# %% ../../nbs/12_widgets/14_labeler.ipynb #6a8cfc98-2
+
 class PreferenceLabeler:
     "A page for judging pairs of answers."
 

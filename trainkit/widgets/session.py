@@ -484,7 +484,7 @@ def _stage_now(
     passed = max(0.0, time.time() - report["time"]) if here else 0.0
     return stage._replace(seconds=stage.seconds + passed)
 
-# %% ../../nbs/12_widgets/02_session.ipynb #fc43b75f-2
+
 class TrainSession:
     "A run with buttons."
 
@@ -1043,7 +1043,7 @@ def look_at_run(
         f"process {report.get('pid')}" + f" on {report.get('host')}" * elsewhere if lives else "",
     )
 
-# %% ../../nbs/12_widgets/02_session.ipynb #session-found-2
+
 _ORIGIN = "panel.json"  # In a run folder: from which config its panel was opened
 
 

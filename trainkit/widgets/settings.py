@@ -154,7 +154,7 @@ def find_models(
             out.append((f"{name}, downloaded before", name))
     return out
 
-# %% ../../nbs/12_widgets/17_settings.ipynb #settings-6-2
+
 _CORPORA = {  # What a method learns from -> corpora of the kit that serve it, the best one first
     "text": ("auto", "bible", "stdlib"),
     "answers": ("factbook-questions", "code", "arithmetic"),
@@ -202,7 +202,7 @@ def find_data(
             out.append((f"{short_path(path)}, {show_bytes(path.stat().st_size)}", str(path)))
     return out
 
-# %% ../../nbs/12_widgets/17_settings.ipynb #settings-6-3
+
 def find_templates(
     config: "RunConfig",
 ) -> list[tuple[str, str]]:
@@ -246,7 +246,7 @@ def find_losses(
     known = {"sigmoid": "DPO (sigmoid)"}
     return [(known.get(name, name), [name]) for name in LOSSES]
 
-# %% ../../nbs/12_widgets/17_settings.ipynb #settings-6-4
+
 def save_upload(
     name: str,  # Of the file
     content: bytes,
@@ -296,7 +296,7 @@ def first_row(
     except (OSError, ValueError, ImportError):
         return {}
 
-# %% ../../nbs/12_widgets/17_settings.ipynb #settings-7-2
+
 @lru_cache(maxsize=32)
 def _measure_rows(path: str, changed: float) -> tuple[int, int]:
     sizes = [len(str(row).encode()) for _, row in read_rows(path) if isinstance(row, Mapping)]
@@ -369,7 +369,7 @@ def longest_rows(
     small = _small_data(config)
     return small[1:] if small else ("", [])
 
-# %% ../../nbs/12_widgets/17_settings.ipynb #settings-7-3
+
 def unknown_columns(
     config: "RunConfig",
 ) -> dict[str, list[str]]:  # What is needed -> the names in the file; empty if all is known
@@ -515,7 +515,7 @@ def switch_method(
         basic = ("name", "runs_dir", "init_from", "data.path", "prompts")
         return load_config(kind, nested({**new, **{path: values[path] for path in basic}}))
 
-# %% ../../nbs/12_widgets/17_settings.ipynb #settings-3-2
+
 def _changed(config: "RunConfig", values: Mapping[str, object]) -> "RunConfig | None":
     "The config with other values; None where that is wrong, which the form then explains."
     try:
@@ -640,7 +640,7 @@ def _model_advice(config: "RunConfig") -> Iterator[Advice]:
         text = f"{config.lora.r} is more than most tasks can use: 8 to 64 is usual."
         yield Advice("lora.r", text)
 
-# %% ../../nbs/12_widgets/17_settings.ipynb #settings-4-2
+
 _SHORT = 300_000  # Bytes of a text: a longer one has merges enough for a vocabulary
 
 
@@ -696,7 +696,7 @@ def _path_advice(
         text = f"{path} is data of another kind. {DATA_IN_WORDS[config.recipe.learns_from]}"
         yield Advice(where, text, "missing")
 
-# %% ../../nbs/12_widgets/17_settings.ipynb #settings-4-3
+
 _MANY_PASSES = 20  # After so many, small models repeat their rows
 
 
@@ -745,7 +745,7 @@ def _training_advice(config: "RunConfig") -> Iterator[Advice]:
         text = f"Each row is seen {train.num_train_epochs:g} times: it will be memorized."
         yield Advice("train.num_train_epochs", text)
 
-# %% ../../nbs/12_widgets/17_settings.ipynb #settings-4-4
+
 def advise_run(
     config: "RunConfig",  # A valid one
 ) -> list[Advice]:

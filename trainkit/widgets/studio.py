@@ -250,7 +250,7 @@ def _picker(word: str, options: Sequence[tuple[str, str]], width: str = "640px")
     style = dict(description_width="90px")
     return W.Dropdown(options=listed, description=word, layout=layout, style=style)
 
-# %% ../../nbs/12_widgets/20_studio.ipynb #studio-pages-2
+
 class ChatPage:
     "Models to pick, and a chat with them."
 
@@ -329,7 +329,7 @@ class ChatPage:
             self.chat.close()
             self.chat = None
 
-# %% ../../nbs/12_widgets/20_studio.ipynb #studio-pages-3
+
 class LabelPage:
     "A model and questions to pick, and a labeler for the answers."
 
@@ -601,7 +601,7 @@ def _asked_here(host: str, *origins: str) -> bool:
     except ValueError:
         return False
 
-# %% ../../nbs/12_widgets/20_studio.ipynb #studio-serve-2
+
 def _application(folder: Path, home: Path, ready: Callable[[str], object]) -> type:
     "Voilà with kernels that work in `folder`."
     try:
@@ -659,7 +659,7 @@ def _allow_shutdown(page: Any, **options: object) -> None:
     "Give a page the cookie without which it may not end its kernel when it is closed."
     _ = page.xsrf_token
 
-# %% ../../nbs/12_widgets/20_studio.ipynb #studio-serve-3
+
 def serve_studio(
     folder: str | Path = ".",  # Where the models, data and runs are
     port: int = 8866,  # The next free one where it is taken
