@@ -126,7 +126,7 @@ def _has_rate(config: "RunConfig") -> bool:
     recipe = getattr(config, "recipe", None)
     return config.engine == "trainkit" and getattr(recipe, "learns_from", "") != "prompts"
 
-
+# %% ../../nbs/12_widgets/01_panel.ipynb #3e3e8578-2
 class TrainerPanel:
     "A training run with form, buttons, charts and samples in a notebook."
 
