@@ -260,7 +260,7 @@ def live_curves(
     frame = f'<g opacity=".8">{frame}{text(right, height - 4, x_label, "end")}</g>'
     return svg(width, height, f"{title}: {words}" if title else words, head + names + frame + body)
 
-
+# %% ../../nbs/12_widgets/16_drawing.ipynb #live-6c07df47-4-2
 def _frame(axes: _Axes, x_marks: Mapping[float, str], y_marks: Mapping[float, str]) -> str:
     "The lines and labels of two axes."
     left = axes.left

@@ -886,7 +886,7 @@ class NextSteps:
         for field in self.all_fields:  # Some may belong to no action of this run
             close_all(field)
 
-
+# %% ../../nbs/12_widgets/18_next_steps.ipynb #next-8-2-2
 def _fetch(path: Path):
     "Let the browser fetch a file from Colab."
     sys.modules["google.colab"].files.download(str(path))

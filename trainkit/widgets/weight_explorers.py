@@ -485,7 +485,7 @@ class _SpectrumValues(_Spectrum):
     bytes: int  # Of the two thin matrices
     whole: int  # Bytes of the update
 
-
+# %% ../../nbs/12_widgets/12_weight_explorers.ipynb #bc1084a3-2-2
 @dataclass
 class LoRAExplorer(Explorer):
     "The singular values of an update, and how many of them it needs."
