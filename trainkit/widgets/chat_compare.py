@@ -145,7 +145,7 @@ class Delta(NamedTuple):
     log_probs: tuple[float, ...] = ()  # Of its tokens, where the server gives them
     finish_reason: str = ""  # Of the last one
 
-
+# %% ../../nbs/12_widgets/13_chat_compare.ipynb #remote-def-3
 @dataclass(frozen=True)
 class RemoteModel:
     "A model behind a server with the interface of OpenAI."
@@ -312,7 +312,7 @@ class RemoteModel:
         if not over:
             raise ServerError(f"{self.base_url} has broken off in the middle of the answer")
 
-
+# %% ../../nbs/12_widgets/13_chat_compare.ipynb #remote-def-4
 def _error_fields(body: bytes) -> tuple[str, str]:
     "Message and code of an error, as far as it has them."
     try:
@@ -349,7 +349,7 @@ def _delta(choice: Mapping[str, Any]) -> Delta:
         str(choice.get("finish_reason") or ""),
     )
 
-
+# %% ../../nbs/12_widgets/13_chat_compare.ipynb #remote-def-5
 def remote_models(
     base_url: str,  # Of a server with the interface of OpenAI
     taken: Sequence[str] = (),  # Names that other models have
@@ -394,7 +394,7 @@ class ServedModel:
     name: str  # In the chat
     remote: RemoteModel
 
-
+# %% ../../nbs/12_widgets/13_chat_compare.ipynb #753158ed-2
 class Opening(NamedTuple):
     "What is being done while the models of a chat are opened."
 
@@ -419,7 +419,7 @@ def weights_size(
     files = [path] if path.is_file() else path.glob("*.safetensors")
     return sum(file.stat().st_size for file in files)
 
-
+# %% ../../nbs/12_widgets/13_chat_compare.ipynb #753158ed-3
 def open_models(
     # Name -> a folder, (model, tokenizer), (model, tokenizer, state), or an object with both
     models: "Mapping[str, ModelSource]",
@@ -454,7 +454,7 @@ def _check_count(models: "Mapping[str, ModelSource]"):
     if not 1 <= len(models) <= 4:
         raise ValueError(f"{len(models)} models: one to four can be compared")
 
-
+# %% ../../nbs/12_widgets/13_chat_compare.ipynb #753158ed-4
 def _stages(source: "ModelSource") -> "Iterator[tuple[str, Callable[[], ModelSource]]]":
     "What must be done to open a model: each stage in words, with a function that does it."
     if isinstance(source, RemoteModel) or _is_address(source):
@@ -479,7 +479,7 @@ def _stages(source: "ModelSource") -> "Iterator[tuple[str, Callable[[], ModelSou
     blocks = str(source).endswith(".gguf")
     yield ("computes its weights from blocks" if blocks else "reads its weights"), load
 
-
+# %% ../../nbs/12_widgets/13_chat_compare.ipynb #753158ed-5
 def _check_source(name: str, source: "ModelSource") -> ChatModel | ServedModel:
     if isinstance(source, RemoteModel):
         return ServedModel(name, source)
@@ -495,7 +495,7 @@ def _check_source(name: str, source: "ModelSource") -> ChatModel | ServedModel:
         raise ValueError(f"{name}: the tokenizer is missing; pass (model, tokenizer)")
     return ChatModel(name, *source)
 
-
+# %% ../../nbs/12_widgets/13_chat_compare.ipynb #753158ed-6
 @dataclass(frozen=True)
 class ChatAnswer:
     "The answer of one model."
@@ -541,7 +541,7 @@ class ChatAnswer:
         values = getattr(self, name)
         return sum(values) / len(values) if values else math.nan
 
-
+# %% ../../nbs/12_widgets/13_chat_compare.ipynb #753158ed-7
 class _Stream(NamedTuple):
     "An answer that is being written."
 
@@ -553,7 +553,7 @@ class _Stream(NamedTuple):
     def close(self) -> None:
         self.tokens.close()
 
-
+# %% ../../nbs/12_widgets/13_chat_compare.ipynb #753158ed-8
 class _RemoteStream:
     "An answer that a server is writing, read in a thread."
 
@@ -633,7 +633,7 @@ class _RemoteStream:
             answer = replace(answer, thinks=len(answer.pieces) + len(pieces))
         return replace(answer, pieces=(*answer.pieces, *pieces))
 
-
+# %% ../../nbs/12_widgets/13_chat_compare.ipynb #753158ed-9
 @dataclass
 class Turn:
     "A question and its answers."
@@ -834,7 +834,7 @@ class ChatCompareState:
         "Forget all turns."
         self.turns = []
 
-
+# %% ../../nbs/12_widgets/13_chat_compare.ipynb #aa12f6ef-2
 def _with_server(
     models: "Mapping[str, ModelSource] | ModelSource | None", base_url: str, api_key_env: str = ""
 ) -> "dict[str, ModelSource]":
@@ -844,7 +844,7 @@ def _with_server(
         listed |= models if isinstance(models, Mapping) else {"model": models}
     return listed | (remote_models(base_url, [*listed], api_key_env) if base_url else {})
 
-
+# %% ../../nbs/12_widgets/13_chat_compare.ipynb #aa12f6ef-3
 def _same_vocabulary(a: "Tokenizer", b: "Tokenizer") -> bool:
     "Whether the same id is the same token for both."
     if a is b:
@@ -880,7 +880,7 @@ def _percent(probability: float) -> str:
         return f"{100 * probability:.0f}\xa0%"
     return f"{100 * probability:.1f}\xa0%" if probability >= 0.001 else "below 0.1 %"
 
-
+# %% ../../nbs/12_widgets/13_chat_compare.ipynb #509b36a3-2
 def characters(
     answer: ChatAnswer,
 ) -> list[tuple[str, list[int]]]:  # (text, numbers of its tokens)
@@ -913,7 +913,7 @@ def _token_html(answer: ChatAnswer, text: str, tokens: list[int]) -> str:
     title = f' title="{clean(", ".join(facts))}"' if facts else ""
     return _TOKEN.format(title=title, style=_mark_style(p), text=clean(text))
 
-
+# %% ../../nbs/12_widgets/13_chat_compare.ipynb #509b36a3-3
 def _probability_notes(answer: ChatAnswer) -> str:
     "The three least likely tokens, and a table of all."
     probabilities = [math.exp(x) for x in answer.log_probs]
@@ -937,7 +937,7 @@ def _probability_notes(answer: ChatAnswer) -> str:
     notes = _LEAST_LIKELY.format(", ".join(unlikely)) if unlikely else ""
     return notes + _ALL_TOKENS.format(table(rows)) if rows else notes
 
-
+# %% ../../nbs/12_widgets/13_chat_compare.ipynb #509b36a3-4
 def answer_html(
     answer: ChatAnswer,
     first: str = "",  # Name of the model that the KL is taken from
@@ -970,7 +970,7 @@ def answer_html(
         notes=_probability_notes(answer) if answer.log_probs else "",
     )
 
-
+# %% ../../nbs/12_widgets/13_chat_compare.ipynb #509b36a3-5
 def chat_html(
     state: ChatCompareState,
     live: Turn | None = None,  # One that is being answered

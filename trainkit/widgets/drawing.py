@@ -136,7 +136,7 @@ def legend(
         x += room
     return body, top + (18 if names else 0)
 
-
+# %% ../../nbs/12_widgets/16_drawing.ipynb #live-6c07df47-2
 class _Axes(NamedTuple):
     "The area of a chart in drawing units, and the values that it shows."
 
@@ -165,7 +165,7 @@ class _Axes(NamedTuple):
     def place(self, points: list[tuple[float, float]]) -> list[tuple[float, float]]:
         return [(self.across(x), self.down(y)) for x, y in points]
 
-
+# %% ../../nbs/12_widgets/16_drawing.ipynb #live-6c07df47-3
 def _limits(
     low: float,
     high: float,
@@ -188,7 +188,7 @@ def _limits(
 def _last_value(points: list[tuple[float, float]]) -> str:
     return next((number(y) for _, y in reversed(points) if math.isfinite(y)), "–")
 
-
+# %% ../../nbs/12_widgets/16_drawing.ipynb #live-6c07df47-4
 def live_curves(
     series: Mapping,  # Name -> numbers, or a pair `(xs, ys)`; NaN is a gap
     title: str = "",
@@ -260,7 +260,7 @@ def live_curves(
     frame = f'<g opacity=".8">{frame}{text(right, height - 4, x_label, "end")}</g>'
     return svg(width, height, f"{title}: {words}" if title else words, head + names + frame + body)
 
-
+# %% ../../nbs/12_widgets/16_drawing.ipynb #live-6c07df47-4-2
 def _frame(axes: _Axes, x_marks: Mapping[float, str], y_marks: Mapping[float, str]) -> str:
     "The lines and labels of two axes."
     left = axes.left
@@ -377,7 +377,7 @@ def _colour_cells(matrix: list[list[float]], limit: float) -> str:
         cells += f'<path d="{path}" fill="{colour}" fill-opacity="{opacity:.3g}"/>'
     return cells
 
-
+# %% ../../nbs/12_widgets/16_drawing.ipynb #live-39b8f6f2-2
 def _colour_key(
     left: float,
     y: float,
@@ -398,7 +398,7 @@ def _short(label: str) -> str:
     label = visible(label)
     return label if len(label) <= 14 else label[:13] + "…"
 
-
+# %% ../../nbs/12_widgets/16_drawing.ipynb #live-39b8f6f2-3
 def _hover_titles(
     values: list[list[float]],
     rows: Sequence[str],
@@ -422,7 +422,7 @@ def _strongest(values: list[list[float]]) -> tuple[int, int]:
                 strongest = max(strongest, (abs(v), i, j))
     return strongest[1:]
 
-
+# %% ../../nbs/12_widgets/16_drawing.ipynb #live-39b8f6f2-4
 def live_heatmap(
     matrix: Any,  # Rows of numbers, NaN for none: lists, an array or a tensor
     rows: Sequence[str] = (),  # A label for each row

@@ -71,7 +71,7 @@ def _problem(k: Knob) -> Problem | None:
         return None
     return Problem(k.name, k.value, remedy)
 
-
+# %% ../../nbs/12_widgets/06_explorer.ipynb #fd86ee10-2
 # Charts that stand side by side, and whose words can still be read on a phone
 CHART: dict[str, Any] = dict(width=360, height=220)
 
@@ -210,7 +210,7 @@ def value_notch(
     "The notch of a slider for a value."
     return min(range(NOTCHES + 1), key=lambda n: abs(notch_value(n, low, high) - value))
 
-
+# %% ../../nbs/12_widgets/06_explorer.ipynb #693f2058-2
 class ExplorerControl(Field):
     "The field of a knob, with a slider where it has a range, or several lines for a long text."
 
@@ -451,7 +451,7 @@ class ExplorerView:
                 close_all(control.box)
             close_all(self.widget)
 
-
+# %% ../../nbs/12_widgets/06_explorer.ipynb #45628f62-2
 _views: dict[str, tuple[int, list[ExplorerView]]] = {}  # Cell -> (which run of it, its views)
 
 

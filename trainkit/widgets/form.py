@@ -382,7 +382,7 @@ def notebook() -> ModuleType:  # Raises ImportError with the command that instal
         ) from None
     return IPython.display
 
-
+# %% ../../nbs/12_widgets/05_form.ipynb #21e98d00-2
 def close_all(
     widget: "Widget",
 ) -> None:
@@ -395,7 +395,7 @@ def close_all(
             part.close()
     widget.close()
 
-
+# %% ../../nbs/12_widgets/05_form.ipynb #21e98d00-3
 def _this_cell() -> tuple[str, int]:  # Its id, or ''; the number of this run of it
     "The cell that is running, where the kernel tells."
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
@@ -435,7 +435,7 @@ def claim_cell(
     widget.key = new_key
     claimed[new_key] = widget
 
-
+# %% ../../nbs/12_widgets/05_form.ipynb #21e98d00-4
 class Advice(NamedTuple):
     "A sentence below a field."
 
@@ -474,7 +474,7 @@ class Guide(NamedTuple):
     # (valid config, knob, its new value) -> the config that follows, or None for no more changes
     follow: Callable[..., object] = _no_change
 
-
+# %% ../../nbs/12_widgets/05_form.ipynb #21e98d00-5
 def short_path(
     path: object,
     most: int = 36,  # Characters
@@ -494,7 +494,7 @@ def _grid(least: str = "200px") -> "Box":
     layout = dict(display="grid", grid_template_columns=columns, width="100%", grid_gap="0 16px")
     return W.Box([], layout=W.Layout(**layout))
 
-
+# %% ../../nbs/12_widgets/05_form.ipynb #21e98d00-6
 class Field:
     "A widget for one knob, with advice or the problem of its value below it."
 
@@ -676,7 +676,7 @@ class Field:
             self.wrong.value = text
             self.wrong.layout.display = None if problem else "none"
 
-
+# %% ../../nbs/12_widgets/05_form.ipynb #21e98d00-7
 class PartsField(Field):
     "A list for each key of a knob whose value is a dict."
 
@@ -751,7 +751,7 @@ class PartsField(Field):
         for widget in self.parts.values():
             close_all(widget)
 
-
+# %% ../../nbs/12_widgets/05_form.ipynb #21e98d00-8
 class Form:
     "A config as a form of fields."
 

@@ -121,7 +121,7 @@ def sample_pairs(
         )
     return pairs
 
-
+# %% ../../nbs/12_widgets/14_labeler.ipynb #d0bd1c2b-2
 def _answer_twice(
     model: "nn.Module",
     tokenizer: "AnyTokenizer",
@@ -176,7 +176,7 @@ def _pair_id(pair: AnswerPair) -> str:
     content = json.dumps([pair["prompt"], pair["answers"]], sort_keys=True, ensure_ascii=False)
     return blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
-
+# %% ../../nbs/12_widgets/14_labeler.ipynb #c67399e4-2
 def _write_all(
     file: int,  # Its descriptor
     data: bytes,
@@ -192,7 +192,7 @@ def _write_all(
             os.ftruncate(file, size)
         raise
 
-
+# %% ../../nbs/12_widgets/14_labeler.ipynb #c67399e4-3
 def _timestamp() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
@@ -225,7 +225,7 @@ def _agreed(judged: Sequence[_Record]) -> bool:
     winners = {verdict["winner"] for verdict in judged}
     return len(winners) == 1 and None not in winners
 
-
+# %% ../../nbs/12_widgets/14_labeler.ipynb #c67399e4-4
 class JournalPairs(Sequence[AnswerPair]):
     "The pairs in a journal, each read when it is asked for: there may be more than fit in memory."
 
@@ -252,7 +252,7 @@ class JournalPairs(Sequence[AnswerPair]):
             file.seek(self.starts[0])
             yield from map(json.loads, islice(file, len(self)))
 
-
+# %% ../../nbs/12_widgets/14_labeler.ipynb #c67399e4-5
 @dataclass(frozen=True)
 class ShownPair:
     "A pair as the judge sees it."
@@ -262,7 +262,7 @@ class ShownPair:
     left: str
     right: str
 
-
+# %% ../../nbs/12_widgets/14_labeler.ipynb #c67399e4-6
 class PreferenceLabels:
     "Pairs of answers and the verdicts of a judge, on disk."
 
@@ -556,7 +556,7 @@ class PreferenceLabels:
         done = f"{len(self.verdicts)} of {len(self.plan)}"
         return f"<PreferenceLabels {self.path.name}: {done}, {self.count} preferences>"
 
-
+# %% ../../nbs/12_widgets/14_labeler.ipynb #c67399e4-7
 def _plan(n: int, seed: int, repeat: float) -> list[tuple[int, int]]:  # (pair, left answer)
     "The order in which pairs are shown; repeated ones come late and with sides exchanged."
     rng = random.Random(seed)
@@ -583,7 +583,7 @@ KEYS: dict[str, str] = {
     "u": "undo",
 }
 
-
+# %% ../../nbs/12_widgets/14_labeler.ipynb #6a8cfc98-2
 def _prompt_html(prompt: _Prompt) -> str:
     if isinstance(prompt, str):
         return _PROMPT.format(clean(prompt))
@@ -626,7 +626,7 @@ def labels_html(
     bar = _PROGRESS_BAR.format(100 * len(labels.verdicts) / len(labels.plan))
     return Picture(_LABELS.format(label=clean(progress_text(labels)), bar=bar, body=body))
 
-
+# %% ../../nbs/12_widgets/14_labeler.ipynb #6a8cfc98-3
 def _differences(
     labels: PreferenceLabels, origin: Mapping[str, object], prompts: Sequence[_Prompt]
 ) -> list[str]:
@@ -647,7 +647,7 @@ def _differences(
         differences.append("other knobs of sampling")
     return differences
 
-
+# %% ../../nbs/12_widgets/14_labeler.ipynb #6a8cfc98-4
 class PreferenceLabeler:
     "A page for judging pairs of answers."
 

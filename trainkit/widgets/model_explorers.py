@@ -166,7 +166,7 @@ def piece_of(tokenizer: "BPETokenizer | PreTrainedTokenizerBase", token: int) ->
         return visible(cast("BPETokenizer", tokenizer).decode_bytes([token]))
     return visible(str(tokenizer.decode([token])))
 
-
+# %% ../../nbs/12_widgets/10_model_explorers.ipynb #a6bca55f-2
 class AttentionMaps(NamedTuple):
     "A text and its attention weights."
 
@@ -218,7 +218,7 @@ def _thumbnails(maps: Tensor, chosen: int) -> Picture:
     height = -(-heads // columns) * (side + 24) + 4
     return svg(width, height, f"{heads} heads of the layer, head {chosen} chosen", body)
 
-
+# %% ../../nbs/12_widgets/10_model_explorers.ipynb #a6bca55f-3
 @dataclass
 class AttentionExplorer(Explorer):
     "Which tokens attend to which in a model."
@@ -411,7 +411,7 @@ def draw_chances(
     label = f"Chances of the next token: {'; '.join(descriptions)}"
     return svg(width, 30 + 24 * len(names), label, body)
 
-
+# %% ../../nbs/12_widgets/10_model_explorers.ipynb #164ee7fe-2
 def _choices(probabilities: Tensor) -> str:  # The perplexity
     "A choice among how many equally likely tokens would be as wide."
     return number(float(torch.exp(torch.special.entr(probabilities).sum())), 3)

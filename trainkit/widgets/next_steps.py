@@ -303,7 +303,7 @@ class Exported(NamedTuple):
     path: Path  # The file or the folder
     text: str  # What it is, and what to do with it
 
-
+# %% ../../nbs/12_widgets/18_next_steps.ipynb #next-5-2
 def _export_gguf(
     run: TrainedRun,
     kind: str,
@@ -323,7 +323,7 @@ def _export_gguf(
     line = f"ollama create {run.name} -f {shlex.quote(modelfile)} && ollama run {run.name}"
     return Exported(path, f"{run.path(path)}, {size}, and {modelfile}. Then: {line}")
 
-
+# %% ../../nbs/12_widgets/18_next_steps.ipynb #next-5-3
 def export_sizes(
     run: TrainedRun,
 ) -> dict[str, int]:  # Key of `EXPORTS` -> bytes; without those of a family that GGUF lacks
@@ -338,7 +338,7 @@ def export_sizes(
                 sizes[kind] = gguf_bytes(run.model, "q8_0" if kind == "ollama" else kind)
     return sizes
 
-
+# %% ../../nbs/12_widgets/18_next_steps.ipynb #next-5-4
 def export_run(
     run: TrainedRun,
     kind: str,  # A key of `EXPORTS`
@@ -520,7 +520,7 @@ class NextAction(Page):
 CHAT_TEMPERATURE = 0.7  # At 1 a small model says much that it holds to be unlikely
 LABEL_TEMPERATURE = 0.8  # Two answers shall differ
 
-
+# %% ../../nbs/12_widgets/18_next_steps.ipynb #next-8-2
 class NextSteps:
     "The tab with everything that can be done with a run that has ended."
 
@@ -886,7 +886,7 @@ class NextSteps:
         for field in self.all_fields:  # Some may belong to no action of this run
             close_all(field)
 
-
+# %% ../../nbs/12_widgets/18_next_steps.ipynb #next-8-2-2
 def _fetch(path: Path):
     "Let the browser fetch a file from Colab."
     sys.modules["google.colab"].files.download(str(path))

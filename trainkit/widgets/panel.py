@@ -126,7 +126,7 @@ def _has_rate(config: "RunConfig") -> bool:
     recipe = getattr(config, "recipe", None)
     return config.engine == "trainkit" and getattr(recipe, "learns_from", "") != "prompts"
 
-
+# %% ../../nbs/12_widgets/01_panel.ipynb #3e3e8578-2
 class TrainerPanel:
     "A training run with form, buttons, charts and samples in a notebook."
 
@@ -1170,7 +1170,7 @@ def _doing(s: RunSnapshot) -> str:
     doing = stage or pausing or (_IN_PHASE[s.phase] if late else "")
     return f"{word}: {doing}" if doing else word
 
-
+# %% ../../nbs/12_widgets/03_view.ipynb #b819befa-2
 _STAGES = (
     f'<div {PLAIN} role="group" aria-label="Stages" style="font-size:13px;line-height:1.6">'
     "{}</div>"
@@ -1194,7 +1194,7 @@ def stages_html(
         rows.append(stage_html(s.stage))
     return _STAGES.format("".join(rows)) if rows else ""
 
-
+# %% ../../nbs/12_widgets/03_view.ipynb #b819befa-3
 _FEW_STEPS = 20
 
 
@@ -1215,7 +1215,7 @@ def verdict(
         return f"{text} It was still falling: more steps may be better."
     return text
 
-
+# %% ../../nbs/12_widgets/03_view.ipynb #b819befa-4
 _HEADLINE_METRICS: dict[str, Callable[[float], str]] = {
     "loss": lambda value: f"loss {number(value)}",
     "reward": lambda value: f"reward {number(value)}",
@@ -1311,7 +1311,7 @@ MEANINGS: dict[str, str] = {
     "Memory of a step": "what was predicted before the run, and what a step took.",
 }
 
-
+# %% ../../nbs/12_widgets/03_view.ipynb #e2f9b398-2
 _CurveData = tuple[Sequence[float], Sequence[float]]  # Steps and values
 
 
@@ -1364,7 +1364,7 @@ def pictures(
         for label, data in [charts[title]]
     ]
 
-
+# %% ../../nbs/12_widgets/03_view.ipynb #e2f9b398-3
 _MEANING = "<b>{}</b>: {}<br>"
 _OTHER_LOSSES = {  # A number of the run -> what its loss is then
     "rewards/margins": "how far the model is from preferring the better answers: 0.69 where it "
@@ -1414,7 +1414,7 @@ _LOG = (
     f'tabindex="0" role="log" aria-label="Log"><pre style="{MONO}">{{}}</pre></div>'
 )
 
-
+# %% ../../nbs/12_widgets/03_view.ipynb #df5ea5a2-2
 def latest_samples_html(
     samples: Sequence[tuple[int, str, str]],  # (step, prompt, text)
 ) -> str:
@@ -1439,7 +1439,7 @@ def log_html(
     text = "\n".join(lines[-100:])
     return _LOG.format(clean(text) or "Nothing yet.")
 
-
+# %% ../../nbs/12_widgets/03_view.ipynb #df5ea5a2-3
 def resume_check_text(
     snapshot: RunSnapshot,
 ) -> str:
@@ -1562,7 +1562,7 @@ class MemoryForecast(NamedTuple):
     def fits(self) -> bool:
         return self.needed < self.free
 
-
+# %% ../../nbs/12_widgets/04_preview.ipynb #8da4cbf1-2
 _TEMPLATE_TOKENS = 128  # More than a chat format adds to the texts of a row
 
 
@@ -1610,7 +1610,7 @@ def _as_long_as_rows(config: "RunConfig") -> tuple["RunConfig", str]:  # 'about'
     dpo = dataclasses.replace(config.dpo, max_length=min(config.dpo.max_length, most))
     return dataclasses.replace(config, data=data, dpo=dpo), word
 
-
+# %% ../../nbs/12_widgets/04_preview.ipynb #8da4cbf1-3
 def expect_memory(
     config: "RunConfig",
     free: int | None = None,  # Bytes; None: what this machine has now
@@ -1833,7 +1833,7 @@ def _pair_html(row: Mapping[str, object]) -> str:
     texts = [_NAMED_TEXT.format(n, _quoted(_as_text(row[n]))) for n in names if n in row]
     return _ROW.format("".join(texts))
 
-
+# %% ../../nbs/12_widgets/04_preview.ipynb #167866bb-2
 def _pairs_html(
     config: "RunConfig", rows: Sequence[Mapping], tokenizer: "BPETokenizer", shown: int
 ) -> tuple[str, str]:  # What is cut of them, or nothing; the first pairs
@@ -1877,7 +1877,7 @@ def _answers_html(row: Mapping, tokenizer: "BPETokenizer", length: int) -> str:
         pages.append(show_mask(example, tokenizer, length, title, train_on="last"))
     return _ROW.format("".join(pages))
 
-
+# %% ../../nbs/12_widgets/04_preview.ipynb #167866bb-3
 def _small_tokenizer(rows: Sequence[Mapping]) -> "BPETokenizer":
     "A tokenizer learned from a few rows, for a run that has not learned its own yet."
     from trainkit.data.schema import to_messages
@@ -1913,7 +1913,7 @@ def _preview_tokenizer(
         set_template(tokenizer, config.sft.template or "chatml")
     return tokenizer, remark
 
-
+# %% ../../nbs/12_widgets/04_preview.ipynb #167866bb-4
 def _text_html(rows: Sequence[Mapping], tokenizer: "BPETokenizer", length: int) -> str:
     "The first row of text as it is packed: texts one after the other, cut at the maximal length."
     import numpy as np
@@ -1941,7 +1941,7 @@ def _cut_html(config: "RunConfig") -> str:
         text = f"Rows of more than {most}: {truncation}."
     return f"<p style='margin:4px 0'>{clean(text)}</p>"
 
-
+# %% ../../nbs/12_widgets/04_preview.ipynb #167866bb-5
 _LOOKED_AT = 200  # Rows that are encoded to see whether something is cut
 
 

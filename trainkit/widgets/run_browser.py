@@ -50,7 +50,7 @@ ORDERS: dict[str, Callable[[Any, Any], bool]] = {
 def _knobs(config: str) -> dict[str, object]:  # Dotted name -> value
     return flatten_dict(parse_yaml(config))
 
-
+# %% ../../nbs/12_widgets/15_run_browser.ipynb #900fb6bd-2
 def status_of(
     run: Run,
 ) -> str:  # Such as 'finished'; while its process is there 'preparing', 'running' or 'paused'
@@ -68,13 +68,14 @@ def status_of(
 def active_runs(
     root: str | Path = "runs",  # The folder with the run folders
 ) -> list[Path]:  # Folders, the run that began last comes first
-    "Runs whose process is still there."
+    "Runs that have not ended, and whose process is still there."
     try:
         folders = [path.parent.parent for path in Path(root).glob("*/.control/state.json")]
     except OSError:
         return []
     states = {folder: read_state(folder) for folder in folders}
-    active = [folder for folder in folders if states[folder].get("state", "gone") != "gone"]
+    over = ("gone", "ended")  # A notebook may live on after its run
+    active = [folder for folder in folders if states[folder].get("state", "gone") not in over]
 
     def began(folder: Path) -> float:  # `time` changes with each pause
         return states[folder].get("born") or states[folder].get("time", 0.0)
@@ -90,7 +91,7 @@ def begun_runs(
     there = {run.name for run in runs}
     return [*(Run(path) for path in active_runs(root) if path.name not in there), *runs]
 
-
+# %% ../../nbs/12_widgets/15_run_browser.ipynb #900fb6bd-3
 def _facts(run: Run) -> dict[str, object]:  # Dotted name -> value: knobs, and final numbers
     final = run.final()
     numbers = {k: v for k, v in final.items() if not isinstance(v, (Mapping, list))}
@@ -107,7 +108,7 @@ def _compare(order: str, have: object, want: str) -> bool:
     except ValueError:
         return order == "!="
 
-
+# %% ../../nbs/12_widgets/15_run_browser.ipynb #900fb6bd-4
 def find_runs(
     runs: Sequence[Run],
     words: str,  # Such as `optim.learning_rate>1e-3 finished`; empty: all of them
@@ -167,7 +168,7 @@ def metrics_of(
     metrics = dict.fromkeys(key for run in runs for key in run.keys() if key not in hidden)
     return sorted(metrics, key=lambda key: (key != "loss", key != "eval_loss"))
 
-
+# %% ../../nbs/12_widgets/15_run_browser.ipynb #7669c2a6-2
 def runs_html(
     runs: Sequence[Run],  # All that are listed
     chosen: Sequence[Run] = (),  # Those to look at
@@ -228,7 +229,7 @@ def _run_label(run: Run) -> str:
     number = f" · loss {loss:.4g}" if isinstance(loss, float) else ""
     return f"{run.name} · {status_of(run)}{number}"
 
-
+# %% ../../nbs/12_widgets/15_run_browser.ipynb #6155c217-2
 class RunBrowser:
     "A page with the runs of a folder."
 

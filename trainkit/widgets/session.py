@@ -484,7 +484,7 @@ def _stage_now(
     passed = max(0.0, time.time() - report["time"]) if here else 0.0
     return stage._replace(seconds=stage.seconds + passed)
 
-
+# %% ../../nbs/12_widgets/02_session.ipynb #fc43b75f-3
 class TrainSession:
     "A run with buttons."
 
@@ -1001,7 +1001,7 @@ class FoundRun(NamedTuple):
             text += f" The last checkpoint is of step {self.checkpoint:,}."
         return text
 
-
+# %% ../../nbs/12_widgets/02_session.ipynb #session-found-2
 _LONG_AGO = 600  # Seconds without a line, after which a run of another machine counts as ended
 
 
@@ -1043,7 +1043,7 @@ def look_at_run(
         f"process {report.get('pid')}" + f" on {report.get('host')}" * elsewhere if lives else "",
     )
 
-
+# %% ../../nbs/12_widgets/02_session.ipynb #session-found-3
 _ORIGIN = "panel.json"  # In a run folder: from which config its panel was opened
 
 
@@ -1059,7 +1059,7 @@ def note_origin(
     "Note from which config the panel of a run was opened, so that `find_run` finds the run by it."
     write_atomic(Path(folder) / _ORIGIN, json.dumps(dict(config=_fingerprint(config))))
 
-
+# %% ../../nbs/12_widgets/02_session.ipynb #session-found-4
 def as_new_run(
     config: "RunConfig",  # Of a run
     folder: str | Path,  # Its folder
@@ -1070,7 +1070,7 @@ def as_new_run(
         return config
     return replace(config, train=replace(train, output_dir=""))
 
-
+# %% ../../nbs/12_widgets/02_session.ipynb #session-found-5
 def find_run(
     config: object,  # With a `folder`, which earlier runs may have, or `folder-2` and so on
 ) -> FoundRun | None:  # The latest one of the same method, or of a panel opened with this config

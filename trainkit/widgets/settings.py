@@ -125,7 +125,7 @@ def _entries(folder: str | Path, most: int = 500) -> list[Path]:
     names = [name for _, name in sorted(found, reverse=True) if not name.startswith(".")]
     return [Path(folder) / name for name in names]
 
-
+# %% ../../nbs/12_widgets/17_settings.ipynb #settings-6-2
 def _is_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
@@ -154,7 +154,7 @@ def find_models(
             out.append((f"{name}, downloaded before", name))
     return out
 
-
+# %% ../../nbs/12_widgets/17_settings.ipynb #settings-6-3
 _CORPORA = {  # What a method learns from -> corpora of the kit that serve it, the best one first
     "text": ("auto", "bible", "stdlib"),
     "answers": ("factbook-questions", "code", "arithmetic"),
@@ -174,7 +174,7 @@ def corpora_for(
         missing.add("bible")
     return [name for name in _CORPORA[learns_from] if name not in missing]
 
-
+# %% ../../nbs/12_widgets/17_settings.ipynb #settings-6-4
 _CORPORA_IN_WORDS = {
     "auto": "The first text that is installed (auto)",
     "bible": "The Bible (bible)",
@@ -202,7 +202,7 @@ def find_data(
             out.append((f"{short_path(path)}, {show_bytes(path.stat().st_size)}", str(path)))
     return out
 
-
+# %% ../../nbs/12_widgets/17_settings.ipynb #settings-6-5
 def find_templates(
     config: "RunConfig",
 ) -> list[tuple[str, str]]:
@@ -246,7 +246,7 @@ def find_losses(
     known = {"sigmoid": "DPO (sigmoid)"}
     return [(known.get(name, name), [name]) for name in LOSSES]
 
-
+# %% ../../nbs/12_widgets/17_settings.ipynb #settings-6-6
 def save_upload(
     name: str,  # Of the file
     content: bytes,
@@ -277,7 +277,7 @@ COLUMNS_IN_WORDS = {
     "answer": "Right answer",
 }
 
-
+# %% ../../nbs/12_widgets/17_settings.ipynb #settings-7-2
 @lru_cache(maxsize=32)
 def _first_row(path: str, changed: float) -> Mapping:
     rows = (row for _, row in islice(read_rows(path), 100))
@@ -296,7 +296,7 @@ def first_row(
     except (OSError, ValueError, ImportError):
         return {}
 
-
+# %% ../../nbs/12_widgets/17_settings.ipynb #settings-7-3
 @lru_cache(maxsize=32)
 def _measure_rows(path: str, changed: float) -> tuple[int, int]:
     sizes = [len(str(row).encode()) for _, row in read_rows(path) if isinstance(row, Mapping)]
@@ -326,7 +326,7 @@ def longest_row(
     "The size of the longest row of a small table of yours."
     return _table_size(path)[1]
 
-
+# %% ../../nbs/12_widgets/17_settings.ipynb #settings-7-4
 @lru_cache(maxsize=32)
 def _read_small(data: str, changed: float) -> tuple[int, str, list[dict]]:
     "How many rows a run is trained on, their kind, and the longest of all."
@@ -369,7 +369,7 @@ def longest_rows(
     small = _small_data(config)
     return small[1:] if small else ("", [])
 
-
+# %% ../../nbs/12_widgets/17_settings.ipynb #settings-7-5
 def unknown_columns(
     config: "RunConfig",
 ) -> dict[str, list[str]]:  # What is needed -> the names in the file; empty if all is known
@@ -482,7 +482,7 @@ def _profile_of(config: "RunConfig") -> str | None:
             distances[profile] = sum(fresh[path] != value for path, value in values.items())
     return min(distances, key=distances.__getitem__, default=None)
 
-
+# %% ../../nbs/12_widgets/17_settings.ipynb #settings-3-2
 def switch_method(
     config: "RunConfig",
     method: str,  # A key of `METHODS`
@@ -515,7 +515,7 @@ def switch_method(
         basic = ("name", "runs_dir", "init_from", "data.path", "prompts")
         return load_config(kind, nested({**new, **{path: values[path] for path in basic}}))
 
-
+# %% ../../nbs/12_widgets/17_settings.ipynb #settings-3-3
 def _changed(config: "RunConfig", values: Mapping[str, object]) -> "RunConfig | None":
     "The config with other values; None where that is wrong, which the form then explains."
     try:
@@ -545,7 +545,7 @@ def model_name(
     "A model as one would call it: the course's by its name, others by the end of their path."
     return COURSE_MODEL if start == course_model() else short_path(start)
 
-
+# %% ../../nbs/12_widgets/17_settings.ipynb #settings-3-4
 def _steps_of(config: "RunConfig", rows: int) -> int:
     "The optimizer steps of a run on so many rows."
     train = config.train
@@ -576,7 +576,7 @@ def _other_data(config: "RunConfig", path: str) -> "RunConfig | None":
     follow = _changed(config, values)
     return follow if len(values) > 2 or config.data.columns else None
 
-
+# %% ../../nbs/12_widgets/17_settings.ipynb #settings-3-5
 def follow_change(
     config: "RunConfig",  # A valid one
     path: str,  # Dotted name of the knob that is changed
@@ -612,7 +612,7 @@ def missing_file(
     is_path = looks_like_path or Path(name).suffix.lower() in _FILES
     return is_path and not Path(name).expanduser().exists()
 
-
+# %% ../../nbs/12_widgets/17_settings.ipynb #settings-4-2
 def _name_advice(config: "RunConfig") -> Iterator[Advice]:
     free = next(free_folders(config.folder))
     if free != config.folder:
@@ -640,7 +640,7 @@ def _model_advice(config: "RunConfig") -> Iterator[Advice]:
         text = f"{config.lora.r} is more than most tasks can use: 8 to 64 is usual."
         yield Advice("lora.r", text)
 
-
+# %% ../../nbs/12_widgets/17_settings.ipynb #settings-4-3
 _SHORT = 300_000  # Bytes of a text: a longer one has merges enough for a vocabulary
 
 
@@ -669,7 +669,7 @@ def _vocabulary_advice(config: "RunConfig") -> Iterator[Advice]:
             )
             yield Advice("data.path", text, "missing")
 
-
+# %% ../../nbs/12_widgets/17_settings.ipynb #settings-4-4
 def _data_advice(config: "RunConfig") -> Iterator[Advice]:
     where = "data.datasets" if config.data.datasets else "data.path"
     learned = config.recipe.learns_from
@@ -696,7 +696,7 @@ def _path_advice(
         text = f"{path} is data of another kind. {DATA_IN_WORDS[config.recipe.learns_from]}"
         yield Advice(where, text, "missing")
 
-
+# %% ../../nbs/12_widgets/17_settings.ipynb #settings-4-5
 _MANY_PASSES = 20  # After so many, small models repeat their rows
 
 
@@ -718,7 +718,7 @@ def _passes_advice(config: "RunConfig") -> Iterator[Advice]:
         text += f", {at_once} at once." if times > 1 else "."
         yield Advice("train.max_steps", text, "note")
 
-
+# %% ../../nbs/12_widgets/17_settings.ipynb #settings-4-6
 def _training_advice(config: "RunConfig") -> Iterator[Advice]:
     rate = config.optim.learning_rate
     train = config.train
@@ -745,7 +745,7 @@ def _training_advice(config: "RunConfig") -> Iterator[Advice]:
         text = f"Each row is seen {train.num_train_epochs:g} times: it will be memorized."
         yield Advice("train.num_train_epochs", text)
 
-
+# %% ../../nbs/12_widgets/17_settings.ipynb #settings-4-7
 def advise_run(
     config: "RunConfig",  # A valid one
 ) -> list[Advice]:

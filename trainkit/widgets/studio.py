@@ -131,7 +131,7 @@ def _last_settings(config: "RunConfig") -> "RunConfig":
     except (OSError, ValueError):
         return config  # A run of another version
 
-
+# %% ../../nbs/12_widgets/20_studio.ipynb #studio-panel-2
 class StudioPanel(TrainerPanel):
     "A training panel whose runs do not end with the page."
 
@@ -250,7 +250,7 @@ def _picker(word: str, options: Sequence[tuple[str, str]], width: str = "640px")
     style = dict(description_width="90px")
     return W.Dropdown(options=listed, description=word, layout=layout, style=style)
 
-
+# %% ../../nbs/12_widgets/20_studio.ipynb #studio-pages-2
 class ChatPage:
     "Models to pick, and a chat with them."
 
@@ -329,7 +329,7 @@ class ChatPage:
             self.chat.close()
             self.chat = None
 
-
+# %% ../../nbs/12_widgets/20_studio.ipynb #studio-pages-3
 class LabelPage:
     "A model and questions to pick, and a labeler for the answers."
 
@@ -592,7 +592,7 @@ def write_page(
     shutil.copy(here / "studio.html.j2", template / "index.html.j2")
     return Path(shutil.copy(here / "studio.ipynb", home / "studio.ipynb"))
 
-
+# %% ../../nbs/12_widgets/20_studio.ipynb #studio-serve-2
 def _asked_here(host: str, *origins: str) -> bool:
     "Whether a request is for this machine by its own name, and not from a page of another server."
     try:
@@ -654,7 +654,7 @@ def _application(folder: Path, home: Path, ready: Callable[[str], object]) -> ty
 
     return Application
 
-
+# %% ../../nbs/12_widgets/20_studio.ipynb #studio-serve-3
 def _allow_shutdown(page: Any, **options: object) -> None:
     "Give a page the cookie without which it may not end its kernel when it is closed."
     _ = page.xsrf_token

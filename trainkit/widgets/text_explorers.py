@@ -208,7 +208,7 @@ def _growth(word: bytes, tokenizer: BPETokenizer, limit: int) -> str:
         )
     return _MERGES.format(label=clean(label), rows="".join(rows)) + notes
 
-
+# %% ../../nbs/12_widgets/08_text_explorers.ipynb #b3b5dfde-2
 @dataclass
 class TokenizerExplorer(Explorer):
     "How tokenizers cut a text, and how a word grows out of bytes."
@@ -285,7 +285,7 @@ def _padded(
         for name in row
     }
 
-
+# %% ../../nbs/12_widgets/08_text_explorers.ipynb #640aacd0-2
 @dataclass
 class MaskViewer(Explorer):
     "A row as a model gets it: learned, only read, padding, cut off."
@@ -398,7 +398,7 @@ class Packed(NamedTuple):
     # Strategy -> (rows, how full they are); also for a row for each document
     each: dict[str, tuple[int, float]]
 
-
+# %% ../../nbs/12_widgets/09_data_explorers.ipynb #ef11973e-2
 def draw_rows(
     lengths: np.ndarray,  # (documents,)
     rows: list[list[int]],  # The documents of each row
@@ -434,7 +434,7 @@ def draw_rows(
     label = f"{plural(len(rows), 'row')} of {max_length} places, {full:.0%} of them filled"
     return svg(width, each * len(rows) + 4, label, body)
 
-
+# %% ../../nbs/12_widgets/09_data_explorers.ipynb #ef11973e-3
 def draw_sight(
     sizes: list[int],  # Tokens of each document in a row
     max_length: int,
@@ -457,7 +457,7 @@ def draw_sight(
     )
     return svg(width, width, label, body)
 
-
+# %% ../../nbs/12_widgets/09_data_explorers.ipynb #ef11973e-4
 @dataclass
 class PackingExplorer(Explorer):
     "How documents fill rows."
@@ -529,7 +529,7 @@ def padding_share(
     places = sum(len(b) * int(lengths[b].max()) for b in batches)
     return 1 - sum(int(lengths[b].sum()) for b in batches) / places
 
-
+# %% ../../nbs/12_widgets/09_data_explorers.ipynb #c528b221-2
 @dataclass
 class CurriculumExplorer(Explorer):
     "Which rows come when, and what it costs."

@@ -92,7 +92,7 @@ def model_shape(
         f"model = {source!r}: must be a preset, a config, a folder or a function that makes a model"
     )
 
-
+# %% ../../nbs/12_widgets/11_training_explorers.ipynb #1b379ef5-2
 # Method -> its setup before any lever: setup, rank, kind of half precision
 METHODS: dict[str, Callable[[Setup, int, str], Setup]] = {
     "full": lambda s, rank, half: replace(s, mixed_precision=half),
@@ -193,7 +193,7 @@ def _bar(
         + text(476, y + 15, show_bytes(size), "end", style)
     )
 
-
+# %% ../../nbs/12_widgets/11_training_explorers.ipynb #4f700ca4-2
 def _fit(peak: int, usable: int) -> str:
     "Whether a step fits, and its share of the room."
     if peak > usable:
@@ -222,7 +222,7 @@ class _MemoryValues(TypedDict):
     plan: Plan
     peaks: dict[str, int]  # Method -> bytes
 
-
+# %% ../../nbs/12_widgets/11_training_explorers.ipynb #a233c4a1-2
 @dataclass
 class MemoryPlanner(Explorer):
     "Does a training step fit on this GPU, and what would make it fit?"
@@ -389,7 +389,7 @@ def _with_warnings(function: Callable[[], _T]) -> tuple[_T, list[str]]:
         warnings.simplefilter("always")
         return function(), [str(w.message) for w in caught]
 
-
+# %% ../../nbs/12_widgets/11_training_explorers.ipynb #ed6d7ca5-2
 class _ScheduleValues(TypedDict):
     rates: dict[str, list[float]]  # Schedule -> (total_steps,)
     warnings: list[str]
@@ -497,7 +497,7 @@ class _PreferenceValues(TypedDict):
     delta: Tensor  # (161,) in nats
     losses: dict[str, _PairLoss]
 
-
+# %% ../../nbs/12_widgets/11_training_explorers.ipynb #0ca0287d-2
 @dataclass
 class DPOExplorer(Explorer):
     "When does a preference loss stop pulling at a pair?"

@@ -177,7 +177,7 @@ class _QuantValues(TypedDict):
     block: float  # Relative error of the first block
     n: int  # Weights in the first block
 
-
+# %% ../../nbs/12_widgets/12_weight_explorers.ipynb #365d6ca0-2
 @dataclass
 class QuantExplorer(Explorer):
     "A weight in four or eight bits, and the effect of one outlier on its block."
@@ -350,7 +350,7 @@ class Update(NamedTuple):
             return thin_svd(*self.factors)[1]
         return torch.linalg.svdvals(self.delta.float())
 
-
+# %% ../../nbs/12_widgets/12_weight_explorers.ipynb #e44b4fa1-2
 def _of_layer(layer: LoRALayer) -> Update:
     base = layer.matrix().detach().clone()  # A merge changes the weight of the layer
     if len(layer.active) != 1 or layer.lora_magnitude_vector:
@@ -395,7 +395,7 @@ def _difference(before: Callable[[], Tensor], after: Callable[[], Tensor], name:
         )
     return Update(new.float() - old.float(), old)
 
-
+# %% ../../nbs/12_widgets/12_weight_explorers.ipynb #e44b4fa1-3
 def _is_adapter(source: object) -> TypeGuard[str | Path]:
     return isinstance(source, (str, Path)) and (Path(source) / "adapter_config.json").is_file()
 
@@ -472,7 +472,7 @@ def _made_up_weight() -> Tensor:
     assert base is not None
     return base
 
-
+# %% ../../nbs/12_widgets/12_weight_explorers.ipynb #bc1084a3-2
 class _Spectrum(TypedDict):
     strengths: Tensor  # (n,) singular values
     kept: Tensor  # (n,) share of the energy at each rank
@@ -485,7 +485,7 @@ class _SpectrumValues(_Spectrum):
     bytes: int  # Of the two thin matrices
     whole: int  # Bytes of the update
 
-
+# %% ../../nbs/12_widgets/12_weight_explorers.ipynb #bc1084a3-2-2
 @dataclass
 class LoRAExplorer(Explorer):
     "The singular values of an update, and how many of them it needs."
@@ -578,7 +578,7 @@ class LoRAExplorer(Explorer):
             f"the whole update {show_bytes(values['whole'])}."
         )
 
-
+# %% ../../nbs/12_widgets/12_weight_explorers.ipynb #bc1084a3-3
 def _verdict(error: float) -> str:
     if error > 1:
         return "more is lost than was learned"
