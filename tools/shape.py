@@ -30,7 +30,7 @@ LIMITS = {
     "% of lines over 100 columns": 1,
     "Any": 500,
     "trainer: Any": 0,
-    "long cells": 20,
+    "long cells": 2,
     "modules on the road": 24,
     "returns on the road": 57,
     "climbs on the road": 3,

@@ -292,6 +292,9 @@ def test_the_application_offers_the_latest_run(stopped, tmp_path):
         (tmp_path / name / ".control").mkdir()
         (tmp_path / name / ".control" / "state.json").write_text(json.dumps(state))
     assert [folder.name for folder in active_runs(tmp_path)] == ["later", "small"]
+    file = tmp_path / "later" / ".control" / "state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "state": "ended"}))
+    assert [folder.name for folder in active_runs(tmp_path)] == ["small"]  # Its kernel lives on
 
 
 def test_a_run_renamed_in_the_form_is_found_by_its_cell(tmp_path):
