@@ -1382,7 +1382,7 @@ class Trainer:
                 warnings.warn(
                     f"per_device_train_batch_size={c.per_device_train_batch_size} changes nothing "
                     f"here: train_batches have {size} rows each",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
         if isinstance(self.eval_batches, Iterator):
             raise TypeError(
