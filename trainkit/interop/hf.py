@@ -440,7 +440,7 @@ def _begin_as_stored(tokenizer: transformers.PreTrainedTokenizerBase, path: Path
     if begin is None or not adds or tokenizer("a")["input_ids"][:1] == [begin]:
         return
     token = tokenizer.convert_ids_to_tokens(begin)
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+    cast(Any, tokenizer).backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, begin)]
     )
 
