@@ -437,10 +437,13 @@ def _begin_as_stored(tokenizer: transformers.PreTrainedTokenizerBase, path: Path
     begin = fields.get("tokenizer.ggml.bos_token_id")
     adds = fields.get("tokenizer.ggml.model") == "llama"
     adds = adds and fields.get("tokenizer.ggml.add_bos_token", True)
-    if begin is None or not adds or tokenizer("a")["input_ids"][:1] == [begin]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or begin is None or not adds:
+        return
+    if tokenizer("a")["input_ids"][:1] == [begin]:
         return
     token = tokenizer.convert_ids_to_tokens(begin)
-    cast(Any, tokenizer).backend_tokenizer.post_processor = processors.TemplateProcessing(
+    backend.post_processor = processors.TemplateProcessing(
         single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, begin)]
     )
 
