@@ -451,12 +451,12 @@ DIAGRAMS = {
     "11_recipes": [
         [
             ("config", "2–4"),
-            ("data, model", "6, 7"),
-            ("training", "1, 10, 11"),
-            ("results", "8, 9"),
+            ("data, model", "5, 6"),
+            ("training", "1, 9, 10"),
+            ("results", "7, 8"),
         ],
-        [("memory", "12"), ("processes", "13, 14"), ("shell", "15–18"), ("sweeps", "19")],
-        [("configs of other libraries", "20–24")],
+        [("memory", "11"), ("processes", "12, 13"), ("shell", "14–17"), ("sweeps", "18")],
+        [("configs of other libraries", "19–23")],
     ],
     "12_widgets": [
         [("form", "5, 17"), ("run", "2, 3, 19"), ("panel", "1, 4, 18"), ("application", "20")],

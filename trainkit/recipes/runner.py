@@ -794,7 +794,7 @@ def offloaded_optimizer(
         lambda groups: OPTIMIZERS[config.optim](groups, config),
     )
 
-# %% ../../nbs/11_recipes/10_dry_run.ipynb #0ebdfbd2
+# %% ../../nbs/11_recipes/09_dry_run.ipynb #0ebdfbd2
 @dataclass
 class Rehearsal:
     "What a run would do, and what it would cost."
@@ -837,7 +837,7 @@ class Rehearsal:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-# %% ../../nbs/11_recipes/10_dry_run.ipynb #0ebdfbd2-2
+# %% ../../nbs/11_recipes/09_dry_run.ipynb #0ebdfbd2-2
 class _Clock:
     "Notes when each step ended."
 
@@ -911,7 +911,7 @@ def rehearse(
         plan, total, total * rows * length, rows, each, each * total, clock.losses[0], memory, notes
     )
 
-# %% ../../nbs/11_recipes/10_dry_run.ipynb #0ebdfbd2-3
+# %% ../../nbs/11_recipes/09_dry_run.ipynb #0ebdfbd2-3
 def _elsewhere(config: RunConfig) -> Rehearsal:
     "What another program would be given."
     engine = engine_line(config)
