@@ -70,6 +70,7 @@ _PLAIN: dict[str, Rule] = {  # What all that descend from Llama have in common
     "logit_softcap": lambda c: c.logit_softcap is None,
     "qk_norm": lambda c: not c.qk_norm,
     "bias": lambda c: c.bias == "none",
+    "n_experts": lambda c: not c.n_experts,
     "layer_windows": lambda c: not _windows(c),
     "layer_rope_theta": lambda c: c.position != "rope" or {*c.rope_bases} == {c.rope_theta},
 }
@@ -98,6 +99,14 @@ RULES: dict[str, dict[str, Rule]] = {  # Class -> knob -> whether its value fits
     | {"bias": lambda c: c.bias == "qkv", "layer_windows": lambda c: len(_windows(c)) <= 1},
     "Qwen3ForCausalLM": _PLAIN
     | {"qk_norm": lambda c: c.qk_norm, "layer_windows": lambda c: len(_windows(c)) <= 1},
+    "MixtralForCausalLM": _PLAIN
+    | {
+        "n_experts": lambda c: c.n_experts > 0,
+        "norm_topk_prob": lambda c: c.norm_topk_prob,
+        "layer_windows": lambda c: len(set(c.layer_windows or [0])) == 1,
+    },
+    "Qwen3MoeForCausalLM": _PLAIN
+    | {"n_experts": lambda c: c.n_experts > 0, "qk_norm": lambda c: c.qk_norm},
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA2
     | {
@@ -160,12 +169,20 @@ _LLAMA_NAMES = _SHAPE | dict(
     norm_eps="rms_norm_eps",
     attention_dropout="attention_dropout",
 )
+_EXPERTS = dict(n_experts="num_local_experts", experts_per_token="num_experts_per_tok")
 _GPT2_NAMES = _SHAPE | dict(
     d_ff="n_inner",
     norm_eps="layer_norm_epsilon",
     dropout="resid_pdrop",
     attention_dropout="attn_pdrop",
 )
+_NAMES = {  # Class -> our knob -> its word; where it isn't here, `_LLAMA_NAMES`
+    "GPT2LMHeadModel": _GPT2_NAMES,
+    "MixtralForCausalLM": _LLAMA_NAMES | _EXPERTS,
+    "Qwen3MoeForCausalLM": _LLAMA_NAMES
+    | _EXPERTS
+    | dict(d_ff="moe_intermediate_size", norm_topk_prob="norm_topk_prob"),
+}
 # GPT-2's word -> ours
 _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
@@ -173,6 +190,12 @@ _ACTIVATIONS = {
     "gelu": "gelu",
     "relu2": "relu2",
 }
+
+
+def _router_values(config: ModelConfig) -> _Fields:
+    "transformers computes the balance loss only where the scores of the routers are returned."
+    weight = config.n_experts and config.router_aux_loss_coef
+    return dict(output_router_logits=True, router_aux_loss_coef=weight) if weight else {}
 
 
 def to_hf_config(
@@ -188,7 +211,7 @@ def to_hf_config(
         raise ValueError(
             f"no class of transformers computes this: {', '.join(unsupported_knobs(config))}"
         )
-    names = _GPT2_NAMES if name == "GPT2LMHeadModel" else _LLAMA_NAMES
+    names = _NAMES.get(name, _LLAMA_NAMES)
     values: _Fields = {theirs: getattr(config, ours) for ours, theirs in names.items()}
     if name == "GPT2LMHeadModel":
         activation = next(
@@ -213,8 +236,9 @@ def to_hf_config(
         values |= dict(attention_bias=biases, mlp_bias=biases)
     if name == "SmolLM3ForCausalLM":
         values |= dict(no_rope_layers=[int(base > 0) for base in config.rope_bases])
-    if name == "MistralForCausalLM":
+    if name in ("MistralForCausalLM", "MixtralForCausalLM"):
         values |= dict(sliding_window=windows[0] if windows else None)
+    values |= _router_values(config)
     layers = [
         "sliding_attention" if w else "full_attention"
         for w in config.layer_windows or [0] * config.n_layers
@@ -238,6 +262,8 @@ FAMILIES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
@@ -257,6 +283,8 @@ _FREE = {
     "pretraining_tp",
     "_name_or_path",
     "reorder_and_upcast_attn",
+    "output_router_logits",
+    "router_aux_loss_coef",
     "use_sliding_window",
     "sliding_window",
     "max_window_layers",
@@ -330,7 +358,7 @@ def from_hf_config(
 
         hf = getattr(transformers, FAMILIES[kind]).config_class.from_dict(hf)
     theirs = cast("PreTrainedConfig", hf)
-    names = _GPT2_NAMES if kind == "gpt2" else _LLAMA_NAMES
+    names = _NAMES.get(FAMILIES[kind], _LLAMA_NAMES)
     ours = {"kv_heads": "n_kv_heads", "head_width": "head_dim"}
     values: _Fields = {ours.get(a, a): getattr(theirs, b, None) for a, b in names.items()}
     values |= _gpt2_values(theirs, remedy) if kind == "gpt2" else _llama_values(theirs, kind)
@@ -376,8 +404,10 @@ def _llama_values(hf: "PreTrainedConfig", kind: str) -> _Fields:
     if kind == "qwen2":
         bias = "qkv"
     base = rope.pop("rope_theta")
-    normed = kind in ("qwen3", "gemma3_text")
+    normed = kind in ("qwen3", "qwen3_moe", "gemma3_text")
     values = dict(rope_theta=base, qk_norm=normed, bias=bias)
+    if kind in ("mixtral", "qwen3_moe"):  # transformers adds the loss only where it is asked to
+        values |= dict(router_aux_loss_coef=hf.output_router_logits * hf.router_aux_loss_coef)
     rope = _without_type(rope)
     if rope.get("rope_type") == "dynamic" and "factor" in rope:
         rope |= dict(original_max_position_embeddings=hf.max_position_embeddings)
@@ -421,6 +451,8 @@ def _lost(hf: "PreTrainedConfig", config: ModelConfig) -> list[str]:
     back = to_hf_config(config).to_dict()
     if isinstance(rope := there.get("rope_parameters"), dict):
         there["rope_parameters"] = _without_type(rope)
+    if "moe_intermediate_size" in there:
+        del there["intermediate_size"]  # Of layers without experts, of which there are none
     return [
         f"{k} = {v!r}"
         for k, v in there.items()
@@ -441,6 +473,23 @@ _GPT2_LAYERS = [
     (".mlp.up_proj.", ".mlp.c_fc."),
     (".mlp.down_proj.", ".mlp.c_proj."),
 ]
+_MIXTRAL_LAYERS = [  # Of its files; in memory transformers stacks the experts
+    (".mlp.", ".block_sparse_moe."),
+    (".gate_proj.", ".w1."),
+    (".down_proj.", ".w2."),
+    (".up_proj.", ".w3."),
+]
+
+
+def _renamed(
+    config: ModelConfig,
+    name: str,  # Of one of our tensors
+) -> str:
+    "Its name in a file of transformers."
+    layers = {"GPT2LMHeadModel": _GPT2_LAYERS, "MixtralForCausalLM": _MIXTRAL_LAYERS}
+    for ours, theirs in layers.get(hf_architecture(config) or "", ()):
+        name = name.replace(ours, theirs)
+    return name
 
 
 def to_hf_weights(
@@ -449,7 +498,7 @@ def to_hf_weights(
 ) -> dict[str, Tensor]:  # In the same memory where that is possible
     "Weights under the names, and in the layout, of the class that `hf_architecture` names."
     if hf_architecture(config) != "GPT2LMHeadModel":
-        return dict(weights)
+        return {_renamed(config, name): tensor for name, tensor in weights.items()}
     theirs = {}
     for name, tensor in weights.items():
         if ".k_proj." in name or ".v_proj." in name:
@@ -459,10 +508,45 @@ def to_hf_weights(
             name = name.replace(".q_proj.", ".qkv_proj.")
         if name.endswith("_proj.weight"):
             tensor = tensor.T
-        for a, b in _GPT2_LAYERS:
-            name = name.replace(a, b)
-        theirs[name] = tensor
+        theirs[_renamed(config, name)] = tensor
     return theirs
+
+# %% ../../nbs/10_interop/02_families.ipynb #stacked-experts
+_STACKS = (".experts.gate_up_proj", ".experts.down_proj")  # Ends of names
+
+
+def _unstacked(
+    name: str,  # Ends as one of `_STACKS`
+    tensor: Tensor,  # (E, 2 · d_ff, d_model), gates first; or (E, d_model, d_ff)
+) -> dict[str, Tensor]:  # Name -> matrix of one expert, in the same memory
+    "The experts of a stack, under our names."
+    stem, _, kind = name.rpartition(".")
+    parts = dict(down_proj=tensor)
+    if kind == "gate_up_proj":
+        parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True))
+    return {
+        f"{stem}.{i}.{part}.weight": matrix
+        for part, stack in parts.items()
+        for i, matrix in enumerate(stack)
+    }
+
+
+def _stacked(
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],  # A `Transformer`'s state dict
+) -> dict[str, Tensor]:
+    "The weights with the experts of each layer in two stacks, as transformers holds them."
+    stacks = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+    for layer in range(config.n_layers):
+        stem = f"model.layers.{layer}.mlp.experts"
+
+        def stack(part: str, stem: str = stem) -> Tensor:
+            names = (f"{stem}.{i}.{part}.weight" for i in range(config.n_experts))
+            return torch.stack([weights[name] for name in names])
+
+        stacks[f"{stem}.gate_up_proj"] = torch.cat([stack("gate_proj"), stack("up_proj")], 1)
+        stacks[f"{stem}.down_proj"] = stack("down_proj")
+    return stacks
 
 # %% ../../nbs/10_interop/02_families.ipynb #5b23930c-2
 # Ends of names in old files: tables that are computed today
@@ -486,9 +570,14 @@ def from_hf_weights(
                 name = name.replace(b, a)
             if name.endswith("_proj.weight"):
                 tensor = tensor.T
+        elif ".block_sparse_moe." in name:
+            for a, b in _MIXTRAL_LAYERS:
+                name = name.replace(b, a)
         if ".qkv_proj." in name:
             for part, third in zip(_QKV, tensor.chunk(3), strict=True):
                 ours[name.replace(".qkv_proj.", part)] = third
+        elif name.endswith(_STACKS):
+            ours |= _unstacked(name, tensor)
         else:
             ours[name] = tensor
     embedding = ours.get("model.embed_tokens.weight")
@@ -503,11 +592,9 @@ def stored_as(
 ) -> tuple[str, Callable[[Tensor], Tensor]]:  # Its name there; the function that extracts ours
     "The name and layout of one tensor in a file of transformers."
     if hf_architecture(config) != "GPT2LMHeadModel":
-        return name, lambda tensor: tensor
+        return _renamed(config, name), lambda tensor: tensor
     third = next((i for i, part in enumerate(_QKV) if part in name), None)
-    theirs = name if third is None else name.replace(_QKV[third], ".qkv_proj.")
-    for a, b in _GPT2_LAYERS:
-        theirs = theirs.replace(a, b)
+    theirs = _renamed(config, name if third is None else name.replace(_QKV[third], ".qkv_proj."))
 
     def ours(tensor: Tensor) -> Tensor:
         if name.endswith("_proj.weight"):
@@ -586,7 +673,11 @@ def to_hf(
     import transformers
 
     config = to_hf_config(model.config, **token_ids)
-    weights = to_hf_weights(model.config, model.state_dict())
+    weights = model.state_dict()
+    if model.config.n_experts:
+        weights = _stacked(model.config, weights)
+    else:
+        weights = to_hf_weights(model.config, weights)
     kind = getattr(transformers, str(hf_architecture(model.config)))
     with transformers_lock:
         hf = kind(config).to(model.device, model.lm_head.weight.dtype)

@@ -52,7 +52,12 @@ class ModelConfig:
     )
     n_heads: int = knob(4, "Attention heads", low=1, aliases=("num_attention_heads", "n_head"))
     n_layers: int = knob(4, "Blocks", low=1, aliases=("num_hidden_layers", "n_layer"))
-    d_ff: int = knob(1024, "Width inside the MLP", low=1, aliases=("intermediate_size", "n_inner"))
+    d_ff: int = knob(
+        1024,
+        "Width inside the MLP, or inside each expert",
+        low=1,
+        aliases=("intermediate_size", "n_inner", "moe_intermediate_size"),
+    )
     max_seq_len: int = knob(
         512,
         "Longest sequence, in tokens",
@@ -72,6 +77,19 @@ class ModelConfig:
     attention_dropout: float = knob(0.0, "Dropout on the attention weights", low=0, high=1)
     activation: str = knob(
         "swiglu", "Activation of the MLP; swiglu and geglu have a gate", choices=ACTIVATION_NAMES
+    )
+    n_experts: int = knob(
+        0,
+        "Experts: MLPs of a block of which each token passes through a few; 0 for one MLP",
+        low=0,
+        aliases=("num_experts", "num_local_experts"),
+    )
+    experts_per_token: int = knob(
+        2, "Experts that each token passes through", low=1, aliases=("num_experts_per_tok",)
+    )
+    norm_topk_prob: bool = knob(True, "Let the weights of a token's experts add up to 1")
+    router_aux_loss_coef: float = knob(
+        0.01, "Weight of the loss that keeps the experts equally busy; 0 for none", low=0
     )
     norm: str = knob(
         "rmsnorm",
@@ -180,7 +198,7 @@ class ModelConfig:
             )
         if self.sandwich_norm and not self.pre_norm:
             problem("sandwich_norm", "needs pre_norm: true")
-        problems += self._mup_problems()
+        problems += self._mup_problems() + self._expert_problems()
         if problems:
             raise ConfigError(problems, "ModelConfig")
 
@@ -193,6 +211,12 @@ class ModelConfig:
         dynamic = (self.rope_scaling or {}).get("rope_type") == "dynamic"
         return "cannot be combined with dynamic rope_scaling" if dynamic else ""
 
+    def _expert_problems(self) -> list[Problem]:
+        few, some = self.n_experts, self.experts_per_token
+        if not 0 < few < some:
+            return []
+        return [Problem("experts_per_token", some, f"must be n_experts = {few} or less")]
+
     def _mup_problems(self) -> list[Problem]:
         base = self.mup_base_width
         if base is None:
@@ -202,6 +226,7 @@ class ModelConfig:
         needs = {
             "pre_norm: true, whose last norm scales the logits": self.pre_norm,
             "scale_embeddings: false, since √d_model grows": not self.scale_embeddings,
+            "n_experts: 0, since no rule for a router is known here": not self.n_experts,
         }
         return [
             Problem("mup_base_width", base, f"needs {w}") for w, met in needs.items() if not met
@@ -375,6 +400,7 @@ PRESETS = {
 # %% ../../nbs/03_model/01_model_config.ipynb #c31f3263
 def parameters_by_part(
     config: ModelConfig,
+    active: bool = False,  # Only the experts that a token passes through
 ) -> dict[str, int]:  # Kind of layer -> parameters of the whole model
     "Count the parameters of each kind of layer, in closed form."
     c = config
@@ -386,6 +412,8 @@ def parameters_by_part(
     attention = 2 * d * (queries + keys) + some * (queries + 2 * keys) + every * d
     inner = 2 if c.activation in GATED else 1  # Matrices from d_model to d_ff
     mlp = d * c.d_ff * (inner + 1) + every * (d + c.d_ff * inner)
+    if c.n_experts:
+        mlp = mlp * (c.experts_per_token if active else c.n_experts) + d * c.n_experts  # A router
     norm = d * (1 + (c.norm == "layernorm" and every))
     in_block = (4 if c.sandwich_norm else 2) * norm + c.qk_norm * 2 * c.head_width
     norms = c.n_layers * in_block + c.pre_norm * norm
@@ -401,9 +429,10 @@ def parameters_by_part(
 
 def count_parameters(
     config: ModelConfig,
+    active: bool = False,  # Only the experts that a token passes through
 ) -> int:
     "The number of parameters of a model of this shape; a shared matrix counts once."
-    return sum(parameters_by_part(config).values())
+    return sum(parameters_by_part(config, active).values())
 
 # %% ../../nbs/03_model/01_model_config.ipynb #mup-scales
 class MupScale(NamedTuple):
@@ -471,13 +500,14 @@ def flops_by_part(
     layers = c.n_layers
     tokens = batch * length
     matrices = 3 if c.activation in GATED else 2
+    experts = c.experts_per_token if c.n_experts else 1
     pairs = sum(
         attention_pairs(length, window, cached) for window in c.layer_windows or [0] * layers
     )
     return dict(
         projections=4 * tokens * layers * c.d_model * (queries + keys),
         attention=4 * batch * queries * pairs,
-        mlp=2 * tokens * layers * matrices * c.d_model * c.d_ff,
+        mlp=2 * tokens * layers * c.d_model * (matrices * c.d_ff * experts + c.n_experts),
         head=2 * tokens * c.d_model * c.vocab_size,
     )
 

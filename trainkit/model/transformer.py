@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from .attention import KVCache, Spans, attend, make_masks, need_flash, rope_angles
 from .attention import rope_frequencies, rotate
 from .config import GATED, ModelConfig, mup_scales
+from .experts import MixtureOfExperts, Router, balance_loss, recorded_routing
 from ..system import bound_kernels
 
 # %% ../../nbs/03_model/05_layers.ipynb #fb40e22b
@@ -514,12 +515,12 @@ class MLP(nn.Module):
 
 # %% ../../nbs/03_model/07_transformer.ipynb #fdd78798
 class Block(nn.Module):
-    "Attention, then an MLP, each added to the stream."
+    "Attention, then an MLP or a mixture of experts, each added to the stream."
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.self_attn = Attention(config, layer)
-        self.mlp = MLP(config)
+        self.mlp = MixtureOfExperts(config, MLP) if config.n_experts else MLP(config)
         self.input_layernorm = make_norm(config)
         self.post_attention_layernorm = make_norm(config)
         if (
@@ -753,6 +754,7 @@ class ModelOutput:
     logits: Tensor | None = None  # (B, T, vocab_size)
     past_key_values: KVCache | None = None
     squares: Tensor | None = None  # Of log Z, summed and divided as the loss is; with z_loss only
+    aux_loss: Tensor | None = None  # `balance_loss` of the experts, which `loss` holds a share of
 
     def __getitem__(self, key: str | int | slice):
         if isinstance(key, str):
@@ -812,7 +814,7 @@ class Transformer(nn.Module):
         for name, module in self.named_modules():
             fitting = (s.start for p, s in scales.items() if re.search(p, f"{name}.weight"))
             start = next(fitting, 1.0)
-            if isinstance(module, (nn.Linear, nn.Embedding)):
+            if isinstance(module, (nn.Linear, nn.Embedding, Router)):
                 writes = name.endswith(("o_proj", "down_proj"))
                 additions = 2 * self.config.n_layers if writes else 1
                 module.weight.normal_(0, start * self.config.init_std / math.sqrt(additions))
@@ -860,7 +862,11 @@ class Transformer(nn.Module):
             )
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise ValueError("a loss needs all logits: leave out logits_to_keep")
-        hidden = self.model(input_ids, attention_mask, position_ids, cache)
+        balanced = config.n_experts and config.router_aux_loss_coef and self.training
+        with (
+            recorded_routing(self) if balanced and labels is not None else nullcontext() as routing
+        ):
+            hidden = self.model(input_ids, attention_mask, position_ids, cache)
         if labels is None:
             if isinstance(logits_to_keep, int):
                 hidden = hidden[:, slice(-logits_to_keep, None)]
@@ -884,7 +890,16 @@ class Transformer(nn.Module):
             loss, squares = _summed_loss(logits, targets, z_loss)
         count = num_items_in_batch if num_items_in_batch is not None else (targets != -100).sum()
         squares = squares / count if z_loss and squares is not None else None
-        return ModelOutput(loss / count, logits if return_logits else None, cache, squares)
+        output = ModelOutput(loss / count, logits if return_logits else None, cache, squares)
+        if routing:
+            padding = (
+                attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
+            )
+            output.aux_loss = balance_loss(routing, config.experts_per_token, padding)
+            # As a mean over the tokens, so that pieces of a batch add up to the loss of the whole
+            share = config.router_aux_loss_coef * (targets != -100).sum() / count
+            output.loss = output.loss + share * output.aux_loss
+        return output
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self.lm_head(hidden)
