@@ -862,10 +862,10 @@ def _bitsandbytes_config(model: Transformer) -> dict[str, object]:
     kinds = {type(layer) for layer in layers.values()}
     architecture = hf_architecture(model.config)
     first = next(iter(layers.values()))
-    if len(kinds) > 1 or architecture == "GPT2LMHeadModel":
+    if len(kinds) > 1 or architecture == "GPT2LMHeadModel" or model.config.n_experts:
         raise ValueError(
-            "transformers opens no such quantized model (GPT-2's layers, or layers of 4 and "
-            "of 8 bits): save it before quantize_model"
+            "transformers opens no such quantized model (GPT-2's layers, experts, or layers of 4 "
+            "and of 8 bits): save it before quantize_model"
         )
     four = isinstance(first, Linear4bit)
     how: dict[str, object] = dict(

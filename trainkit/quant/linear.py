@@ -148,7 +148,7 @@ class _FrozenProduct(torch.autograd.Function):
         weight = ctx.layer.dequantize(grad.dtype)
         flat = grad.reshape(-1, grad.shape[-1])
         with fast_products() if use_manual_backward(grad) else nullcontext():
-            return (flat @ weight).view(*grad.shape[:-1], -1), None, None
+            return (flat @ weight).view(*grad.shape[:-1], weight.shape[1]), None, None
 
 # %% ../../nbs/06_quant/04_quantized_layers.ipynb #b13beb09-2
 def _as_parameter(bias: Tensor | None) -> nn.Parameter | None:
