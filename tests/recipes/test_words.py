@@ -3,11 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
 from support.processes import ROOT
 from support.snapshots import answer_all, compare
 
-from trainkit.config import ConfigError
-from trainkit.recipes.config import choose_method, read_method
+from trainkit.config import ConfigError, parse_config
+from trainkit.recipes.config import RunConfig, choose_method, read_method
 from trainkit.recipes.config_files import Computed
 from trainkit.recipes.foreign_words import Implied, Refused
 from trainkit.recipes.config_files import read_python
@@ -202,6 +203,12 @@ def expression(text):
 
 def test_each_expression_of_a_script_keeps_its_value():
     answer_all(expression, "expressions.txt")
+
+
+@pytest.mark.parametrize("word", ["dynamic_rank", "lora.dynamic_rank", "target_r"])
+def test_a_rank_that_changes_is_a_callback(word):
+    with pytest.raises(ConfigError, match=rf"{word}: unknown key: .*trainkit.lora.GrowRank"):
+        parse_config(RunConfig, [f"{word}=8"])
 
 
 def test_what_a_script_sets_outside_a_call(tmp_path):

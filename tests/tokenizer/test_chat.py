@@ -265,6 +265,24 @@ def test_tokens_touched_by_a_stretch(text, data):
     )
 
 
+def test_tags_around_every_message_learn_all_of_them():
+    "As transformers does it; the token that ends an answer is found all the same."
+    body = "{% for m in messages %}{{ m.role + ': ' }}TAG{{ m.content + '<|end|>' }}END{% endfor %}"
+    tagged = body.replace("TAG", "{% generation %}").replace("END", "{% endgeneration %}")
+    tok = set_template(BPETokenizer.from_hf(TOK.to_hf()), tagged)
+    assert tok.eos_token == "<|end|>"
+    chat = [dict(role=role, content=role[0]) for role in ("user", "assistant")] * 2
+    ids, mask = render(chat, tok)
+    theirs = tok.to_hf().apply_chat_template(
+        chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert (ids, mask) == (theirs["input_ids"], theirs["assistant_masks"]) and 0 < sum(mask)
+    if_long = "{% if messages|length > 9 %}{% generation %}x{% endgeneration %}{% endif %}"
+    untagged = body.replace("TAG", "").replace("END", "") + if_long
+    with pytest.raises(ValueError, match="no {% generation %} tag .* stands around an answer"):
+        set_template(BPETokenizer.from_hf(TOK.to_hf()), untagged)
+
+
 def test_a_set_template_survives_folders(tmp_path):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM

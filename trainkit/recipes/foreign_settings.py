@@ -320,6 +320,11 @@ ANSWERS = {  # Words that no knob replaces -> what to do instead
         "name the layers instead: --lora_target q_proj,v_proj or all-linear",
     ),
     **dict.fromkeys(
+        ("dynamic_rank", "grow_rank", "rank_schedule", "use_adalora", "target_r", "init_r"),
+        "a config has one rank for the whole run, --lora_rank; in Python a callback of the Trainer "
+        "lets it grow: trainkit.lora.GrowRank({100: 8, 200: 16})",
+    ),
+    **dict.fromkeys(
         ("adapter_name_or_path", "lora_model_dir"),
         "give the adapter's folder as --model: its config names the base model",
     ),

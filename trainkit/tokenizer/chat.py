@@ -683,7 +683,10 @@ def _ending(jinja: str, tokenizer: "AnyTokenizer") -> str:
     "The special token with which an unknown template ends an answer."
     chat = [dict(role="user", content="a"), dict(role="assistant", content="b")]
     names = _names(tokenizer)
-    text, [(start, end)] = render_text(chat, jinja, names, train_on="last")
+    text, spans = render_text(chat, jinja, names, train_on="last")
+    if not spans:
+        raise ValueError("no {% generation %} tag of this template stands around an answer")
+    start, end = spans[-1]  # The tags may also enclose what a user writes
     tail = text[start:end].rstrip()
     known = sorted(_specials(tokenizer), key=len, reverse=True)
     if ending := next((token for token in known if tail.endswith(token)), None):
