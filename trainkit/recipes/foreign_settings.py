@@ -579,6 +579,9 @@ def flag_changes(
         changes.append(f"use_lora={json.dumps(naming['use_lora'])}")
     elif naming:
         settings = read_method(naming)
+        if "init_from" in settings:  # The config checks that no model is named
+            del settings["init_from"]
+            settings["method"] = "from_scratch"
         if (use_lora := naming.get("use_lora")) is not None:
             settings = {"use_lora": use_lora, **settings}
         changes += [f"{key}={json.dumps(setting)}" for key, setting in settings.items()]
