@@ -91,7 +91,8 @@ class Subject:
     """A trainer that is audited: the functions through which it is asked.
 
     A function that is left out raises `NotImplementedError`, and the invariants that need it are
-    reported as not offered, with the text of the error. AdamW with betas 0.9 and 0.999 and epsilon 1e-8 is assumed."""
+    reported as not offered, with the text of the error. AdamW with betas 0.9 and 0.999 and epsilon
+    1e-8 is assumed."""
 
     name = "a trainer"
     version = ""
@@ -365,7 +366,7 @@ def in_processes(
 ) -> list[dict[str, Tensor]]:  # Raises `RuntimeError` with what a process raised
     """Do the same work in forked processes, which find each other as those of torchrun do.
 
-    Raises `NotImplementedError` where the system cannot fork, or torch refuses to train after it."""
+    Raises `NotImplementedError` where the system cannot fork, or torch refuses to train then."""
     if not hasattr(os, "fork"):
         raise NotImplementedError("this system cannot fork a process")
     with socket.socket() as place:

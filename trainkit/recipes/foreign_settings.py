@@ -537,6 +537,18 @@ def _remarks(word: str, meaning: Meaning) -> list[str]:
     return [f"--{word}: {meaning}"] if isinstance(meaning, Implied) else []
 
 # %% ../../nbs/11_recipes/22_foreign_settings.ipynb #fs-flag-changes
+def _named(naming: Mapping[str, object]) -> dict[str, Any]:
+    "The settings of the words that name a method."
+    if {*naming} <= {"use_lora"}:
+        return {**naming}
+    settings = read_method(naming)
+    if "init_from" in settings:  # The config checks that no model is named
+        del settings["init_from"]
+        settings["method"] = "from_scratch"
+    use_lora = naming.get("use_lora")
+    return settings if use_lora is None else {"use_lora": use_lora, **settings}
+
+
 def flag_changes(
     # Words of any library with their text; None where a flag has no value
     flags: Sequence[tuple[str, str | None]],
@@ -575,14 +587,5 @@ def flag_changes(
             shared = len(_groups_of().get(word, ())) > 1 and len(meaning) == 1
             plain = text if text is not None and setting is value else json.dumps(setting)
             changes.append(f"{word if shared else knob_name}={plain}")
-    if set(naming) == {"use_lora"}:
-        changes.append(f"use_lora={json.dumps(naming['use_lora'])}")
-    elif naming:
-        settings = read_method(naming)
-        if "init_from" in settings:  # The config checks that no model is named
-            del settings["init_from"]
-            settings["method"] = "from_scratch"
-        if (use_lora := naming.get("use_lora")) is not None:
-            settings = {"use_lora": use_lora, **settings}
-        changes += [f"{key}={json.dumps(setting)}" for key, setting in settings.items()]
+    changes += [f"{key}={json.dumps(setting)}" for key, setting in _named(naming).items()]
     return changes, notes
