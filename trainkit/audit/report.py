@@ -231,8 +231,8 @@ pre{overflow-x:auto;font-size:12px;white-space:pre;user-select:all}summary{curso
 <p>$count invariants, $date. ✓ holds, ✗ violated, ~ violated on purpose, ! the trainer raised an
 exception, – the trainer has no such part, or it cannot be checked here. The severity of an
 invariant says what a violation means: <i>wrong</i>, something else is trained than was asked for;
-<i>lost</i>, work is lost; <i>note</i>, two trainers differ in a convention. Red cells are wrong or lost, yellow ones are notes
-and choices. A red or yellow
+<i>lost</i>, work is lost; <i>note</i>, two trainers differ in a convention. Red cells are wrong or
+lost, yellow ones are notes and choices. A red or yellow
 cell opens to a program that repeats what was found: save it as a file and run it with Python.</p>
 <div class="wide"><table><thead><tr><th>Invariant</th>$heads</tr></thead><tbody>
 $rows
