@@ -235,7 +235,7 @@ class _ChatBody(_Sampling):
     parallel_tool_calls: bool | None = None  # False: only the first call counts
     reasoning_effort: str | None = None  # For templates that know it
     chat_template_kwargs: _Object | None = None  # Not OpenAI's: as in vLLM and llama.cpp
-    continue_final_message: bool | None = None  # As in vLLM: the answer goes on with the last one
+    continue_final_message: bool | None = None  # As in vLLM: the last one is an open answer
     add_generation_prompt: bool | None = None
 
 

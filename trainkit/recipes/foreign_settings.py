@@ -537,7 +537,7 @@ def _remarks(word: str, meaning: Meaning) -> list[str]:
     return [f"--{word}: {meaning}"] if isinstance(meaning, Implied) else []
 
 # %% ../../nbs/11_recipes/22_foreign_settings.ipynb #fs-flag-changes
-def _named(naming: Mapping[str, object]) -> dict[str, Any]:
+def _named(naming: Mapping[str, object]) -> dict[str, object]:
     "The settings of the words that name a method."
     if {*naming} <= {"use_lora"}:
         return {**naming}

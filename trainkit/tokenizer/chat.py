@@ -544,8 +544,8 @@ def _left_open(conversations: Sequence[Sequence[Mapping]], asks: bool) -> list[S
     "The chats with a mark where the text of the last message ends."
     if asks:
         raise ValueError(
-            "continue_final_message goes on with the last message, and add_generation_prompt "
-            "begins another one: choose one of them"
+            "continue_final_message continues the last message, and add_generation_prompt begins "
+            "another one: choose one of them"
         )
     chats = list[Sequence[Mapping]]()
     for chat in conversations:
