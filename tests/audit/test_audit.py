@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import os
 
 import pytest
 import torch
@@ -69,6 +70,24 @@ def test_what_a_process_raised_is_told_and_not_its_note():
 
     with pytest.raises(RuntimeError, match="^ValueError: the reason$"):
         in_processes(1, fails)
+
+
+def test_a_torch_that_trains_in_no_forked_process_is_no_fault_of_the_trainer():
+    parent = os.getpid()
+
+    class Forked(PlainLoop):
+        def fit(self, *args, **kwargs):
+            if os.getpid() != parent:  # As torch says it where its backward pass has threads
+                raise RuntimeError(
+                    "Unable to handle autograd's threading in combination with fork-based "
+                    "multiprocessing. See https://github.com/pytorch/pytorch/wiki/Autograd-and-Fork"
+                )
+            return super().fit(*args, **kwargs)
+
+    audit = run_audit(Forked(), ["processes_change_no_gradient"])
+    [finding] = audit.findings
+    assert (finding.status, audit.passed) == ("not offered", True)
+    assert finding.text == "torch computes no gradient in a forked process here"
 
 
 def test_an_audit_leaves_the_random_numbers_as_they_were(tmp_path):

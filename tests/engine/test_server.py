@@ -100,6 +100,22 @@ def endless(place, **more):
     return dict(model="small", messages=HELLO, logit_bias=bias, seed=0) | more
 
 
+def test_an_answer_goes_on_with_the_last_message(place):
+    "As vLLM does it: the new tokens alone are the answer."
+    chat = [*HELLO, dict(role="assistant", content="The answer is")]
+    ids = render(chat, place.tokenizer, continue_final_message=True)[0]
+    eos = place.tokenizer.eos_token_id
+    place.scheduler._use_adapters([""])
+    new = generate(place.model, ids, 9, temperature=0, eos_token_id=eos)[len(ids) :]
+    more = dict(continue_final_message=True, add_generation_prompt=False)
+    answer = place.client.chat.completions.create(
+        model="small", messages=chat, max_tokens=9, temperature=0, extra_body=more
+    )
+    assert answer.usage.prompt_tokens == len(ids)
+    wanted = place.tokenizer.decode([token for token in new if token != eos])
+    assert answer.choices[0].message.content == wanted
+
+
 def test_openai_client(place):
     "Chats, streams, choices and seeds, and the same tokens as from `generate`."
     client = place.client

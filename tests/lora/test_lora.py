@@ -506,6 +506,8 @@ def test_a_merged_folder_has_the_tokenizer_of_the_adapter(formatted, tmp_path):
     old = BPETokenizer.train(["a b c " * 9], 258, special_tokens=["<|end|>"], progress=False)
     old.chat_template = "old"
     old.save(tmp_path / "base")
+    for name in ("vocab.json", "merges.txt", "tokenizer.model"):  # Another form of the base's
+        (tmp_path / "base" / name).write_text("{}")
     model = add_lora(
         resize_vocabulary(base, 310), LoRAConfig(r=2, modules_to_save=["embed_tokens", "lm_head"])
     )
@@ -518,6 +520,8 @@ def test_a_merged_folder_has_the_tokenizer_of_the_adapter(formatted, tmp_path):
     opened = BPETokenizer.load(tmp_path / "out")
     assert opened.special_tokens == new.special_tokens
     assert opened.chat_template == new.chat_template
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert not left & {"vocab.json", "merges.txt", "tokenizer.model"}
 
 
 def test_dropped_layers_and_switching_keep_the_optimizer_honest():

@@ -1420,6 +1420,20 @@ def test_a_row_of_documents_may_be_longer_than_the_longest_document():
         model(torch.cat(parts, 1))
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes", "text"),
+    [
+        ("yarn", dict(rope_theta=1), "rope_theta = 1.*: must be above 1 for rope_scaling of type"),
+        ("dynamic", dict(d_model=4), "head_dim = 2: must be 4 or more for rope_scaling of type"),
+    ],
+)
+def test_rotary_scaling_that_would_divide_by_zero_is_refused(kind, sizes, text):
+    scaling = dict(rope_type=kind, factor=2.0, original_max_position_embeddings=8)
+    with pytest.raises(ConfigError, match=text):
+        ModelConfig(n_heads=2, rope_scaling=scaling, **sizes)
+    ModelConfig(n_heads=2, rope_scaling=scaling, position="learned", **sizes)  # No use of it
+
+
 def test_weights_that_write_to_the_stream_begin_smaller():
     "GPT-2's rule: the root of twice the layers, since each adds two times."
     torch.manual_seed(0)

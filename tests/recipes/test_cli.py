@@ -881,6 +881,7 @@ ANSWERS = {  # a name that is not a knob -> the answer
     "train --adapter_name_or_path x": "the adapter's folder as --model",
     "train --export_dir x": "trainkit export hf",
     "train --galore_rank 8": "has no equivalent here",
+    "train --dynamic_rank true": "trainkit.lora.GrowRank({100: 8, 200: 16})",
     "train --learning_rate": "give a value, as in optim.learning_rate=VALUE",
     "train --learning_rate --max_steps 3": "give a value",
     "train --zzzqqq 3": "trainkit config show",

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.processes import in_child
 from support.snapshots import answer_all
+from typer.testing import CliRunner
 
 from trainkit.config import ConfigError, to_dict
 from trainkit.recipes import launcher
@@ -262,6 +263,22 @@ def test_a_launch_is_remembered_for_its_resume(tmp_path, monkeypatch):
     assert commands[0] == commands[2]
     with pytest.raises(FileNotFoundError, match="trainkit train --resume"):
         launcher.launch_of(tmp_path)
+
+
+def test_a_launch_is_resumed_by_force_as_one_process_is(tmp_path, monkeypatch):
+    from trainkit.cli import app
+    from trainkit.recipes.config import RunConfig
+
+    commands = []
+    monkeypatch.setattr(launcher, "run_command", lambda command, *_: commands.append(command))
+    config = RunConfig("mine", runs_dir=str(tmp_path))
+    folder = launcher.launch(config, 2, say=list)
+    (folder / "config.yaml").write_text((folder / "launch" / "config.yaml").read_text())
+    done = CliRunner().invoke(app, ["launch", "--resume", str(folder), "--force-resume"])
+    assert done.exit_code == 0, done.output
+    assert commands[1] == [*commands[0], "--resume", "auto", "--force-resume"]
+    done = CliRunner().invoke(app, ["launch", "--force-resume"])
+    assert "--force-resume goes with --resume" in str(done.exception)
 
 
 @pytest.mark.parametrize("name", OPTIMIZER_NAMES)

@@ -3,16 +3,17 @@
 import json
 from pathlib import Path
 
+import pytest
 from support.processes import ROOT
 from support.snapshots import answer_all, compare
 
-from trainkit.config import ConfigError
-from trainkit.recipes.config import choose_method, read_method
+from trainkit.config import ConfigError, load_config
+from trainkit.recipes.config import RunConfig, choose_method, read_method
 from trainkit.recipes.config_files import Computed
 from trainkit.recipes.foreign_words import Implied, Refused
 from trainkit.recipes.config_files import read_python
 from trainkit.recipes.converter import convert_config
-from trainkit.recipes.foreign_settings import flag_changes, look_up
+from trainkit.recipes.foreign_settings import explain_word, flag_changes, look_up
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
 
@@ -202,6 +203,22 @@ def expression(text):
 
 def test_each_expression_of_a_script_keeps_its_value():
     answer_all(expression, "expressions.txt")
+
+
+@pytest.mark.parametrize("word", ["dynamic_rank", "lora.dynamic_rank", "target_r"])
+def test_a_rank_that_changes_is_a_callback(word):
+    assert "trainkit.lora.GrowRank({100: 8, 200: 16})" in explain_word(word, 8)
+
+
+@pytest.mark.parametrize("name", ["init_from", "model_name_or_path", "model"])
+def test_from_scratch_takes_no_trained_model(name):
+    changes, _ = flag_changes([("training_type", "from_scratch"), ("model_name_or_path", "x")])
+    for words in ([f"{name}=x", "method=from_scratch"], changes):
+        with pytest.raises(ConfigError, match="makes new weights, but .* = 'x' names a trained"):
+            load_config(RunConfig, {}, words)
+    config = load_config(RunConfig, {"init_from": "x"}, ["method=from_scratch"])
+    assert (config.method, config.init_from) == ("pretrain", "")
+    assert load_config(RunConfig, {"init_from": "x", "method": "pretrain"}).init_from == "x"
 
 
 def test_what_a_script_sets_outside_a_call(tmp_path):

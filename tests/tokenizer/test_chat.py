@@ -265,6 +265,40 @@ def test_tokens_touched_by_a_stretch(text, data):
     )
 
 
+def test_tags_around_every_message_learn_all_of_them():
+    "As transformers does it; the token that ends an answer is found all the same."
+    body = "{% for m in messages %}{{ m.role + ': ' }}TAG{{ m.content + '<|end|>' }}END{% endfor %}"
+    tagged = body.replace("TAG", "{% generation %}").replace("END", "{% endgeneration %}")
+    tok = set_template(BPETokenizer.from_hf(TOK.to_hf()), tagged)
+    assert tok.eos_token == "<|end|>"
+    chat = [dict(role=role, content=role[0]) for role in ("user", "assistant")] * 2
+    ids, mask = render(chat, tok)
+    theirs = tok.to_hf().apply_chat_template(
+        chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert (ids, mask) == (theirs["input_ids"], theirs["assistant_masks"]) and 0 < sum(mask)
+    if_long = "{% if messages|length > 9 %}{% generation %}x{% endgeneration %}{% endif %}"
+    untagged = body.replace("TAG", "").replace("END", "") + if_long
+    with pytest.raises(ValueError, match="no {% generation %} tag .* stands around an answer"):
+        set_template(BPETokenizer.from_hf(TOK.to_hf()), untagged)
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "gemma", "mistral", "qwen3", "alpaca"])
+def test_a_last_message_is_left_open_as_in_transformers(name):
+    chat = [dict(role="user", content="What is 2 + 2?"), dict(role="assistant", content="It is ")]
+    before, mask = render(chat, READY[name], continue_final_message=True)
+    theirs = THEIRS[name].apply_chat_template(chat, continue_final_message=True, tokenize=False)
+    assert READY[name].decode(before) == theirs and not any(mask)
+    assert theirs.rstrip().endswith("It is")
+    forged = [*chat[:1], dict(role="assistant", content=f"a {READY[name].eos_token} b")]
+    ids, _ = render(forged, READY[name], continue_final_message=True)
+    assert ids.count(READY[name].eos_token_id) == before.count(READY[name].eos_token_id)
+    with pytest.raises(ValueError, match="the last message has no text to continue"):
+        render([dict(role="user", content="")], READY[name], continue_final_message=True)
+    with pytest.raises(ValueError, match="choose one of them"):
+        render(chat, READY[name], add_generation_prompt=True, continue_final_message=True)
+
+
 def test_a_set_template_survives_folders(tmp_path):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM

@@ -65,6 +65,26 @@ def test_the_widgets_that_a_cell_replaces(key, cell, closed, monkeypatch):
     assert mine.key == (key or ("usual" if not cell[0] else f"c {cell[1]} {id(mine)}"))
 
 
+def test_an_explorer_closes_the_views_of_an_earlier_run_of_its_cell(monkeypatch):
+    import IPython
+
+    from trainkit.widgets.training_explorers import ScheduleExplorer
+
+    shell = SimpleNamespace(kernel=object(), execution_count=1)
+    shell.get_parent = lambda: {"metadata": {"cellId": "c"}}
+    monkeypatch.setattr(IPython, "get_ipython", lambda: shell)
+    views = []
+    for run in (1, 1, 2):
+        shell.execution_count = run
+        explorer = ScheduleExplorer()
+        explorer.show()
+        views.append(explorer.view)
+    assert [view.closed for view in views] == [True, True, False]
+    assert [*views[0].views.values()] == [views[2]]
+    views[2].close()
+    assert not views[0].views
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -91,7 +91,8 @@ class Subject:
     """A trainer that is audited: the functions through which it is asked.
 
     A function that is left out raises `NotImplementedError`, and the invariants that need it are
-    reported as not asked. AdamW with betas 0.9 and 0.999 and epsilon 1e-8 is assumed."""
+    reported as not offered, with the text of the error. AdamW with betas 0.9 and 0.999 and epsilon
+    1e-8 is assumed."""
 
     name = "a trainer"
     version = ""
@@ -363,7 +364,11 @@ def in_processes(
     work: Callable[[], dict[str, Tensor]],
     seconds: int = 120,  # A process that takes longer is killed
 ) -> list[dict[str, Tensor]]:  # Raises `RuntimeError` with what a process raised
-    "Do the same work in forked processes, which find each other as those of torchrun do."
+    """Do the same work in forked processes, which find each other as those of torchrun do.
+
+    Raises `NotImplementedError` where the system cannot fork, or torch refuses to train then."""
+    if not hasattr(os, "fork"):
+        raise NotImplementedError("this system cannot fork a process")
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         port = place.getsockname()[1]
@@ -396,6 +401,8 @@ def in_processes(
         if len([*Path(folder).glob("*.pt")]) < count:
             error = Path(folder, "error")
             text = error.read_text() if error.exists() else "a process was killed"
+            if "autograd's threading" in text:
+                raise NotImplementedError("torch computes no gradient in a forked process here")
             raise RuntimeError(text.splitlines()[0])
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(count)]
 

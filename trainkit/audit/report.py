@@ -121,8 +121,8 @@ def check_one(
         torch.manual_seed(0)
         try:
             evidence = invariant.check(subject, Path(folder))
-        except NotImplementedError:
-            status, text = "not offered", ""
+        except NotImplementedError as error:
+            status, text = "not offered", str(error).partition("\n")[0]
         except (Exception, SystemExit) as error:
             status = "failed"
             text = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -229,10 +229,10 @@ pre{overflow-x:auto;font-size:12px;white-space:pre;user-select:all}summary{curso
 </style></head><body>
 <h1>Audit of $names</h1>
 <p>$count invariants, $date. ✓ holds, ✗ violated, ~ violated on purpose, ! the trainer raised an
-exception, – the trainer has no such part. The severity of an invariant says what a violation
-means: <i>wrong</i>, something else is trained than was asked for; <i>lost</i>, work is lost;
-<i>note</i>, two trainers differ in a convention. Red cells are wrong or lost, yellow ones are notes
-and choices. A red or yellow
+exception, – the trainer has no such part, or it cannot be checked here. The severity of an
+invariant says what a violation means: <i>wrong</i>, something else is trained than was asked for;
+<i>lost</i>, work is lost; <i>note</i>, two trainers differ in a convention. Red cells are wrong or
+lost, yellow ones are notes and choices. A red or yellow
 cell opens to a program that repeats what was found: save it as a file and run it with Python.</p>
 <div class="wide"><table><thead><tr><th>Invariant</th>$heads</tr></thead><tbody>
 $rows

@@ -235,6 +235,8 @@ class _ChatBody(_Sampling):
     parallel_tool_calls: bool | None = None  # False: only the first call counts
     reasoning_effort: str | None = None  # For templates that know it
     chat_template_kwargs: _Object | None = None  # Not OpenAI's: as in vLLM and llama.cpp
+    continue_final_message: bool | None = None  # As in vLLM: the last one is an open answer
+    add_generation_prompt: bool | None = None
 
 
 class _ResponseBody(BaseModel):
@@ -1267,15 +1269,20 @@ class ChatServer:
                 effort: _Object = dict(reasoning_effort=body.reasoning_effort)
                 effort |= dict(enable_thinking=False) if body.reasoning_effort == "none" else {}
                 switches = effort | (switches or {})
+            goes_on = bool(body.continue_final_message)
+            if body.add_generation_prompt not in (None, not goes_on):
+                text = f"is not supported with continue_final_message = {goes_on}"
+                raise APIError(400, f"add_generation_prompt {text}", "add_generation_prompt")
             try:
                 with self._reading:
                     ids = render(
                         messages,
                         self.tokenizer,
-                        add_generation_prompt=True,
+                        add_generation_prompt=not goes_on,
                         tools=tools or None,
                         check_eos=False,
                         chat_template_kwargs=switches,
+                        continue_final_message=goes_on,
                     )[0]
             except (TypeError, ValueError) as error:
                 raise APIError(

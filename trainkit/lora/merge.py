@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ..display import plural
 from ..files import atomic_folder, read_json, reading, show_bytes
 from .adapters import adapter_parts, check_adapter_base, tensors_differ, lora_config
-from .adapters import read_adapter
+from .adapters import _TOKENIZER_FILES, read_adapter
 from .inject import adapted, rank_and_alpha, replace_layer
 from .inject import LoRALayer, ModulesToSaveWrapper
 from ..progress import note
@@ -391,13 +391,7 @@ def _copy_tokenizer(adapter: Path, output: Path) -> dict[str, int]:  # The ids o
     source = next((path for path in folders if (path / "tokenizer.json").is_file()), None)
     if source is None:
         return {}
-    for name in (
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "special_tokens_map.json",
-        "added_tokens.json",
-    ):
+    for name in _TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copy(source / name, output / name)
         else:  # The base's: it belongs to another tokenizer

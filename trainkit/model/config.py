@@ -186,8 +186,7 @@ class ModelConfig:
             problem("n_kv_heads", f"must divide n_heads = {heads}")
         if windows is not None and (len(windows) != self.n_layers or min(windows) < 0):
             problem("layer_windows", f"must hold n_layers = {self.n_layers} numbers ≥ 0")
-        if self.rope_scaling is not None and (wrong := _rope_problem(self.rope_scaling)):
-            problem("rope_scaling", wrong)
+        problems += self._rope_problems()
         if self.layer_rope_theta is not None and (wrong := self._layer_rope_problem()):
             problem("layer_rope_theta", wrong)
         if self.n_layers > MAX_LAYERS:
@@ -201,6 +200,20 @@ class ModelConfig:
         problems += self._mup_problems() + self._expert_problems()
         if problems:
             raise ConfigError(problems, "ModelConfig")
+
+    def _rope_problems(self) -> list[Problem]:
+        if self.rope_scaling is None:
+            return []
+        if wrong := _rope_problem(self.rope_scaling):
+            return [Problem("rope_scaling", self.rope_scaling, wrong)]
+        kind = self.rope_scaling["rope_type"] if self.position == "rope" else ""
+        if kind == "yarn" and self.rope_theta <= 1:
+            needs = "must be above 1 for rope_scaling of type yarn, for example 10000"
+            return [Problem("rope_theta", self.rope_theta, needs)]
+        if kind == "dynamic" and self.head_width <= 2:
+            needs = "must be 4 or more for rope_scaling of type dynamic"
+            return [Problem("head_dim", self.head_width, needs)]
+        return []
 
     def _layer_rope_problem(self) -> str:
         bases = self.layer_rope_theta or ()

@@ -59,6 +59,23 @@ NAMING = ("method", "training_type", "stage", "finetuning_type")
 FAMILY = ("kto", "orpo", "simpo", "cpo", "ipo")  # losses of dpo that are known as methods
 _PARTS = ("freeze", "lora", "qlora")  # sft of a part
 _BITS = {"quantization_bit", "load_in_8bit", "load_in_4bit", "bits"}
+_BEGINNING = (  # What other libraries call `init_from`
+    "model_name_or_path",
+    "base_model",
+    "model_name",
+    "base_model_name",
+    "huggingface_id",
+)
+
+
+def _check_new_weights(key: str, words: Mapping[str, object]) -> None:
+    for name in ("init_from", "model", *_BEGINNING):
+        if model := words.get(name):
+            remedy = (
+                f"makes new weights, but {name} = {model!r} names a trained model: leave that out, "
+                "or take method pretrain, which trains this model further"
+            )
+            raise ConfigError([Problem(key, words[key], remedy)], "RunConfig")
 
 
 def read_method(
@@ -67,10 +84,14 @@ def read_method(
 ) -> _Values:  # Knob -> value: `method`, and perhaps `use_lora`, `quant.bits` and a loss
     "Read `stage: sft` with `finetuning_type: lora` and the like as one method."
     said = {}
+    settings: _Values = {}
     for key in NAMING:
         if key in words:
             word = str(words[key])
             said[key] = METHOD_NAMES.get(word, word)
+            if word == "from_scratch":
+                _check_new_weights(key, words)
+                settings["init_from"] = ""  # Also over a file that names a model
     for name in said.values():
         if name not in METHODS and name not in FAMILY:
             return {"method": name}  # Checking the config says which there are
@@ -90,7 +111,7 @@ def read_method(
         first, *_, last = said
         remedy = f"does not go with '{first}', which says {words.get(first, under)!r}"
         raise ConfigError([Problem(last, words[last], remedy)], "RunConfig")
-    settings: _Values = {"method": goal if adapter else part or goal}
+    settings["method"] = goal if adapter else part or goal
     if losses:
         settings["dpo.loss_type"] = losses
     if adapter:
@@ -329,13 +350,7 @@ class RunConfig:
         "",
         "A trained model to begin with: a folder, an adapter's too, "
         "a .gguf file or a name on the hub; empty: a new one",
-        aliases=(
-            "model_name_or_path",
-            "base_model",
-            "model_name",
-            "base_model_name",
-            "huggingface_id",
-        ),
+        aliases=_BEGINNING,
     )
     cache_dir: str = knob("", "Where models of the hub are kept; empty: where HF_HUB_CACHE says")
     device_map: str = knob(

@@ -320,6 +320,11 @@ ANSWERS = {  # Words that no knob replaces -> what to do instead
         "name the layers instead: --lora_target q_proj,v_proj or all-linear",
     ),
     **dict.fromkeys(
+        ("dynamic_rank", "grow_rank", "rank_schedule", "use_adalora", "target_r", "init_r"),
+        "a config has one rank for the whole run, --lora_rank; in Python a callback of the Trainer "
+        "lets it grow: trainkit.lora.GrowRank({100: 8, 200: 16})",
+    ),
+    **dict.fromkeys(
         ("adapter_name_or_path", "lora_model_dir"),
         "give the adapter's folder as --model: its config names the base model",
     ),
@@ -532,6 +537,18 @@ def _remarks(word: str, meaning: Meaning) -> list[str]:
     return [f"--{word}: {meaning}"] if isinstance(meaning, Implied) else []
 
 # %% ../../nbs/11_recipes/22_foreign_settings.ipynb #fs-flag-changes
+def _named(naming: Mapping[str, object]) -> dict[str, object]:
+    "The settings of the words that name a method."
+    if {*naming} <= {"use_lora"}:
+        return {**naming}
+    settings = read_method(naming)
+    if "init_from" in settings:  # The config checks that no model is named
+        del settings["init_from"]
+        settings["method"] = "from_scratch"
+    use_lora = naming.get("use_lora")
+    return settings if use_lora is None else {"use_lora": use_lora, **settings}
+
+
 def flag_changes(
     # Words of any library with their text; None where a flag has no value
     flags: Sequence[tuple[str, str | None]],
@@ -570,11 +587,5 @@ def flag_changes(
             shared = len(_groups_of().get(word, ())) > 1 and len(meaning) == 1
             plain = text if text is not None and setting is value else json.dumps(setting)
             changes.append(f"{word if shared else knob_name}={plain}")
-    if set(naming) == {"use_lora"}:
-        changes.append(f"use_lora={json.dumps(naming['use_lora'])}")
-    elif naming:
-        settings = read_method(naming)
-        if (use_lora := naming.get("use_lora")) is not None:
-            settings = {"use_lora": use_lora, **settings}
-        changes += [f"{key}={json.dumps(setting)}" for key, setting in settings.items()]
+    changes += [f"{key}={json.dumps(setting)}" for key, setting in _named(naming).items()]
     return changes, notes

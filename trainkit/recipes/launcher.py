@@ -986,6 +986,7 @@ def launch(
     dry_run: bool = False,  # Only show the command, and the commands that write its files
     say: Callable[[str], object] = note,
     resume: bool = False,  # Continue in the config's own folder, from its last checkpoint
+    force_resume: bool = False,  # Even if config or data are not those of the folder's run
     **more: Any,  # Other fields of `LaunchConfig`
 ) -> Path:  # The run folder; raises `WorkerFailed`
     "Run a config in several processes."
@@ -1003,8 +1004,9 @@ def launch(
         defaults = to_dict(kind(**method))
         short = {**method, **_differences(to_dict(config), defaults)}
         text = yaml.safe_dump(short, sort_keys=False, allow_unicode=True)
+    force = ["--resume", "auto", "--force-resume"] if force_resume else []
     start(
-        ["-m", "trainkit", "train", str(where)],
+        ["-m", "trainkit", "train", str(where), *force],
         plan,
         folder / "launch",
         dry_run,

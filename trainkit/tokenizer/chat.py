@@ -536,6 +536,33 @@ def after_thought(
     first = bisect_left(range(len(ids)), end, key=lambda n: len(text(ids[:n])))
     return text(ids[:first])[end:] + text(ids[first:], skip_special_tokens)
 
+# %% ../../nbs/01_tokenizer/08_chat.ipynb #render-open
+_OPEN_MARK = "\uf8f4"  # As `SPECIAL_MARK`
+
+
+def _left_open(conversations: Sequence[Sequence[Mapping]], asks: bool) -> list[Sequence[Mapping]]:
+    "The chats with a mark where the text of the last message ends."
+    if asks:
+        raise ValueError(
+            "continue_final_message continues the last message, and add_generation_prompt begins "
+            "another one: choose one of them"
+        )
+    chats = list[Sequence[Mapping]]()
+    for chat in conversations:
+        text = chat[-1].get("content") if chat else None
+        if not isinstance(text, str) or not text:
+            raise ValueError("continue_final_message: the last message has no text to continue")
+        chats.append([*chat[:-1], {**chat[-1], "content": f"{text}{_OPEN_MARK} "}])
+    return chats
+
+
+def _cut_open(text: str) -> str:
+    "A chat up to the mark; a template that strips a text strips the open one, too."
+    before, mark, after = text.rpartition(_OPEN_MARK)
+    if not mark:
+        raise ValueError("the template leaves out the end of the message that is to be continued")
+    return before if after.startswith(" ") else before.rstrip()
+
 # %% ../../nbs/01_tokenizer/08_chat.ipynb #447f89b6-2
 def render_batch(
     conversations: Sequence[Sequence[Mapping]],  # Lists of messages
@@ -548,6 +575,7 @@ def render_batch(
     tools: Sequence[Sequence[Mapping] | None] | None = None,
     check_eos: bool = True,  # Raise an error if an answer does not end with the tokenizer's EOS
     chat_template_kwargs: Mapping | None = None,  # As in `render`
+    continue_final_message: bool = False,  # End within the last message, behind its text
 ) -> list[tuple[np.ndarray, np.ndarray]]:  # ids, int64, and loss mask, bool, of each
     "`render` for many chats at once; a `ValueError` names the chat that cannot be rendered."
     jinja = find_template(tokenizer, template)
@@ -563,6 +591,8 @@ def render_batch(
         if len(conversations) == 1:
             raise
         raise ValueError(f"conversation {len(guarded)}: {error}") from None
+    if continue_final_message:
+        guarded, train_on = _left_open(guarded, add_generation_prompt), "all"
     rendered = render_texts(
         guarded,
         jinja,
@@ -572,6 +602,8 @@ def render_batch(
         user.mark(tools) if tools else None,
         chat_template_kwargs,
     )
+    if continue_final_message:
+        rendered = [(_cut_open(text), []) for text, _ in rendered]
     texts = [text for text, _ in rendered]
     spans = [span for _, span in rendered]
     always = _forgeable(tokenizer, controls)
@@ -625,12 +657,13 @@ def render(
     check_eos: bool = True,  # Raise an error if an answer does not end with the tokenizer's EOS
     # Switches of the template, such as dict(enable_thinking=False) or dict(reasoning_effort="low")
     chat_template_kwargs: Mapping | None = None,
+    continue_final_message: bool = False,  # End within the last message; nothing is learned
 ) -> tuple[list[int], list[int]]:  # ids, and 1 where the model learns, else 0
     """A chat as ids and loss mask.
 
     Raises `ValueError` if the mask would be wrong or uncertain."""
     how = template, train_on, add_generation_prompt, [tools], check_eos, chat_template_kwargs
-    [(ids, mask)] = render_batch([messages], tokenizer, *how)
+    [(ids, mask)] = render_batch([messages], tokenizer, *how, continue_final_message)
     return ids.tolist(), mask.astype(int).tolist()
 
 # %% ../../nbs/01_tokenizer/08_chat.ipynb #fe03883e
@@ -683,7 +716,10 @@ def _ending(jinja: str, tokenizer: "AnyTokenizer") -> str:
     "The special token with which an unknown template ends an answer."
     chat = [dict(role="user", content="a"), dict(role="assistant", content="b")]
     names = _names(tokenizer)
-    text, [(start, end)] = render_text(chat, jinja, names, train_on="last")
+    text, spans = render_text(chat, jinja, names, train_on="last")
+    if not spans:
+        raise ValueError("no {% generation %} tag of this template stands around an answer")
+    start, end = spans[-1]  # The tags may also enclose what a user writes
     tail = text[start:end].rstrip()
     known = sorted(_specials(tokenizer), key=len, reverse=True)
     if ending := next((token for token in known if tail.endswith(token)), None):

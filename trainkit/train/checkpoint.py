@@ -148,7 +148,7 @@ class Snapshot:
 def hash_part(
     part: object,  # What `pack_tree` can take
 ) -> str:
-    "The SHA-256 of a piece of state."
+    "The SHA-256 of a piece of state; the order of text keys counts only for tensors under them."
     tensors: dict[str, Tensor] = {}
     digest = hashlib.sha256(json.dumps(pack_tree(part, tensors), sort_keys=True).encode())
     for t in tensors.values():

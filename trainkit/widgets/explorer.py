@@ -26,12 +26,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..config import ConfigError, Knob, Problem, check_config, knobs
 from ..display import PLAIN, Picture, notice
-from .form import BUTTON_STYLE, Field, close_all, notebook, show_text, widgets
+from .form import BUTTON_STYLE, Field, claim_cell, close_all, notebook, show_text
+from .form import widgets
 
 if TYPE_CHECKING:
     from typing import Self
-
-    from ipykernel.zmqshell import ZMQInteractiveShell
 
 # %% ../../nbs/12_widgets/06_explorer.ipynb #explorer-html
 _KNOB = (
@@ -140,7 +139,7 @@ class Explorer:
         if view is None:
             display(Picture(explorer_html(self) + reason))
             return
-        _replace_views(view, shell)
+        claim_cell(view, ExplorerView.views, "", str(id(view)))
         model = dict(version_major=2, version_minor=0, model_id=view.widget.model_id)
         display(
             {
@@ -330,6 +329,9 @@ class ExplorerControl(Field):
 class ExplorerView:
     "An explorer on a page: controls, error messages and the picture."
 
+    views: dict[str, "ExplorerView"] = {}  # Those that are displayed
+    key = ""  # The key of this view in `views`, once it is displayed
+    cell: tuple[str, int]  # Id of its cell and the number of the run
     every = 0.2  # Seconds between two drawings
 
     def __init__(self, explorer: Explorer):
@@ -447,23 +449,8 @@ class ExplorerView:
             self.closed = True
             if self.explorer.view is self:
                 self.explorer.view = None
+            if self.views.get(self.key) is self:
+                del self.views[self.key]
             for control in self.controls.values():
                 close_all(control.box)
             close_all(self.widget)
-
-# %% ../../nbs/12_widgets/06_explorer.ipynb #45628f62-2
-_views: dict[str, tuple[int, list[ExplorerView]]] = {}  # Cell -> (which run of it, its views)
-
-
-def _replace_views(view: ExplorerView, shell: "ZMQInteractiveShell") -> None:
-    "Close the views that an earlier run of the same cell has displayed."
-    try:
-        cell = str(shell.get_parent()["metadata"]["cellId"])
-    except Exception:
-        return  # This kernel does not tell which cell runs
-    run, views = _views.get(cell, (0, []))
-    if run != shell.execution_count:
-        for old in views:
-            old.close()
-        views = []
-    _views[cell] = shell.execution_count, [*views, view]

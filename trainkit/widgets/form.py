@@ -38,6 +38,7 @@ from ..system import start_worker
 if TYPE_CHECKING:
     from ipywidgets import Box, Button, Dropdown, HBox, Widget
 
+    from trainkit.widgets.explorer import ExplorerView
     from trainkit.widgets.panel import TrainerPanel
 
 # %% ../../nbs/12_widgets/05_form.ipynb #form-html
@@ -405,7 +406,7 @@ def _this_cell() -> tuple[str, int]:  # Its id, or ''; the number of this run of
         return "", 0
 
 
-_Claimed = TypeVar("_Claimed", bound="TrainerPanel | Page")
+_Claimed = TypeVar("_Claimed", bound="TrainerPanel | Page | ExplorerView")
 
 
 def replaced_by(
@@ -421,7 +422,7 @@ def replaced_by(
 
 
 def claim_cell(
-    widget: "TrainerPanel | Page",  # Gets `key` and `cell`; has `close()`
+    widget: "TrainerPanel | Page | ExplorerView",  # Gets `key` and `cell`; has `close()`
     claimed: MutableMapping,  # Key -> widget; those that `widget` replaces are closed
     key: str,  # A name of its own; empty: it replaces those of an earlier run of the same cell
     name: str,  # The key where the cell is not known
