@@ -20,7 +20,7 @@ from trainkit.align.reference import make_reference
 from trainkit.align.rl import RLConfig
 from trainkit.align.rollouts import Rollouts
 from trainkit.charts import as_points
-from trainkit.data.dataloader import Batches
+from trainkit.data.dataloader import Batches, pack
 from trainkit.data.dataset import split_examples
 from trainkit.data.tokenization import tokenize_examples
 from trainkit.engine import Scheduler
@@ -34,6 +34,7 @@ from trainkit.recipes.evaluation import ask
 from trainkit.recipes.saving import score_answers
 from trainkit.tokenizer.chat import set_template
 from trainkit.train.config import TrainConfig, check_callbacks
+from trainkit.train.loggers import check_report_to
 from trainkit.train.objectives import Loss, lm_loss, lm_objective
 from trainkit.train.optim import OptimConfig, make_schedule
 from trainkit.train.step import tf32
@@ -423,3 +424,36 @@ def test_a_warning_names_the_line_of_the_program_that_caused_it(cause, words, mo
     code = cause.__code__
     assert [w.filename for w in caught] == [__file__]
     assert code.co_firstlineno < caught[0].lineno <= max(line or 0 for *_, line in code.co_lines())
+
+
+def test_all_wrong_keywords_of_a_config_are_named_at_once_with_their_values():
+    words = r"no 'n_layer': here it is n_layers; no 'block_size': here it is max_seq_len$"
+    with pytest.raises(TypeError, match=words):
+        ModelConfig(n_layer=2, block_size=8)
+    with pytest.raises(TypeError, match="'bf16': here it is mixed_precision='bf16'; no 'fp16': le"):
+        TrainConfig(bf16=True, fp16=False)
+    with pytest.raises(TypeError, match=r"'report_to': .*MetricsLog.*; no 'ema' \(it has output_d"):
+        TrainConfig(report_to="wandb", ema=True)
+    with pytest.raises(TypeError, match="'group_size': here it is blocksize"):
+        QuantConfig(group_size=64)
+
+
+def test_what_takes_the_rows_instead_is_named(tok, model):
+    with pytest.raises(ValueError, match=r"token_blocks\(encode_rows\(rows, tokenizer\)"):
+        pack(tokenize_examples([dict(text="two " * 99)], tok), 8)
+    with pytest.raises(ValueError, match=r"trainkit\.align\.tokenize_pairs makes ids of them"):
+        tokenize_examples([dict(prompt="a", chosen="b", rejected="c")], tok)
+    with pytest.raises(ValueError, match=r"pass the ids of tokenizer\.encode\(text, allowed_sp"):
+        generate(model, "cat<|endoftext|>", tokenizer=tok)
+    with pytest.raises(ValueError, match="report_to='csv' is not known. Choose .*metrics.jsonl"):
+        check_report_to("csv")
+
+
+def test_an_environment_is_a_subclass(tok, model):
+    class Gym:
+        def reset(self, row, seed):
+            return "two"
+
+    config = RLConfig(method="grpo", max_completion_length=4)
+    with pytest.raises(TypeError, match=r"gives a Gym: a subclass of trainkit\.align\.Environment"):
+        Rollouts(model, tok, [{}], (), config=config, environment=Gym)

@@ -219,7 +219,8 @@ class Trainer:
         self,
         model: nn.Module,  # Trained in place
         objective: Callable[[nn.Module, dict], Loss],
-        # A list, or `__iter__` over the rest of an epoch with `state_dict`, `load_state_dict`
+        # A list, a `DataLoader`, or `__iter__` over the rest of an epoch with `state_dict` and
+        # `load_state_dict`, which need not read up to the place of a resume
         train_batches: Iterable[dict],
         eval_batches: Iterable[dict] | None = None,  # The same batches every time
         config: TrainConfig | None = None,
