@@ -23,7 +23,7 @@ from trainkit.charts import as_points
 from trainkit.data.dataloader import Batches, pack
 from trainkit.data.dataset import split_examples
 from trainkit.data.tokenization import tokenize_examples
-from trainkit.engine import Scheduler
+from trainkit.engine import BatchEngine, ChatServer, Scheduler
 from trainkit.eval.evaluator import evaluate
 from trainkit.eval.metrics import exact_match
 from trainkit.eval.scoring import score_texts
@@ -457,3 +457,10 @@ def test_an_environment_is_a_subclass(tok, model):
     config = RLConfig(method="grpo", max_completion_length=4)
     with pytest.raises(TypeError, match=r"gives a Gym: a subclass of trainkit\.align\.Environment"):
         Rollouts(model, tok, [{}], (), config=config, environment=Gym)
+
+
+def test_an_engine_is_made_of_a_scheduler_and_a_server_of_an_engine(tok, model):
+    with pytest.raises(TypeError, match=r"is a Transformer: BatchEngine\(Scheduler\(model, tok"):
+        BatchEngine(model, tok)
+    with pytest.raises(TypeError, match=r"is a Scheduler: ChatServer\(BatchEngine\("):
+        ChatServer(Scheduler(model, tok))

@@ -759,6 +759,10 @@ class BatchEngine:
         scheduler: Scheduler,
         max_waiting: int = 64,  # Requests in the queue, besides those that are running
     ):
+        if not isinstance(scheduler, Scheduler):
+            raise TypeError(
+                f"scheduler is a {type(scheduler).__name__}: BatchEngine(Scheduler(model, tokenizer))"
+            )
         self.scheduler = scheduler
         self.max_waiting = max_waiting
         self._changed = threading.Condition()
