@@ -761,7 +761,8 @@ class BatchEngine:
     ):
         if not isinstance(scheduler, Scheduler):
             raise TypeError(
-                f"scheduler is a {type(scheduler).__name__}: BatchEngine(Scheduler(model, tokenizer))"
+                f"scheduler is a {type(scheduler).__name__}: "
+                "BatchEngine(Scheduler(model, tokenizer))"
             )
         self.scheduler = scheduler
         self.max_waiting = max_waiting
