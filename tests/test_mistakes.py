@@ -250,7 +250,7 @@ def test_batches_and_objectives_that_do_not_belong_together(model, tok, batches)
         (LoRAConfig, "lora_alhpa", "Did you mean lora_alpha?"),
         (TrainConfig, "lr", "TrainConfig has no 'lr', but OptimConfig has learning_rate"),
         (RunConfig, "max_steps", r"write train=TrainConfig\(max_steps=…\)"),
-        (QuantConfig, "colour", "It has bits"),
+        (QuantConfig, "colour", r"\(it has bits"),
     ],
 )
 def test_a_name_of_another_library_is_translated(cls, name, says):
@@ -432,7 +432,7 @@ def test_all_wrong_keywords_of_a_config_are_named_at_once_with_their_values():
         ModelConfig(n_layer=2, block_size=8)
     with pytest.raises(TypeError, match="'bf16': here it is mixed_precision='bf16'; no 'fp16': le"):
         TrainConfig(bf16=True, fp16=False)
-    with pytest.raises(TypeError, match=r"'report_to': .*MetricsLog.*; no 'ema' \(it has output_d"):
+    with pytest.raises(TypeError, match=r"'report_to', but RunConfig .*; no 'ema' \(it has"):
         TrainConfig(report_to="wandb", ema=True)
     with pytest.raises(TypeError, match="'group_size': here it is blocksize"):
         QuantConfig(group_size=64)

@@ -111,7 +111,7 @@ class Stream(torch.utils.data.IterableDataset):
             yield (torch.from_numpy(row) + torch.randint(0, 5, ())) % 31
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "stream"])
+@pytest.mark.parametrize("kind", ["shuffled", "generator", "stream"])
 def test_a_data_loader_resumes_exactly(tmp_path, kind):
     "It does not know its position: the trainer reads up to it, in the same order."
     data = Stream() if kind == "stream" else [torch.from_numpy(row) for row in ROWS]
@@ -121,7 +121,8 @@ def test_a_data_loader_resumes_exactly(tmp_path, kind):
         loader = torch.utils.data.DataLoader(
             data,
             4,
-            shuffle=kind == "shuffled",
+            shuffle=kind != "stream",
+            generator=torch.Generator().manual_seed(3) if kind == "generator" else None,
             collate_fn=lambda rows: dict(input_ids=torch.stack(rows), labels=torch.stack(rows)),
         )
         model, config, optim = one.model, one.config, one.optim

@@ -793,7 +793,7 @@ class BatchEngine:
             self.put([request])
         return request
 
-    def stream(self, prompt: Prompts, *args: Any, **options: Any) -> Iterator[Piece]:
+    def stream(self, prompt: Prompts, *args: object, **options: object) -> Iterator[Piece]:
         "The pieces of one request as they are written; to close the iterator cancels it."
         pieces: SimpleQueue[Piece] = SimpleQueue()
         request = self.submit(prompt, *args, **options, listener=pieces.put)

@@ -67,8 +67,6 @@ _PROCESSES = {
 _FOLDERS = {
     **dict.fromkeys(("checkpoint_dir", "save_dir")),
     "logging_dir": "no longer exists: the logs of a run are in its folder, output_dir",
-    "report_to": "belongs to RunConfig; a Trainer takes it as a callback of trainkit.train, "
-    "callbacks=[MetricsLog(RunFolder(output_dir), report_to=…)]",
     "overwrite_output_dir": "no longer exists: a folder with a run is never overwritten; choose "
     "another output_dir",
     "resume_from_checkpoint": "is not a setting of a run: use trainkit train --resume FOLDER, or "

@@ -299,6 +299,9 @@ class Trainer:
             if hasattr(batches, "accelerator"):  # What it computes is compared with training
                 batches.accelerator = self.accelerator  # type: ignore
         self.train_start = _position(train_batches)
+        generator = getattr(train_batches, "generator", None)
+        drawn = isinstance(generator, torch.Generator)
+        self.generator_seed = generator.initial_seed() if drawn else None
         self.eval_start = _position(eval_batches)
         self.window_size = self.config.gradient_accumulation_steps * self.accelerator.num_processes
         self.total_steps = count_steps(train_batches, self.window_size, self.config)
@@ -579,8 +582,9 @@ class Trainer:
         """The batches of the epoch that are left.
 
         Batches that do not know their position, such as a `DataLoader`, are read up to it. What
-        they draw for the order of an epoch depends on seed and epoch alone, so a resume gets the
-        same order, and the next step the random numbers that it had."""
+        they draw for the order of an epoch depends on seed and epoch alone (the seed of their
+        `generator`, if they have one), so a resume gets the same order, and the next step the
+        random numbers that it had."""
         if self.cursor is not None:
             yield from self.train_batches
             return
@@ -589,6 +593,9 @@ class Trainer:
         drawn = rng_state()
         try:
             seed_everything((order + self.state.epoch) % 2**32)
+            if self.generator_seed is not None:
+                seed = (self.generator_seed + self.state.epoch) % 2**63
+                self.train_batches.generator.manual_seed(seed)
             batches = iter(self.train_batches)
             # An order is drawn with the first batch
             read = deque(islice(batches, max(1, self.state.batch)), maxlen=1)
