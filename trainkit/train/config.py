@@ -595,9 +595,8 @@ class Result:
         if self.tokens:
             facts["tokens"] = f"{self.tokens:,}"
         if self.seconds:
-            facts["time"] = (
-                f"{self.seconds:,.1f} s, {(self.tokens or 0) / self.seconds:,.0f} tokens/s"
-            )
+            speed = f", {self.tokens / self.seconds:,.0f} tokens/s" if self.tokens else ""
+            facts["time"] = f"{self.seconds:,.1f} s{speed}"
         places = dict(checkpoint=self.final_checkpoint, best_model=self.best_model_path)
         facts |= {name.replace("_", " "): path for name, path in places.items() if path}
         return facts | {f"note {n}": text for n, text in enumerate(self.notes, 1)}
