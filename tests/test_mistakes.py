@@ -20,10 +20,10 @@ from trainkit.align.reference import make_reference
 from trainkit.align.rl import RLConfig
 from trainkit.align.rollouts import Rollouts
 from trainkit.charts import as_points
-from trainkit.data.dataloader import Batches
+from trainkit.data.dataloader import Batches, pack
 from trainkit.data.dataset import split_examples
 from trainkit.data.tokenization import tokenize_examples
-from trainkit.engine import Scheduler
+from trainkit.engine import BatchEngine, ChatServer, Scheduler
 from trainkit.eval.evaluator import evaluate
 from trainkit.eval.metrics import exact_match
 from trainkit.eval.scoring import score_texts
@@ -34,6 +34,7 @@ from trainkit.recipes.evaluation import ask
 from trainkit.recipes.saving import score_answers
 from trainkit.tokenizer.chat import set_template
 from trainkit.train.config import TrainConfig, check_callbacks
+from trainkit.train.loggers import check_report_to
 from trainkit.train.objectives import Loss, lm_loss, lm_objective
 from trainkit.train.optim import OptimConfig, make_schedule
 from trainkit.train.step import tf32
@@ -249,7 +250,7 @@ def test_batches_and_objectives_that_do_not_belong_together(model, tok, batches)
         (LoRAConfig, "lora_alhpa", "Did you mean lora_alpha?"),
         (TrainConfig, "lr", "TrainConfig has no 'lr', but OptimConfig has learning_rate"),
         (RunConfig, "max_steps", r"write train=TrainConfig\(max_steps=…\)"),
-        (QuantConfig, "colour", "It has bits"),
+        (QuantConfig, "colour", r"\(it has bits"),
     ],
 )
 def test_a_name_of_another_library_is_translated(cls, name, says):
@@ -423,3 +424,43 @@ def test_a_warning_names_the_line_of_the_program_that_caused_it(cause, words, mo
     code = cause.__code__
     assert [w.filename for w in caught] == [__file__]
     assert code.co_firstlineno < caught[0].lineno <= max(line or 0 for *_, line in code.co_lines())
+
+
+def test_all_wrong_keywords_of_a_config_are_named_at_once_with_their_values():
+    words = r"no 'n_layer': here it is n_layers; no 'block_size': here it is max_seq_len$"
+    with pytest.raises(TypeError, match=words):
+        ModelConfig(n_layer=2, block_size=8)
+    with pytest.raises(TypeError, match="'bf16': here it is mixed_precision='bf16'; no 'fp16': le"):
+        TrainConfig(bf16=True, fp16=False)
+    with pytest.raises(TypeError, match=r"'report_to', but RunConfig .*; no 'ema' \(it has"):
+        TrainConfig(report_to="wandb", ema=True)
+    with pytest.raises(TypeError, match="'group_size': here it is blocksize"):
+        QuantConfig(group_size=64)
+
+
+def test_what_takes_the_rows_instead_is_named(tok, model):
+    with pytest.raises(ValueError, match=r"token_blocks\(encode_rows\(rows, tokenizer\)"):
+        pack(tokenize_examples([dict(text="two " * 99)], tok), 8)
+    with pytest.raises(ValueError, match=r"trainkit\.align\.tokenize_pairs makes ids of them"):
+        tokenize_examples([dict(prompt="a", chosen="b", rejected="c")], tok)
+    with pytest.raises(ValueError, match=r"pass the ids of tokenizer\.encode\(text, allowed_sp"):
+        generate(model, "cat<|endoftext|>", tokenizer=tok)
+    with pytest.raises(ValueError, match="report_to='csv' is not known. Choose .*metrics.jsonl"):
+        check_report_to("csv")
+
+
+def test_an_environment_is_a_subclass(tok, model):
+    class Gym:
+        def reset(self, row, seed):
+            return "two"
+
+    config = RLConfig(method="grpo", max_completion_length=4)
+    with pytest.raises(TypeError, match=r"gives a Gym: a subclass of trainkit\.align\.Environment"):
+        Rollouts(model, tok, [{}], (), config=config, environment=Gym)
+
+
+def test_an_engine_is_made_of_a_scheduler_and_a_server_of_an_engine(tok, model):
+    with pytest.raises(TypeError, match=r"is a Transformer: BatchEngine\(Scheduler\(model, tok"):
+        BatchEngine(model, tok)
+    with pytest.raises(TypeError, match=r"is a Scheduler: ChatServer\(BatchEngine\("):
+        ChatServer(Scheduler(model, tok))

@@ -764,3 +764,17 @@ def test_a_question_mark_shows_what_the_parameters_mean(monkeypatch):
         "Another one."
 
     assert IPython.core.oinspect.getdoc(Own) == "Another one."
+
+
+def test_help_in_a_plain_interpreter_shows_what_the_parameters_mean():
+    lines = (
+        "import trainkit, trainkit.train",
+        "trainkit.Trainer is trainkit.train.Trainer",
+        "print(trainkit.Trainer.__doc__, trainkit.Trainer.train.__doc__)",
+        "print(trainkit.BPETokenizer.train.__doc__)",
+    )
+    page = subprocess.run(
+        [sys.executable, "-iq"], input="\n".join(lines), capture_output=True, text=True, check=True
+    ).stdout
+    for words in ("    train_batches: A list", "    resume: True: from", "    vocab_size: "):
+        assert page.count(f"\n{words}") == 1, words

@@ -25,6 +25,8 @@ def attach_stub(
             found = getattr(found, name)
             if 'IPython' in sys.modules:  # Where `?` shows what its parameters mean
                 import_module('trainkit._remarks').attach(found)
+            elif 'pydoc' in sys.modules or hasattr(sys, 'ps1'):  # Where `help` does
+                import_module('trainkit._remarks').spell_out(found)
         setattr(sys.modules[package], name, found)
         return found
 

@@ -2,7 +2,8 @@
 
 Functions here explain each parameter in a comment behind it or above it. `?` and Shift-Tab in a
 notebook read docstrings alone, so `attach` gives an object a method that they ask first: its
-docstring and what the comments tell. The API reference reads the same comments."""
+docstring and what the comments tell. `help` in a plain interpreter asks no method, so there
+`spell_out` puts the same into the docstring. The API reference reads the same comments."""
 
 import ast
 import inspect
@@ -170,3 +171,20 @@ def attach(
         thing.getdoc = classmethod(  # type: ignore
             lambda owner: described(owner) if owner is thing else inspect.getdoc(owner)
         )
+
+
+_spelled_out: set[object] = set()  # A name may stand in several packages
+
+
+def spell_out(
+    thing: object,  # Anything that a package hands out
+) -> None:
+    "Let `help` show the comments at the parameters, also at those of the methods of a class."
+    if not isinstance(thing, (FunctionType, type)) or thing in _spelled_out:
+        return
+    _spelled_out.add(thing)
+    thing.__doc__ = described(thing)
+    for method in vars(thing).values() if isinstance(thing, type) else ():
+        method = getattr(method, "__func__", method)  # Of a classmethod
+        if isinstance(method, FunctionType) and not method.__name__.startswith("_"):
+            method.__doc__ = described(method)

@@ -998,8 +998,8 @@ def recheck(
         raise ConfigError(problems, type(config).__name__)
 
 # %% ../nbs/90_toolbox/03_config.ipynb #config-class
-def _right_word(cls: type, key: str) -> str:
-    "What to write instead of a keyword that a config class does not have."
+def _right_word(cls: type, key: str, value: object) -> str:
+    "What to write instead of a keyword that a config class does not have; empty: no idea."
     places = find_knobs(cls, key)
     if places and len(places[0].path) > 1:
         types = {k.name: k.type.__name__ for k in filter(_is_group, declared(cls))}
@@ -1007,14 +1007,24 @@ def _right_word(cls: type, key: str) -> str:
         return f": write {' or '.join(calls)}"
     if places:
         meaning = places[0].knob.aliases.get(key)
-        return f": {meaning}" if isinstance(meaning, str) else f": here it is {places[0].knob.name}"
+        if callable(meaning):
+            try:
+                meaning = meaning(value)
+            except (TypeError, ValueError, LookupError, AttributeError):
+                meaning = None  # The other library does not take the value either
+        if isinstance(meaning, str):
+            return f": {meaning}"
+        if isinstance(meaning, Mapping):
+            words = ", ".join(f"{name}={setting!r}" for name, setting in meaning.items())
+            return f": here it is {words}" if words else ": leave it out"
+        return f": here it is {places[0].knob.name}"
     names = _knobs_by_name(cls)
     if near := difflib.get_close_matches(key, [*names], 1, 0.65):
         return f". Did you mean {names[near[0]][0].name}?"
     others = (kind for kind in _SUGGESTED if key in _knobs_by_name(kind))
     if other := next(others, None):
         return f", but {other.__name__} has {_knobs_by_name(other)[key][0].name}"
-    return f". It has {', '.join(k.name for k in declared(cls))}"
+    return ""
 
 
 _SUGGESTED: list[type] = []  # All classes with `suggest_names`
@@ -1029,9 +1039,12 @@ def suggest_names(
 
     @wraps(init)
     def checked(self: T, *args: object, **settings: object) -> None:
-        for key in settings:
-            if key not in names:
-                raise TypeError(f"{cls.__name__} has no {key!r}{_right_word(cls, key)}")
+        wrong = [key for key in settings if key not in names]
+        if wrong:
+            words = {key: _right_word(cls, key, settings[key]) for key in wrong}
+            unknown = "; no ".join(f"{key!r}{word}" for key, word in words.items())
+            every = f" (it has {', '.join(k.name for k in declared(cls))})"
+            raise TypeError(f"{cls.__name__} has no {unknown}{every * ('' in words.values())}")
         init(self, *args, **settings)
 
     cls.__init__ = checked  # type: ignore

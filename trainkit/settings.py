@@ -337,7 +337,7 @@ class QuantConfig:
         64,
         "Weights that share a scale, with 4 bits",
         choices=(32, 64, 128, 256, 512, 1024, 2048, 4096),
-        aliases=("bnb_4bit_blocksize",),
+        aliases=("bnb_4bit_blocksize", "group_size"),
     )
     double_quant: bool = knob(
         True,

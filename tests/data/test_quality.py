@@ -950,3 +950,20 @@ def test_a_rendered_chat_is_found_as_one_slow_expression_would_find_it():
     assert 300 < count < 2900
     assert DEFECTS["role_words"]("\n\n  Human: hi\nAssistant: yes") == [(2, 10), (14, 24)]
     assert mask_personal("to " + "a." * 20 + "b@firm.org, please") == "to [e-mail address], please"
+
+
+def test_a_template_that_leaves_out_tools_refuses_their_rows():
+    "As the run would, and only then."
+    tool = dict(type="function", function=dict(name="now", parameters=dict(type="object")))
+    plain = [dict(messages=row["messages"][1:]) for row in talks()[:8]]
+    tools = [
+        dict(row, tools=json.dumps([tool]) if i % 2 else [tool]) for i, row in enumerate(plain)
+    ]
+
+    def refused(rows, template):
+        report = check_examples(rows, checks=["template_mismatch"], template=template)
+        return [f for f in report.findings if f.name == "template_refuses"]
+
+    [finding] = refused(tools, "smollm2")
+    assert "no way to write tools" in finding.says and finding.count == len(tools)
+    assert not refused(tools, "chatml") and not refused(plain, "smollm2")

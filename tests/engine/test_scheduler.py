@@ -274,6 +274,24 @@ def test_an_engine_survives_threads_errors_and_its_end(monkeypatch):
         engine.submit([1])
 
 
+def test_a_stream_of_an_engine(monkeypatch):
+    "It ends with its request, a closed one cancels it, and an error is raised at its end."
+    scheduler = Scheduler(make_model(), rows=2)
+    with BatchEngine(scheduler) as engine:
+        pieces = list(engine.stream([1, 2, 3], 6, 0.0))
+        assert [p.token for p in pieces] == generate(scheduler.model, [1, 2, 3], 6, 0.0)[3:]
+        assert [bool(p.finish_reason) for p in pieces] == [False] * 5 + [True]
+        stream = engine.stream([1], 60)
+        next(stream)
+        [request] = scheduler.running.values()
+        stream.close()
+        assert request.cancelled
+        monkeypatch.setattr(scheduler, "_write", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            list(engine.stream([1], 5))
+        monkeypatch.undo()
+
+
 def test_the_tokens_of_a_prompt_are_scored():
     "In parts, next to others, and with the prompt in the cache already: as the model alone does."
     ids = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]

@@ -103,6 +103,40 @@ class At:
             self.do(trainer)
 
 
+class Stream(torch.utils.data.IterableDataset):
+    "Rows without a length, each with a value of its own from torch's generator."
+
+    def __iter__(self):
+        for row in ROWS:
+            yield (torch.from_numpy(row) + torch.randint(0, 5, ())) % 31
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "generator", "stream"])
+def test_a_data_loader_resumes_exactly(tmp_path, kind):
+    "It does not know its position: the trainer reads up to it, in the same order."
+    data = Stream() if kind == "stream" else [torch.from_numpy(row) for row in ROWS]
+
+    def run(folder, callbacks=(), resume=None):
+        one = trainer(tmp_path / folder, callbacks, max_steps=12)
+        loader = torch.utils.data.DataLoader(
+            data,
+            4,
+            shuffle=kind != "stream",
+            generator=torch.Generator().manual_seed(3) if kind == "generator" else None,
+            collate_fn=lambda rows: dict(input_ids=torch.stack(rows), labels=torch.stack(rows)),
+        )
+        model, config, optim = one.model, one.config, one.optim
+        again = Trainer(model, lm_loss, loader, config=config, optim=optim, callbacks=callbacks)
+        again.train(resume)
+        return again.model.state_dict()
+
+    whole = run("whole")
+    run("run", [At(8, lambda t: t.control.stop())])  # In the second epoch
+    torch.rand(9)
+    resumed = run("run", resume=True)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
 def end(folder):
     return read_manifest(folder / "checkpoints" / "checkpoint-12")["proof"]
 

@@ -2188,3 +2188,73 @@ def test_an_argument_of_another_trainer_is_named(argument, here):
     with pytest.raises(TypeError, match=f"Trainer has no '{argument}': here it is .*{here}"):
         Trainer(model=nn.Linear(2, 2), **{argument: 1})
     assert "train_batches: A list" in described(Trainer), "its parameters are still explained"
+
+
+def test_the_loops_arguments_are_checked_where_they_enter():
+    rows = [dict(input_ids=torch.arange(5), labels=torch.arange(5))] * 4
+    model, batches = Own(), Batches([[1, 2, 3]] * 4, 2)
+    plan = TrainConfig(max_steps=1, progress=False)
+
+    class Data(torch.utils.data.Dataset):
+        def __getitem__(self, i):
+            return rows[i]
+
+    for wrong, words in (
+        (lambda: Trainer(model, own_loss, Data()), "a Data, whose items are rows"),
+        (lambda: Trainer(model, "lm", batches), r"a str, and must be a function \(model, batch\)"),
+        (
+            lambda: Trainer(model, own_loss, batches, optim=torch.optim.SGD(model.parameters())),
+            "build_optimizer=lambda",
+        ),
+        (
+            lambda: Trainer(
+                model, own_loss, batches, build_optimizer=torch.optim.SGD(model.parameters())
+            ),
+            r"a SGD: a function \(model, OptimConfig\)",
+        ),
+        (
+            lambda: Trainer(model, own_loss, batches).train(resume_from_checkpoint=True),
+            "Trainer.train has no 'resume_from_checkpoint': here it is resume=",
+        ),
+        (
+            lambda: Trainer(
+                model, lambda m, b: m(b["input_ids"]).mean(), batches, config=plan
+            ).train(),
+            "A mean over n items is",
+        ),
+    ):
+        with pytest.raises(TypeError, match=words):
+            wrong()
+    with pytest.raises(ValueError, match="eval_batches="):
+        Trainer(model, own_loss, batches).evaluate()
+
+
+def test_an_optimizer_of_another_model_is_refused_and_a_partial_one_reported():
+    "An optimizer that was made before `add_lora`, or of a copy, would train nothing."
+    model, plan = Own(), TrainConfig(max_steps=1, progress=False)
+
+    def run(parameters):
+        optimizer = torch.optim.SGD(parameters, 1e-2)
+        batches = Batches([[1, 2, 3]] * 4, 2)
+        return Trainer(
+            model, own_loss, batches, config=plan, build_optimizer=lambda *_: optimizer
+        ).train()
+
+    with pytest.raises(ValueError, match="no parameter that trains here"):
+        run(Own().parameters())
+    assert "leaves out 5 of the 7" in run(model.head.parameters()).notes[0]
+
+
+def test_a_loader_over_a_stream_has_no_length():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            while True:
+                yield dict(input_ids=torch.arange(5), labels=torch.arange(5))
+
+    loader = torch.utils.data.DataLoader(Stream(), 2)
+    plan = TrainConfig(max_steps=3, progress=False)
+    assert Trainer(Own(), own_loss, loader, config=plan).train().steps == 3
+    with pytest.raises(ConfigError, match="max_steps = -1: must be set"):
+        Trainer(Own(), own_loss, loader)
+    with pytest.raises(ValueError, match="DataLoader has no length"):
+        Trainer(Own(), own_loss, loader, config=TrainConfig(max_steps=3, save_strategy="epoch"))

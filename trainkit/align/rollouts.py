@@ -259,6 +259,12 @@ class Rollouts:
         "What the environment asks for rows, equal ones once; raises `ValueError` without room."
         assert self.environment is not None
         environment = self.environment()
+        if not isinstance(environment, Environment):
+            raise TypeError(
+                f"environment() gives a {type(environment).__name__}: a subclass of "
+                "trainkit.align.Environment is needed, with reset(row, seed) -> prompt and "
+                "step(answer) -> Reply(observation, reward, done)"
+            )
         tools = [tool_schema(tool) for tool in environment.tools] or None
         known: dict[str, list[int]] = {}
         for i, row in enumerate(rows):

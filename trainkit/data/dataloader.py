@@ -121,7 +121,8 @@ def assign(
     if wrong := [i for i, n in enumerate(lengths) if not 0 < n <= max_length]:
         raise ValueError(
             f"example {wrong[0]} has {lengths[wrong[0]]} tokens, and must have between 1 and "
-            f"max_length = {max_length}: cut or drop long rows first, with tokenize_examples"
+            f"max_length = {max_length}: cut or drop long rows first, with tokenize_examples, or "
+            "cut texts into full rows: token_blocks(encode_rows(rows, tokenizer), max_length)"
         )
     return STRATEGIES[strategy]([int(n) for n in lengths], max_length)
 

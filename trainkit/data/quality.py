@@ -15,6 +15,7 @@ fit together, and `find_chat_format` recognizes the chat format of a text that w
 __all__ = ['CHAT_FORMATS', 'ANSWER_MARKS', 'ENOUGH', 'TRAITS', 'PROPORTIONS', 'find_chat_format', 'check_rendered', 'check_refused', 'check_ending', 'check_other', 'check_template', 'check_amount', 'lengths', 'diversity', 'classes', 'length_bias', 'split_cleaning', 'script', 'main_script', 'scripts', 'cut_answers', 'too_long', 'PLACEHOLDERS', 'CHECKS', 'check_texts', 'check_malformed', 'check_empty', 'check_echo', 'check_duplicates', 'check_leaks', 'check_roles', 'check_examples']
 
 # %% ../../nbs/02_data/11_proportions.ipynb #imports-proportions
+import json
 import math
 import re
 import unicodedata
@@ -168,8 +169,11 @@ def check_refused(
             if not (chat := _messages(rows, i)):
                 continue
             tally.total += 1
+            tools = rows.rows[i].get("tools")
             try:
-                render_text(chat, jinja, names, "last", rows.kind == "prompt")
+                if isinstance(tools, str):  # As JSON
+                    tools = json.loads(tools) if tools.strip() else None
+                render_text(chat, jinja, names, "last", rows.kind == "prompt", tools)
             except ValueError as error:
                 reasons[str(error)] += 1
                 tally.add(rows.where(i), " → ".join(m["role"] for m in chat))

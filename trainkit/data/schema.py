@@ -537,7 +537,7 @@ def to_messages(
         raise ValueError(
             f"a row of kind {kind} cannot become a conversation; only prompt_completion, "
             "instruction, messages and reasoning can"
-            + "; pairs train with method=dpo"
+            + "; pairs train with method=dpo, and trainkit.align.tokenize_pairs makes ids of them"
             * (kind == "preference")
         )
     first += _earlier_turns(row.get("history"))

@@ -24,10 +24,11 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
 import torch
@@ -758,6 +759,11 @@ class BatchEngine:
         scheduler: Scheduler,
         max_waiting: int = 64,  # Requests in the queue, besides those that are running
     ):
+        if not isinstance(scheduler, Scheduler):
+            raise TypeError(
+                f"scheduler is a {type(scheduler).__name__}: "
+                "BatchEngine(Scheduler(model, tokenizer))"
+            )
         self.scheduler = scheduler
         self.max_waiting = max_waiting
         self._changed = threading.Condition()
@@ -786,6 +792,19 @@ class BatchEngine:
             request = self.scheduler.add(prompt, *args, **options, wait=False)
             self.put([request])
         return request
+
+    def stream(self, prompt: Prompts, *args: object, **options: object) -> Iterator[Piece]:
+        "The pieces of one request as they are written; to close the iterator cancels it."
+        pieces: SimpleQueue[Piece] = SimpleQueue()
+        request = self.submit(prompt, *args, **options, listener=pieces.put)
+        try:
+            while not (piece := pieces.get()).finish_reason:
+                yield piece
+            yield piece
+        finally:
+            self.cancel(request)
+        if request.error is not None:
+            raise request.error
 
     def put(
         self,

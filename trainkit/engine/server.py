@@ -906,6 +906,11 @@ class ChatServer:
         name: str = "model",  # Of the base model; adapters have their own names
         config: ServerConfig | None = None,
     ):
+        if not isinstance(engine, BatchEngine):
+            raise TypeError(
+                f"engine is a {type(engine).__name__}: "
+                "ChatServer(BatchEngine(Scheduler(model, tokenizer)))"
+            )
         self.engine = engine
         self.name = name
         self.config = config or ServerConfig()

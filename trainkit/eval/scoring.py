@@ -63,7 +63,9 @@ def bits_per_byte(
 def perplexity(
     loss: float,  # Mean over the tokens, in nats
 ) -> float:  # Infinite where the exponential does not fit a float
-    "The exponential of the loss: as uncertain as a choice among so many equally likely tokens."
+    """The exponential of the loss: as uncertain as a choice among so many equally likely tokens.
+
+    `evaluate(model, tokenizer, texts)` measures the loss of a model."""
     return math.inf if loss >= 700 else math.exp(loss)  # NaN stays NaN
 
 # %% ../../nbs/09_eval/04_scores.ipynb #ae608762

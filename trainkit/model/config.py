@@ -48,7 +48,7 @@ class ModelConfig:
 
     vocab_size: int = knob(0, "Number of token ids; 0 until the tokenizer is known", low=0)
     d_model: int = knob(
-        256, "Width of the residual stream", low=1, aliases=("hidden_size", "n_embd")
+        256, "Width of the residual stream", low=1, aliases=("hidden_size", "n_embd", "embed_dim")
     )
     n_heads: int = knob(4, "Attention heads", low=1, aliases=("num_attention_heads", "n_head"))
     n_layers: int = knob(4, "Blocks", low=1, aliases=("num_hidden_layers", "n_layer"))
@@ -62,7 +62,7 @@ class ModelConfig:
         512,
         "Longest sequence, in tokens",
         low=1,
-        aliases=("max_position_embeddings", "n_positions"),
+        aliases=("max_position_embeddings", "n_positions", "block_size", "n_ctx", "context_length"),
     )
     n_kv_heads: int | None = knob(
         None,
@@ -105,7 +105,9 @@ class ModelConfig:
     pre_norm: bool = knob(True, "Normalise before each half of a block; false: after the sum")
     sandwich_norm: bool = knob(False, "Normalise also what each half of a block adds")
     position: str = knob("rope", "How positions are encoded", choices=("rope", "learned"))
-    rope_theta: float = knob(10000.0, "Base of the rotary wavelengths", low=1)
+    rope_theta: float = knob(
+        10000.0, "Base of the rotary wavelengths", low=1, aliases=("rope_base",)
+    )
     rope_scaling: dict | None = knob(
         None,
         "Longer waves: {'rope_type': 'linear', 'dynamic', 'yarn' or 'llama3', 'factor': 8.0, …}",

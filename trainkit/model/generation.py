@@ -258,6 +258,12 @@ class TextStreamer:
 Prompts = str | Tensor | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
 
+_SPELLED = (
+    "the text contains the special token {!r}, which only a chat template may write: remove it, "
+    "or, if you mean it, pass the ids of tokenizer.encode({})"
+)
+
+
 def text_to_ids(
     text: str,  # Any text: a prompt, a document, an answer
     tokenizer: Tokenizer,
@@ -275,7 +281,14 @@ def text_to_ids(
         return list(tokenizer.encode(text, (), ()))
     if plain and added is not None:
         return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-    ids = list(tokenizer.encode(text, "all") if ours and special else tokenizer.encode(text))
+    try:
+        ids = list(tokenizer.encode(text, "all") if ours and special else tokenizer.encode(text))
+    except ValueError:
+        marks = [mark for mark in getattr(tokenizer, "special_tokens", ()) if mark in text]
+        if not marks:
+            raise
+        first_mark = min(marks, key=text.index)
+        raise ValueError(_SPELLED.format(first_mark, "text, allowed_special='all'")) from None
     if ours and (first := getattr(tokenizer, "first_token_id", None)) not in (None, *ids[:1]):
         ids.insert(0, first)
     marks = {i: str(token) for i, token in (added or {}).items() if token.special}
@@ -287,10 +300,7 @@ def text_to_ids(
     unknown = getattr(tokenizer, "unk_token_id", None)
     for i in inside:
         if i in marks and (i != unknown or marks[i] in text):
-            raise ValueError(
-                f"the text contains the special token {marks[i]!r}, which only a chat template "
-                "may write: remove it, or, if you mean it, pass the ids of tokenizer.encode(text)"
-            )
+            raise ValueError(_SPELLED.format(marks[i], "text"))
     return ids
 
 # %% ../../nbs/03_model/10_generation.ipynb #efa1b532-2

@@ -195,9 +195,10 @@ def check_report_to(
     for name in names:
         if name not in TRACKERS:
             near = get_close_matches(name, TRACKERS, 1)
-            guess = f"; did you mean {near[0]!r}" if near else ""
+            guess = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(
-                f"report_to={name!r} is not known{guess}? Choose none, all, {', '.join(TRACKERS)}"
+                f"report_to={name!r} is not known.{guess} Choose none, all, {', '.join(TRACKERS)}; "
+                "metrics.jsonl is always written"
             )
         if why := _why_unusable(name):
             raise ImportError(f"report_to={name!r}: {why}")

@@ -211,6 +211,11 @@ def lm_loss(
 # %% ../../nbs/04_train/04_objectives.ipynb #95978f91
 def check_objective(objective: Callable) -> None:
     "Raise `TypeError` for one that cannot be called with a model and a batch."
+    if not callable(objective):
+        raise TypeError(
+            f"the objective is a {type(objective).__name__}, and must be a function "
+            "(model, batch) -> Loss, such as trainkit.lm_loss"
+        )
     try:
         signature = inspect.signature(objective)
     except (TypeError, ValueError):

@@ -340,7 +340,8 @@ def check_loss(
     here = str(loss) if terms is not None else type(loss).__name__
     raise TypeError(
         f"The objective returned {here}, and must return sums and counts: "
-        "Loss({'loss': (sum over items, number of items, 1.0)})"
+        "Loss({'loss': (sum over items, number of items, 1.0)}). A mean over n items is "
+        "(mean * n, n, 1.0)"
     )
 
 # %% ../../nbs/04_train/07_training_step.ipynb #894a0634

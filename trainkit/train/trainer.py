@@ -25,7 +25,7 @@ import signal
 import threading
 import time
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
@@ -34,7 +34,7 @@ from itertools import islice
 from pathlib import Path
 from functools import wraps
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ from .checkpoint import read_manifest, rng_state, rotate_checkpoints, run_lock
 from .checkpoint import set_aside, set_rng_state, take_snapshot, untie
 from .config import EXIT_CODES, Control, Result, TrainConfig, TrainingError
 from .config import TrainState, check_callbacks, count_steps, deciding_metric, due
-from .config import update_best
+from .config import length, update_best
 from .objectives import Loss, check_objective, lm_loss, lm_objective
 from .objectives import noisy_embeddings
 from .optim import OptimConfig, make_optimizer, make_schedule, show_groups
@@ -153,6 +153,7 @@ def counted(
 
 # %% ../../nbs/04_train/08_trainer.ipynb #other-trainers-code
 _P = ParamSpec("_P")
+_T = TypeVar("_T")
 _OBJECTIVE = (
     "the loss is the objective, a function (model, batch) -> Loss: "
     "Trainer(model, objective, batches)"
@@ -184,18 +185,20 @@ _ARGUMENTS_ELSEWHERE = {
     "optimizers": "build_optimizer= and build_schedule=",
     "peft_config": "no argument: model = trainkit.add_lora(model, LoRAConfig(...))",
     "ref_model": "a part of the objective: trainkit.dpo_objective",
+    "resume_from_checkpoint": "resume=",
 }
 
 
-def _name_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
+def _name_arguments(call: Callable[_P, _T]) -> Callable[_P, _T]:
     "Let the error for an argument of another trainer say what it is here."
 
-    @wraps(init)
-    def checked(*given: _P.args, **named: _P.kwargs) -> None:
-        for name in named:
-            if name in _ARGUMENTS_ELSEWHERE:
-                raise TypeError(f"Trainer has no {name!r}: here it is {_ARGUMENTS_ELSEWHERE[name]}")
-        init(*given, **named)
+    @wraps(call)
+    def checked(*given: _P.args, **named: _P.kwargs) -> _T:
+        wrong = [name for name in named if name in _ARGUMENTS_ELSEWHERE]
+        if wrong:
+            here = "; ".join(f"{name!r}: here it is {_ARGUMENTS_ELSEWHERE[name]}" for name in wrong)
+            raise TypeError(f"{call.__qualname__.removesuffix('.__init__')} has no {here}")
+        return call(*given, **named)
 
     return checked
 
@@ -216,7 +219,8 @@ class Trainer:
         self,
         model: nn.Module,  # Trained in place
         objective: Callable[[nn.Module, dict], Loss],
-        # A list, or `__iter__` over the rest of an epoch with `state_dict`, `load_state_dict`
+        # A list, a `DataLoader`, or `__iter__` over the rest of an epoch with `state_dict` and
+        # `load_state_dict`, which need not read up to the place of a resume
         train_batches: Iterable[dict],
         eval_batches: Iterable[dict] | None = None,  # The same batches every time
         config: TrainConfig | None = None,
@@ -245,7 +249,22 @@ class Trainer:
             ("optim", optim, OptimConfig),
         ):
             if not isinstance(value, kind):
-                raise TypeError(f"{name} is a {type(value).__name__}, no {kind.__name__}")
+                own = isinstance(value, torch.optim.Optimizer)
+                hint = ": build_optimizer=lambda model, optim: … makes one of your own" * own
+                raise TypeError(f"{name} is a {type(value).__name__}, no {kind.__name__}{hint}")
+        for name, value, way in (
+            ("build_optimizer", build_optimizer, "(model, OptimConfig) -> optimizer"),
+            ("build_schedule", build_schedule, "(optimizer, OptimConfig, steps) -> LambdaLR"),
+        ):
+            if value is not None and not callable(value):
+                raise TypeError(f"{name} is a {type(value).__name__}: a function {way} is needed")
+        if isinstance(train_batches, torch.utils.data.Dataset) and hasattr(
+            train_batches, "__getitem__"
+        ):
+            raise TypeError(
+                f"train_batches is a {type(train_batches).__name__}, whose items are rows: "
+                "trainkit.Batches(rows, 8) or a DataLoader makes batches of them"
+            )
         recheck(config)
         recheck(optim)
         if isinstance(eval_batches, (str, TrainConfig)):
@@ -280,12 +299,15 @@ class Trainer:
             if hasattr(batches, "accelerator"):  # What it computes is compared with training
                 batches.accelerator = self.accelerator  # type: ignore
         self.train_start = _position(train_batches)
+        generator = getattr(train_batches, "generator", None)
+        drawn = isinstance(generator, torch.Generator)
+        self.generator_seed = generator.initial_seed() if drawn else None
         self.eval_start = _position(eval_batches)
         self.window_size = self.config.gradient_accumulation_steps * self.accelerator.num_processes
         self.total_steps = count_steps(train_batches, self.window_size, self.config)
-        sized = hasattr(train_batches, "__len__")
+        size = length(train_batches)
         # Epoch of the run -> its batches
-        self._lengths = {0: len(train_batches)} if sized else {}  # type: ignore
+        self._lengths = {} if size is None else {0: size}
 
         self.shards: ShardedModel | None = None  # Of a model that is divided among processes
         self.writer: CheckpointWriter | None = None
@@ -297,6 +319,7 @@ class Trainer:
 
     # --- a run: train, begin, loop, step, finish
 
+    @_name_arguments
     def train(
         self,
         # True: from the last checkpoint; 'auto': if it exists; a path: from this one
@@ -432,17 +455,36 @@ class Trainer:
                 f"torch_compile=True cannot be combined with {self.shards.strategy} here"
             )
 
+    def _check_optimizer(self) -> None:
+        "Refuse an optimizer that was made for another model; report what it leaves out."
+        own = {id(p) for group in self.raw_optimizer.param_groups for p in group["params"]}
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        left = [name for name, p in trained.items() if id(p) not in own]
+        if trained and len(left) == len(trained):
+            raise ValueError(
+                f"the {type(self.raw_optimizer).__name__} of build_optimizer has no parameter that "
+                "trains here: make it from the model that the function is given, as it is then"
+            )
+        if left:
+            self.note(
+                f"The optimizer leaves out {len(left)} of the {len(trained)} parameters that train,"
+                f" such as {left[0]}: they stay as they are"
+            )
+
     def _prepare_optimizer(self, stack: ExitStack) -> None:
         "Make optimizer and schedule, and wrap model and optimizer for their device."
         c = self.config
         shards = self.shards
         trained = self.model if shards is None else shards.sharded
         self.raw_optimizer = self.build_optimizer(trained, self.optim)
+        if self.own_optimizer and shards is None:
+            self._check_optimizer()
         self.schedule = self.build_schedule(self.raw_optimizer, self.optim, self.total_steps)
         if not isinstance(self.schedule, LambdaLR):
             raise TypeError(
                 f"build_schedule returned a {type(self.schedule).__name__}: a LambdaLR is needed, "
-                "whose factor of the learning rate is known at every step, also after a resume"
+                "whose factor of the learning rate is known at every step, also after a resume, "
+                "such as LambdaLR(optimizer, lambda step: 1 - step / steps)"
             )
         self.group_options = {}
         if self.own_optimizer:
@@ -483,10 +525,7 @@ class Trainer:
             empty_epochs += 1
             if reason := self.stop_reason():
                 return reason
-            batches = iter(self.train_batches)
-            if self.cursor is None:
-                batches = islice(batches, self.state.batch, None)
-            windows = accumulation_batches(batches, self.window_size)
+            windows = accumulation_batches(self._rest_of_epoch(), self.window_size)
             while self.next_step(windows):
                 empty_epochs = 0
                 if reason := self.stop_reason():
@@ -538,6 +577,33 @@ class Trainer:
         self.next_look = step + max(1, min(int(steps), self.config.logging_steps))
         self.last_look, self.looked_at = now, step
         return stop
+
+    def _rest_of_epoch(self) -> Iterator[dict]:
+        """The batches of the epoch that are left.
+
+        Batches that do not know their position, such as a `DataLoader`, are read up to it. What
+        they draw for the order of an epoch depends on seed and epoch alone (the seed of their
+        `generator`, if they have one), so a resume gets the same order, and the next step the
+        random numbers that it had."""
+        if self.cursor is not None:
+            yield from self.train_batches
+            return
+        c = self.config
+        order = c.seed if c.data_seed is None else c.data_seed
+        drawn = rng_state()
+        try:
+            seed_everything((order + self.state.epoch) % 2**32)
+            if self.generator_seed is not None:
+                seed = (self.generator_seed + self.state.epoch) % 2**63
+                self.train_batches.generator.manual_seed(seed)
+            batches = iter(self.train_batches)
+            # An order is drawn with the first batch
+            read = deque(islice(batches, max(1, self.state.batch)), maxlen=1)
+        finally:
+            set_rng_state(drawn)
+        if not self.state.batch:
+            yield from read
+        yield from batches
 
     def next_step(
         self,
@@ -815,6 +881,8 @@ class Trainer:
 
     def evaluate(self) -> dict:  # An on_eval record
         "Loss and metrics over all of `eval_batches`."
+        if self.eval_batches is None:
+            raise ValueError("there is nothing to evaluate on: Trainer(…, eval_batches=…)")
         if self.eval_start is not None:
             self.eval_batches.load_state_dict(deepcopy(self.eval_start))
         began = time.monotonic()
@@ -835,10 +903,7 @@ class Trainer:
 
     def _eval_bar(self) -> Progress:
         "A bar for an evaluation that takes more than a second."
-        try:
-            total = len(self.eval_batches)  # type: ignore
-        except TypeError:
-            total = None
+        total = length(self.eval_batches)
         shown = self.config.progress and self.accelerator.is_main_process
         return Progress(total, "Evaluating", "batch", enabled=shown, after=1.0)
 
@@ -1390,7 +1455,7 @@ class Trainer:
                 "once, and each evaluation reads it: give a list or Batches"
             )
         by_epoch = "epoch" in (c.eval_strategy, c.save_strategy)
-        if by_epoch and not hasattr(self.train_batches, "__len__"):
+        if by_epoch and not self._lengths:
             raise ValueError(
                 f"{type(self.train_batches).__name__} has no length, so it is unknown when an "
                 "epoch ends: use 'steps'"
