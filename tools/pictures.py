@@ -407,7 +407,7 @@ DIAGRAMS = {
     ],
     "03_model": [
         [("shape", "1"), ("attention", "2–4"), ("layers", "5, 6"), ("logits", "7, 8")],
-        [("sampling", "9"), ("text", "10"), ("faster", "11–13")],
+        [("sampling", "9"), ("text", "10"), ("faster", "11–13"), ("experts", "14")],
     ],
     "04_train": [
         [

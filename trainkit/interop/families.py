@@ -191,8 +191,8 @@ _ACTIVATIONS = {
     "relu2": "relu2",
 }
 
-
-def _router_values(config: ModelConfig) -> _Fields:
+# %% ../../nbs/10_interop/02_families.ipynb #6c1de2fa-2
+def _router_values(config: ModelConfig) -> dict[str, bool | float]:
     "transformers computes the balance loss only where the scores of the routers are returned."
     weight = config.n_experts and config.router_aux_loss_coef
     return dict(output_router_logits=True, router_aux_loss_coef=weight) if weight else {}

@@ -59,7 +59,7 @@ def _rows_of_experts(
     chosen: Tensor,  # Any shape, the experts of the tokens
     n_experts: int,
 ) -> list[int]:
-    "How many of the rows belong to each expert; an equal share where there are no numbers."
+    "How many of the rows belong to each expert; an equal share where nothing was computed."
     if chosen.is_meta or isinstance(chosen, FakeTensor):
         share, more = divmod(chosen.numel(), n_experts)
         return [share + (i < more) for i in range(n_experts)]
