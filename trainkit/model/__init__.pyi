@@ -2,6 +2,7 @@ from . import (
     attention as attention,
     config as config,
     decoding as decoding,
+    experts as experts,
     generation as generation,
     speculative as speculative,
     transformer as transformer,
@@ -19,6 +20,11 @@ from .config import (
     count_parameters as count_parameters,
 )
 from .decoding import DecodePlan as DecodePlan
+from .experts import (
+    MixtureOfExperts as MixtureOfExperts,
+    balance_loss as balance_loss,
+    expert_load as expert_load,
+)
 from .generation import (
     SamplingConfig as SamplingConfig,
     ThinkingBudget as ThinkingBudget,
