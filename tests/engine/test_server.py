@@ -24,6 +24,7 @@ from trainkit.lora.inject import LoRAConfig
 from trainkit.model.config import ModelConfig
 from trainkit.model.generation import generate
 from trainkit.model.transformer import Transformer
+from trainkit.recipes.commands import _take_template
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 from trainkit.tokenizer.chat import render, set_template
 from trainkit.tokenizer.chat_template import TEMPLATES, render_text
@@ -597,6 +598,19 @@ def test_a_body_of_many_answers_waits_as_a_whole(place):
         hold.set()
         assert first.result()[0] == 200
     assert idle(place)
+
+
+def test_another_template(tmp_path):
+    "As `--chat-template` of vLLM; not one whose tokens the model lacks."
+    _, tokenizer = make_model()
+    file = tmp_path / "plain.jinja"
+    file.write_text("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    _take_template(tokenizer, str(file))
+    assert render(HELLO, tokenizer, train_on="all")[0] == tokenizer.encode("hello<|im_end|>", "all")
+    _take_template(tokenizer, "chatml")
+    assert "tools" in tokenizer.chat_template
+    with pytest.raises(ValueError, match="has never seen the tokens of that format"):
+        _take_template(tokenizer, "llama3")
 
 
 def test_what_is_embedded(place):

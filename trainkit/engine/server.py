@@ -1291,7 +1291,8 @@ class ChatServer:
                     chat_template_kwargs=switches,
                 )[0]
         except (TypeError, ValueError) as error:
-            raise APIError(400, str(error), "messages") from None
+            text = str(error).replace("sft.template=", "trainkit serve --chat-template ")
+            raise APIError(400, text, "messages") from None
 
     async def _answer_chat(
         self,

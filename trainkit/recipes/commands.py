@@ -14,10 +14,10 @@ Python, call the functions behind the commands instead."""
 
 # %% auto #0
 __all__ = ['config', 'tokenizer', 'export', 'Folder', 'DraftModel', 'DraftTokens', 'LookupTokens', 'complete_preset',
-           'complete_words', 'complete_change', 'complete_config', 'show_config', 'convert_command', 'presets_command',
-           'train_tokenizer', 'encode_command', 'show_tokenizer', 'merge', 'check_project_command',
-           'export_gguf_command', 'export_compressed_command', 'export_hf_command', 'with_model_name', 'evaluate',
-           'open_weights', 'open_drafter', 'chat', 'serve', 'audit', 'speedrun']
+           'complete_words', 'complete_template', 'complete_change', 'complete_config', 'show_config',
+           'convert_command', 'presets_command', 'train_tokenizer', 'encode_command', 'show_tokenizer', 'merge',
+           'check_project_command', 'export_gguf_command', 'export_compressed_command', 'export_hf_command',
+           'with_model_name', 'evaluate', 'open_weights', 'open_drafter', 'chat', 'serve', 'audit', 'speedrun']
 
 # %% ../../nbs/11_recipes/16_commands.ipynb #imports-commands
 import json
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from trainkit.engine.stored_weights import StoredWeights
     from trainkit.model.transformer import Transformer
     from trainkit.recipes.conversation import Conversation
+    from trainkit.tokenizer.chat import AnyTokenizer
 
 # %% ../../nbs/11_recipes/16_commands.ipynb #057d37c0
 _HELP: dict[str, Any] = dict(
@@ -72,6 +73,14 @@ def complete_words(*words: str) -> Callable[[str], list[str]]:
         return [word for word in words if word.startswith(incomplete)]
 
     return complete
+
+
+def complete_template(incomplete: str) -> list[str]:
+    "The chat formats that begin like this, and files."
+    from trainkit.tokenizer.chat_template import TEMPLATES
+
+    files = [str(path) for path in sorted(Path().glob(f"{incomplete}*.jinja"))]
+    return [*(name for name in TEMPLATES if name.startswith(incomplete)), *files]
 
 
 def complete_change(
@@ -997,6 +1006,24 @@ def _read_adapters(words: list[str]) -> dict[str, Path]:
     return folders
 
 
+def _take_template(
+    tok: "AnyTokenizer",  # Changed in place
+    template: str,  # A file, Jinja, or a key of `TEMPLATES`
+) -> None:
+    "Render chats by another template; raises `ValueError` where the model lacks its tokens."
+    from trainkit.tokenizer.chat import set_template
+
+    size = len(tok)
+    file = Path(template)
+    is_file = "\n" not in template and file.is_file()
+    set_template(tok, file.read_text(encoding="utf-8") if is_file else template)
+    if len(tok) > size:
+        raise ValueError(
+            f"--chat-template {template}: this model has never seen the tokens of that format; "
+            f"tune it on them first: trainkit train --method sft sft.template={template}"
+        )
+
+
 def _need_server() -> None:
     from importlib.util import find_spec
 
@@ -1058,6 +1085,15 @@ def serve(
             "(the codes of a GGUF file or of 4 bits as they are).",
         ),
     ] = None,
+    chat_template: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="NAME|FILE",
+            show_default=False,
+            autocompletion=complete_template,
+            help="Render chats by another template, such as chatml, which lists tools.",
+        ),
+    ] = None,
     draft_model: DraftModel = None,
     num_assistant_tokens: DraftTokens = 4,
     prompt_lookup_num_tokens: LookupTokens = None,
@@ -1094,6 +1130,8 @@ def serve(
     network, tok = load_pretrained(model)
     if tok is None:
         raise ValueError(f"{model} has no tokenizer: a server needs one")
+    if chat_template is not None:
+        _take_template(tok, chat_template)
     for own, folder in folders.items():
         load_adapter(network, folder, own)
     if folders:
