@@ -116,10 +116,7 @@ def setup_optimizer(
         lambda groups: torch.optim.AdamW(groups, fused=True),
     )
 
-# %% ../../nbs/07_memory/05_planner.ipynb #ac32a741-3
-_reports: dict[str, MemoryReport] = {}
-
-
+# %% ../../nbs/07_memory/05_planner.ipynb #planner-predict
 def _predict(
     model: ModelConfig | Callable[[], nn.Module],
     setup: Setup,
@@ -144,7 +141,7 @@ def _predict(
         stages=stages,
     )
 
-
+# %% ../../nbs/07_memory/05_planner.ipynb #planner-few
 def _repeats(model: ModelConfig, setup: Setup) -> bool:
     "Whether a model has many layers that take the same memory."
     lora = setup.lora or LoRAConfig(target_modules="all-linear")
@@ -181,6 +178,9 @@ def _from_few_layers(
 
     peak, parts = max((grown(stage) for stage in three.stages), key=lambda item: item[0])
     return MemoryReport(parts, peak)
+
+# %% ../../nbs/07_memory/05_planner.ipynb #ac32a741-3
+_reports: dict[str, MemoryReport] = {}
 
 
 def predict_setup(
