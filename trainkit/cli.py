@@ -1664,6 +1664,16 @@ _ERRORS = (  # Explained without a traceback
 )
 
 
+def _complete_without_space() -> None:
+    "Let the cursor stand next to `GROUP.KNOB=` in bash: typer's script would add a space."
+    from typer import _completion_shared as shared
+
+    line = "    [[ ${COMPREPLY[0]} == *[=/] ]] && compopt -o nospace 2> /dev/null\n    return 0\n"
+    shared._completion_scripts["bash"] = shared.COMPLETION_SCRIPT_BASH.replace(
+        "    return 0\n", line
+    )
+
+
 def main() -> None:
     "What the `trainkit` command runs."
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -1672,6 +1682,8 @@ def main() -> None:
     _open_streams()
     warnings.formatwarning = _short_warning
     code = 0
+    if any(word.endswith("-completion") for word in sys.argv[1:2]):
+        _complete_without_space()
     try:
         app(prog_name="trainkit")  # Also in python -m trainkit, or a completion could not work
     except KeyboardInterrupt:

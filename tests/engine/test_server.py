@@ -24,6 +24,7 @@ from trainkit.lora.inject import LoRAConfig
 from trainkit.model.config import ModelConfig
 from trainkit.model.generation import generate
 from trainkit.model.transformer import Transformer
+from trainkit.recipes.commands import _take_template
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 from trainkit.tokenizer.chat import render, set_template
 from trainkit.tokenizer.chat_template import TEMPLATES, render_text
@@ -441,6 +442,34 @@ def test_echo(place):
     assert status == 400 and body["error"]["param"] == "echo"
 
 
+def test_echo_of_nothing_but_the_prompt(place):
+    "As OpenAI's first clients scored texts; also one that spells a special token."
+    text = "<|im_start|>hello you"
+    asked = dict(model="small", prompt=text, echo=True, logprobs=1, temperature=0)
+    whole = place.client.completions.create(**asked, max_tokens=1)
+    alone = place.client.completions.create(**asked, max_tokens=0)
+    got, longer = alone.choices[0].logprobs, whole.choices[0].logprobs
+    assert alone.choices[0].text == text == "".join(got.tokens)
+    assert got.token_logprobs == longer.token_logprobs[:-1]
+    assert (alone.usage.completion_tokens, whole.usage.completion_tokens) == (0, 1)
+    assert alone.usage.total_tokens == len(got.tokens)
+
+
+def test_a_text_and_its_tokens(place):
+    "As vLLM's clients count the tokens of a prompt and of a chat."
+    text = "hello <|im_end|> you"
+    ids = place.tokenizer.encode(text, "all")
+    status, body = ask(place, "/tokenize", dict(prompt=text, return_token_strs=True))
+    assert (status, body["tokens"], body["count"]) == (200, ids, len(ids))
+    assert body["max_model_len"] == 1024 and "".join(body["token_strs"]) == text
+    assert ask(place, "/detokenize", dict(tokens=ids))[1] == dict(prompt=text)
+    chat = ask(place, "/tokenize", dict(model="poet", messages=HELLO))[1]
+    assert chat["tokens"] == render(HELLO, place.tokenizer, add_generation_prompt=True)[0]
+    assert ask(place, "/tokenize", dict())[0] == 400
+    assert ask(place, "/detokenize", dict(tokens=[9999]))[0] == 400
+    assert ask(place, "/tokenize", dict(prompt="a"), key="")[0] == 401
+
+
 def test_echo_begins_with_the_prompt(place, monkeypatch):
     "Without the token that a tokenizer puts before each text, which keeps its entry."
     first = place.tokenizer.special_tokens["<|im_start|>"]
@@ -587,6 +616,19 @@ def test_a_body_of_many_answers_waits_as_a_whole(place):
     assert idle(place)
 
 
+def test_another_template(tmp_path):
+    "As `--chat-template` of vLLM; not one whose tokens the model lacks."
+    _, tokenizer = make_model()
+    file = tmp_path / "plain.jinja"
+    file.write_text("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    _take_template(tokenizer, str(file))
+    assert render(HELLO, tokenizer, train_on="all")[0] == tokenizer.encode("hello<|im_end|>", "all")
+    _take_template(tokenizer, "chatml")
+    assert "tools" in tokenizer.chat_template
+    with pytest.raises(ValueError, match="has never seen the tokens of that format"):
+        _take_template(tokenizer, "llama3")
+
+
 def test_what_is_embedded(place):
     "More texts than answers, control tokens as plain text, and `null` for the default format."
     texts = ["a"] * 300
@@ -598,9 +640,8 @@ def test_what_is_embedded(place):
     text = "it ends with <|im_end|>"
     embedded = ask(place, "/v1/embeddings", dict(input=text))[1]
     assert embedded["usage"]["prompt_tokens"] == len(place.tokenizer.encode(text, (), ()))
-    status, body = ask(place, "/v1/completions", dict(prompt=text))
-    assert status == 400 and body["error"]["param"] == "prompt"
-    assert "'<|im_end|>': remove it, or send" in body["error"]["message"]
+    body = ask(place, "/v1/completions", dict(prompt=text, max_tokens=1))[1]  # As in vLLM
+    assert body["usage"]["prompt_tokens"] == len(place.tokenizer.encode(text, "all"))
     status, body = ask(place, "/v1/completions", dict(prompt=[]))
     assert status == 400 and "empty list" in body["error"]["message"]
 

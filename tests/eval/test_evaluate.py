@@ -31,7 +31,8 @@ from trainkit.eval.evaluator import Sample, kl_at_each, side_by_side
 from trainkit.tokenizer.chat_template import TEMPLATES
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 from trainkit.eval.evaluator import AnswerMetrics, RatioSum, evaluate, compare_streams
-from trainkit.eval.evaluator import load_questions
+from trainkit.eval.evaluator import ask_row, load_questions
+from trainkit.tokenizer.chat import render, set_template
 from trainkit.train.config import TrainConfig
 from trainkit.train.trainer import Trainer
 
@@ -49,6 +50,18 @@ def tok(texts):
     tok = BPETokenizer.train(texts, 300, special_tokens=("<|end|>",), progress=False)
     tok.eos_token = "<|end|>"
     return tok
+
+
+def test_an_answer_is_scored_as_it_is_learned(texts):
+    "Up to the token that ends it: the new line after it is not learned."
+    chat = BPETokenizer.train(texts, 300, special_tokens=("<|end|>",), progress=False)
+    set_template(chat, "chatml")
+    question = ask_row(dict(prompt="the cat", completion="sat"), chat)
+    turns = [dict(role="user", content="the cat"), dict(role="assistant", content="sat")]
+    ids, learned = render(turns, chat)
+    answer = [i for i, on in zip(ids, learned, strict=True) if on]
+    assert question.ids[len(question.head) :] == answer
+    assert chat.decode(answer) == "sat<|im_end|>"
 
 
 @pytest.fixture(scope="module")

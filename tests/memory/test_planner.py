@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from functools import cache
 from unittest.mock import patch
 
@@ -53,6 +54,38 @@ def test_a_budget_too_small_says_the_smallest_need():
     assert one > 12, "a line of text and its bar need as many points"
     with pytest.raises(ValueError, match="no lever 'lora'"):
         plan_memory(TINY, 1, levers=["lora"])
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(4, 32, accumulation=2, mixed_precision="bf16"),
+        Setup(1, 8, chunked_loss=True, checkpointing=True, optim="adamw_8bit"),
+        Setup(2, 32, in_backward=True),
+        Setup(4, 32, checkpointing=True, lora_rank=4, bits=4, new_tokens=True),
+    ],
+)
+def test_a_deep_model_is_predicted_from_a_few_of_its_layers(setup, monkeypatch):
+    deep = replace(TINY, n_layers=9, layer_windows=[16] * 9)
+    whole = planner._predict(deep, setup)
+    made = []
+    make = planner.make_setup
+    monkeypatch.setattr(planner, "_reports", {})
+    monkeypatch.setattr(
+        planner,
+        "make_setup",
+        lambda model, setup: made.append(model.n_layers) or make(model, setup),
+    )
+    report = predict_setup(deep, setup)
+    assert made == [2, 3]
+    assert (report.peak, report.parts) == (whole.peak, whole.parts)
+
+
+def test_a_model_of_different_layers_is_predicted_as_a_whole():
+    deep, lora = replace(TINY, n_layers=9), LoRAConfig(layers_to_transform=[0])
+    assert planner._repeats(deep, Setup())
+    assert not planner._repeats(replace(deep, layer_windows=[0, 16, *[0] * 7]), Setup())
+    assert not planner._repeats(deep, Setup(lora_rank=4, lora=lora))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -729,6 +729,7 @@ def test_presets_and_completion(tmp_path):
     )
     assert script.returncode == 0 and "_TRAINKIT_COMPLETE" in script.stdout, script.stderr
     assert script.stdout.rstrip().endswith(" trainkit"), "not for python -m trainkit"
+    assert "nospace" in script.stdout, "the value stands next to GROUP.KNOB="
 
 
 COMPLETED = {  # What stands before the cursor in bash -> what some of the completions are
@@ -739,6 +740,9 @@ COMPLETED = {  # What stands before the cursor in bash -> what some of the compl
     "train x.yaml learning_ra": ["learning_rate="],
     "train x.yaml optim.optim=mu": ["optim.optim=muon"],
     "train x.yaml optim.optim = mu": ["muon"],
+    "train x.yaml model.gradient_checkpointing=t": ["model.gradient_checkpointing=true"],
+    "serve x --weights q8": ["q8_0"],
+    "export gguf x y --type q5": ["q5_k_m"],
     "train mine": ["mine.yaml"],
     "sweep x.yaml data.pat": ["data.path="],
     "config show data.pat": ["data.path="],

@@ -1,8 +1,8 @@
 """An HTTP server with the interface of OpenAI's: chat, completions, embeddings, streaming, tools.
 
 `ChatServer` answers `/v1/chat/completions`, `/v1/responses`, `/v1/completions`, `/v1/embeddings`
-and `/v1/models` with the fields and the errors of OpenAI's interface, `/health`, and `/metrics` for
-Prometheus. Its `app` is an ASGI application (Starlette). `serve` runs it until Ctrl-C, and `running` in a thread,
+and `/v1/models` with the fields and the errors of OpenAI's interface, `/tokenize` and
+`/detokenize` with those of vLLM, `/health`, and `/metrics` for Prometheus. Its `app` is an ASGI application (Starlette). `serve` runs it until Ctrl-C, and `running` in a thread,
 for notebooks and tests. In a shell it is `trainkit serve MODEL`.
 
 `ServerConfig` holds the limits: how long a body may be, who may ask, with which key. Adapters of
@@ -57,6 +57,7 @@ from .responses import chat_fields, read_items
 from .scheduler import BatchEngine, Piece, QueueFull, Request
 from ..files import say, show_bytes
 from ..model.generation import Processor, TextStreamer, document_ids, read_prompts
+from ..model.generation import text_to_ids
 from ..numba_utils import pick_backend
 from ..tokenizer.bpe_tokenizer import byte_letters
 from ..tokenizer.chat import render
@@ -264,6 +265,24 @@ class _TextBody(_Sampling):
     best_of: int | None = None
 
 
+class _TokenizeBody(BaseModel):
+    "A text or a chat, with the fields of vLLM."
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[_Object] | None = Field(None, min_length=1, max_length=4096)
+    tools: list[_Object] | None = Field(None, max_length=128)
+    add_special_tokens: bool | None = None  # False: not what begins every text; for a prompt
+    add_generation_prompt: bool | None = None  # None: true
+    chat_template_kwargs: _Object | None = None
+    return_token_strs: bool | None = None
+
+
+class _DetokenizeBody(BaseModel):
+    model: str | None = None
+    tokens: list[int]
+
+
 class _EmbeddingBody(BaseModel):
     model: str | None = None
     input: str | list[str] | list[int] | list[list[int]]
@@ -436,7 +455,8 @@ class _Gate:
             if urlsplit(origin).netloc != host:
                 text = f"pages of {origin} may not use this server (see --allow-origin)"
                 raise APIError(403, text, code="wrong_origin")
-        if config.api_key and scope["path"].startswith("/v1/") and scope["method"] != "OPTIONS":
+        private = scope["path"].startswith(("/v1/", "/tokenize", "/detokenize"))
+        if config.api_key and private and scope["method"] != "OPTIONS":
             scheme, _, given = headers.get("authorization", "").partition(" ")
             given = given.strip() if scheme.lower() == "bearer" else scheme
             given = given or headers.get("x-api-key", "")
@@ -726,7 +746,7 @@ class _Job:
     request: Request
     reader: AnswerReader
     first: bool  # Of the answers to its prompt
-    plain: bool  # Whether the prompt was a text, and not ids
+    prompt: _Prompt  # As it was sent
     logprobs: list[_Object] = field(default_factory=list)
     parts: list[tuple[str, Any]] = field(default_factory=list)
     offset: int = 0  # Characters so far, for completions
@@ -745,7 +765,7 @@ class _Watched:
         self.closed = False
 
     def add(
-        self, reader: AnswerReader, prompt: list[int], first: bool, plain: bool, **options: Any
+        self, reader: AnswerReader, ids: list[int], first: bool, prompt: _Prompt, **options: Any
     ) -> None:  # In another thread
         index = len(self.made)
 
@@ -755,7 +775,7 @@ class _Watched:
 
         try:
             request = self.server.scheduler.add(
-                prompt,
+                ids,
                 listener=listen,
                 wait=False,
                 **options,
@@ -773,7 +793,7 @@ class _Watched:
                 request,
                 reader,
                 first,
-                plain,
+                prompt,
             )
         )
 
@@ -930,6 +950,8 @@ class ChatServer:
             "/v1/responses/{name}": (self._one_response, "GET DELETE"),
             "/v1/completions": (self._text, "POST"),
             "/v1/embeddings": (self._embeddings, "POST"),
+            "/tokenize": (self._tokenize, "POST"),
+            "/detokenize": (self._detokenize, "POST"),
             "/v1/models": (self._models, "GET"),
             "/v1/models/{name:path}": (self._one_model, "GET"),
             "/health": (self._health, "GET"),
@@ -1041,6 +1063,8 @@ class ChatServer:
         asked: int | None = getattr(body, own)
         param = param or own  # What the client calls it
         most = self.scheduler.max_length
+        if asked == 0 and getattr(body, "echo", None):
+            return 1  # Nothing but the prompt: the token is left out of the answer
         if asked == 0:
             text = f"{param}: must be at least 1, or -1 for no limit of its own"
             raise APIError(400, text, param)
@@ -1080,15 +1104,15 @@ class ChatServer:
             raise APIError(501, str(error), field) from None
 
     def _read(self, prompt: _Prompt) -> list[int]:
-        "The ids of a prompt."
+        "The ids of a prompt; a text may spell special tokens, as programs render chats."
         try:
             with self._reading:
-                return read_prompts(prompt, self.tokenizer)[0]
+                ids = prompt
+                if isinstance(prompt, str):
+                    ids = text_to_ids(prompt, self.tokenizer, special=True)
+                return read_prompts(ids, self.tokenizer)[0]
         except ValueError as error:
-            text = str(error)
-            if found := re.match(r"the text contains the special token (['\"]).*?\1", text):
-                text = f"prompt: {found[0]}: remove it, or send the prompt as a list of token ids"
-            raise APIError(400, text, "prompt") from None
+            raise APIError(400, str(error), "prompt") from None
 
     def _read_plain(self, text: _Prompt) -> list[int]:
         "The ids of a text to embed, in which control tokens are plain text."
@@ -1155,7 +1179,7 @@ class ChatServer:
                         own,
                         ids,
                         i == 0,
-                        isinstance(prompt, str),
+                        prompt,
                         stop=body.stops(),
                         processors=processors,
                         adapter=adapter,
@@ -1254,6 +1278,31 @@ class ChatServer:
             )
         return JSONResponse(response)
 
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, object]],  # As a client sends them
+        tools: list[_Object] | None,
+        switches: _Object | None,  # Of the template
+        begins: bool = True,  # With the beginning of an answer
+        goes_on: bool = False,  # The last message is the beginning of the answer
+    ) -> list[int]:
+        "The ids of a chat."
+        cleaned = clean_messages(messages)
+        try:
+            with self._reading:
+                return render(
+                    cleaned,
+                    self.tokenizer,
+                    add_generation_prompt=begins,
+                    tools=tools or None,
+                    check_eos=False,
+                    chat_template_kwargs=switches,
+                    continue_final_message=goes_on,
+                )[0]
+        except (TypeError, ValueError) as error:
+            text = str(error).replace("sft.template=", "trainkit serve --chat-template ")
+            raise APIError(400, text, "messages") from None
+
     async def _answer_chat(
         self,
         http: HttpRequest,
@@ -1265,7 +1314,7 @@ class ChatServer:
 
         def prepare() -> None:
             self._adapter(body.model)
-            messages = clean_messages(body.messages)
+            messages = body.messages
             choice = body.tool_choice or ("auto" if body.tools else "none")
             tools, forced = _choose_tools(body.tools or [], choice)
             grammar = _tool_grammar(forced, self.tokenizer) if forced else None
@@ -1278,23 +1327,7 @@ class ChatServer:
             if body.add_generation_prompt not in (None, not goes_on):
                 text = f"is not supported with continue_final_message = {goes_on}"
                 raise APIError(400, f"add_generation_prompt {text}", "add_generation_prompt")
-            try:
-                with self._reading:
-                    ids = render(
-                        messages,
-                        self.tokenizer,
-                        add_generation_prompt=not goes_on,
-                        tools=tools or None,
-                        check_eos=False,
-                        chat_template_kwargs=switches,
-                        continue_final_message=goes_on,
-                    )[0]
-            except (TypeError, ValueError) as error:
-                raise APIError(
-                    400,
-                    str(error),
-                    "messages",
-                ) from None
+            ids = self._render(messages, tools, switches, not goes_on, goes_on)
             opening = self.tokenizer.decode(ids[-32:])  # A thought may begin there
             logprobs = (body.top_logprobs or 0) if body.logprobs else None
             self._add(
@@ -1349,6 +1382,8 @@ class ChatServer:
 
         shape = _TextShape(self, body)
         shape.echo = bool(body.echo)
+        own = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        shape.writes = own != 0
         return await self._answer(
             http,
             watched,
@@ -1356,6 +1391,37 @@ class ChatServer:
             body,
             shape,
         )
+
+    async def _tokenize(self, http: HttpRequest) -> Response:
+        body = await self._body(http, _TokenizeBody)
+        self._adapter(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise APIError(400, "send a prompt or messages", "prompt")
+
+        def read() -> list[int]:
+            if body.messages is not None:
+                begins = body.add_generation_prompt is not False
+                return self._render(body.messages, body.tools, body.chat_template_kwargs, begins)
+            with self._reading:
+                ids = text_to_ids(body.prompt or "", self.tokenizer, special=True)
+                first = getattr(self.tokenizer, "first_token_id", None)
+                if body.add_special_tokens is False and first is not None and first in ids[:1]:
+                    ids = ids[1:]
+                return ids
+
+        ids = await run_in_threadpool(read)
+        texts = [self.tokenizer.decode([i]) for i in ids] if body.return_token_strs else None
+        about = dict(count=len(ids), max_model_len=self.scheduler.max_length, tokens=ids)
+        return Response(_json(about | dict(token_strs=texts)), media_type="application/json")
+
+    async def _detokenize(self, http: HttpRequest) -> Response:
+        body = await self._body(http, _DetokenizeBody)
+        self._adapter(body.model)
+        size = self.scheduler.model.config.vocab_size
+        if wrong := [token for token in body.tokens if not 0 <= token < size]:
+            raise APIError(400, f"tokens: there is no token {wrong[0]}", "tokens")
+        text = self.tokenizer.decode(body.tokens)
+        return Response(_json(dict(prompt=text)), media_type="application/json")
 
     async def _embeddings(self, http: HttpRequest) -> Response:
         body = await self._body(http, _EmbeddingBody)
@@ -1679,6 +1745,7 @@ class _ResponseShape(_ChatShape):
 class _TextShape(_Shape):
     prefix = "cmpl"
     echo = False  # Whether the answer begins with the prompt
+    writes = True  # Whether it has more than the prompt
 
     def entry(
         self,
@@ -1718,7 +1785,9 @@ class _TextShape(_Shape):
         prompt = job.request.prompt
         ours = getattr(tokenizer, "special_tokens", None)
         special = ours.values() if isinstance(ours, dict) else tokenizer.all_special_ids
-        added = {*special} if job.plain else set()  # A text spells none: they were added to it
+        added = set()  # To a text that does not spell them
+        if isinstance(job.prompt, str):
+            added = {i for i in special if tokenizer.decode([i]) not in job.prompt}
         job.text = tokenizer.decode([token for token in prompt if token not in added])
         scores = job.request.prompt_scores
         first = [(None, ())] if scores is not None else []
@@ -1732,7 +1801,7 @@ class _TextShape(_Shape):
     def collect(self, job: _Job, piece: Piece) -> None:
         if self.echo and not job.text and not job.logprobs:
             self.begin(job)
-        if entry := self.logprob(job, piece):
+        if self.writes and (entry := self.logprob(job, piece)):
             job.logprobs.append(entry)
 
     def whole(self, watched: _Watched) -> _Object:
@@ -1745,16 +1814,15 @@ class _TextShape(_Shape):
             choices.append(
                 dict(
                     index=job.index,
-                    text=job.text + job.request.text,
+                    text=job.text + job.request.text * self.writes,
                     logprobs=joined or None,
-                    finish_reason=job.request.finish_reason,
+                    finish_reason=job.request.finish_reason if self.writes else "length",
                 )
             )
-        return self.about | dict(
-            object="text_completion",
-            choices=choices,
-            usage=watched.usage(),
-        )
+        usage = watched.usage()
+        if not self.writes:
+            usage |= dict(completion_tokens=0, total_tokens=usage["prompt_tokens"])
+        return self.about | dict(object="text_completion", choices=choices, usage=usage)
 
     async def stream(self, watched: _Watched, usage: bool) -> AsyncIterator[_Object]:
         head = self.about | dict(object="text_completion") | (dict(usage=None) if usage else {})

@@ -211,8 +211,9 @@ def ask_row(
     answer = turns[last]["content"]
     if template or getattr(tokenizer, "chat_template", None):
         head = render(turns[:last], tokenizer, template, add_generation_prompt=True)[0]
-        ids, _ = render(turns[: last + 1], tokenizer, template)
-        return _Question(prompt, head, ids, answer)
+        ids, learned = render(turns[: last + 1], tokenizer, template, "last")
+        end = len(learned) - learned[::-1].index(1) if 1 in learned else len(ids)
+        return _Question(prompt, head, ids[:end], answer)  # Without what no training teaches
     head = text_to_ids(prompt, tokenizer)
     tail = text_to_ids(answer, tokenizer, plain=True)
     return _Question(prompt, head, head + tail, answer)

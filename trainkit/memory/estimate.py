@@ -39,6 +39,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ..files import show_bytes
+from .offload import find_blocks
 from .tracker import Ledger, MemoryReport, report
 from ..model.transformer import fast_products, onednn_is_exact, onednn_pays
 from ..progress import Progress
@@ -334,11 +335,44 @@ class _Step:
     half: torch.dtype | None
     in_backward: bool
     host: bool
+    staged: bool  # Whether the ledger keeps the peak of each stage
     marks: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)  # Of the steps with one other batch each
+    passes: int = 0  # Backward passes and updates so far
+
+    def __post_init__(self):
+        if self.staged:
+            self.follow_stages()
 
     def mark(self) -> None:
         self.marks.append(len(self.ledger.events))
+
+    def follow_stages(self) -> None:
+        """Let the ledger keep the peak of each stage of the steps.
+
+        A stage is a part of a step in the first or in the last block. At each of its operations
+        memory grows by the same number of bytes with every block that a model has more."""
+        blocks = list(find_blocks(self.model))
+        places = ["first", *["middle"] * (len(blocks) - 2), "last"]
+        for block, place in zip(blocks, places, strict=True):
+            begin = partial(self.enter, "forward", place)
+            self.ledger.hooks.append(block.register_forward_pre_hook(begin))
+            for p in block.parameters():
+                if p.requires_grad:
+                    then = partial(self.enter, "backward", place)
+                    self.ledger.hooks.append(p.register_post_accumulate_grad_hook(then))
+
+    def enter(self, kind: str, place: str, *_: object) -> None:
+        "Note that the next operations are those of another stage."
+        if kind == "forward" and torch._C._current_graph_task_id() != -1:
+            kind = "recompute"  # In the backward pass of a block under checkpointing
+        middle = place == "middle"
+        self.ledger.stage = None if middle else (self.passes, kind, place)
+
+    def begin_pass(self, kind: str) -> None:
+        "Note that the next operations are outside of the blocks, until one of them begins."
+        self.passes += 1
+        self.ledger.stage = (self.passes, kind, "") if self.staged else None
 
     def allocate_states(self) -> None:
         "Take a first step with zero gradients, which allocates the states."
@@ -354,6 +388,7 @@ class _Step:
 
     def backward(self, batch: _Batch) -> None:
         "Add the gradients of a batch."
+        self.begin_pass("backward")
         with torch.autocast(self.device, self.half) if self.half else nullcontext():
             loss = self.compute(self.model, batch)
         with step_in_backward(self.optimizer) if self.in_backward else nullcontext():
@@ -361,6 +396,7 @@ class _Step:
 
     def finish(self) -> None:
         "Update the parameters."
+        self.begin_pass("update")
         if not self.in_backward:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -434,6 +470,7 @@ def predict_memory(
     copies: bool = False,  # With `resident`: a checkpoint is written during the run
     # With `resident`: how many different products a run has, from those of this step
     kernels: Callable[[set[tuple]], int] = len,
+    stages: bool = False,  # Also the peak of each stage, from which more layers are extrapolated
 ) -> MemoryReport:
     "Predict the peak memory of a training step by running it on tensors without data."
     _check_arguments(batch_size, seq_len, accumulation, mixed_precision)
@@ -459,7 +496,8 @@ def predict_memory(
         else:
             optim = optimizer(model)
         half = _HALVES[mixed_precision]
-        step = _Step(ledger, model, optim, compute, device, half, in_backward, host)
+        how = (device, half, in_backward, host, stages)
+        step = _Step(ledger, model, optim, compute, *how)
         ids = torch.zeros(batch_size, seq_len, dtype=torch.long) if batch is None else None
         fake = dict(input_ids=ids, labels=ids) if batch is None else ledger.tell(batch)
         ledger.follow(model, optim, list(fake.values()))

@@ -19,7 +19,7 @@ import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from ..files import show_bytes
 from ..lora.inject import LoRAConfig, add_lora, replace_layer, with_vocabulary
 from .estimate import predict_memory
 from .offload import OffloadedOptimizer, checkpoint_blocks
-from .tracker import MemoryReport, read_bytes
+from .tracker import MEMORY_KINDS, MemoryReport, read_bytes
 from ..model.config import ModelConfig
 from ..model.transformer import Transformer
 from ..quant.linear import Linear4bit, Linear8bit
@@ -116,6 +116,69 @@ def setup_optimizer(
         lambda groups: torch.optim.AdamW(groups, fused=True),
     )
 
+# %% ../../nbs/07_memory/05_planner.ipynb #planner-predict
+def _predict(
+    model: ModelConfig | Callable[[], nn.Module],
+    setup: Setup,
+    copies: bool = False,
+    kernels: Callable[[set[tuple]], int] | None = None,
+    stages: bool = False,
+) -> MemoryReport:
+    resident = kernels is not None
+    return predict_memory(
+        lambda: make_setup(model, setup),
+        setup.batch_size,
+        setup.seq_len,
+        lambda m: setup_optimizer(m, setup),
+        setup.chunked_loss,
+        setup.mixed_precision,
+        setup.in_backward,
+        setup.accumulation,
+        host=not resident,
+        resident=resident,
+        copies=copies,
+        kernels=kernels or len,
+        stages=stages,
+    )
+
+# %% ../../nbs/07_memory/05_planner.ipynb #planner-few
+def _repeats(model: ModelConfig, setup: Setup) -> bool:
+    "Whether a model has many layers that take the same memory."
+    lora = setup.lora or LoRAConfig(target_modules="all-linear")
+    plain = LoRAConfig(target_modules=lora.target_modules)
+    chosen = ("exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern")
+    named = any("." in name for name in lora.target_modules or ())  # Perhaps those of one layer
+    if named or any(getattr(lora, name) != getattr(plain, name) for name in chosen):
+        return False
+    kinds = {*zip(*[x for x in (model.layer_windows, model.layer_rope_theta) if x], strict=True)}
+    return model.n_layers > 6 and len(kinds) < 2
+
+
+def _from_few_layers(
+    model: ModelConfig,  # Of equal layers
+    setup: Setup,
+) -> MemoryReport:
+    """The report of a deep model from those of two layers and of three.
+
+    Each layer more adds the same number of bytes to each stage of a step; which stage is the
+    peak may change."""
+
+    def few(count: int) -> MemoryReport:
+        each = ("layer_windows", "layer_rope_theta")  # Lists with a number for each layer
+        shorter = {name: (getattr(model, name) or [])[:count] or None for name in each}
+        return _predict(replace(model, n_layers=count, **shorter), setup, stages=True)
+
+    two, three = few(2), few(3)
+    more = model.n_layers - 3
+
+    def grown(stage: tuple) -> tuple[int, dict[str, int]]:
+        (before, less), (after, many) = two.stages[stage], three.stages[stage]
+        parts = {kind: many[kind] + more * (many[kind] - less[kind]) for kind in MEMORY_KINDS}
+        return after + more * (after - before), parts
+
+    peak, parts = max((grown(stage) for stage in three.stages), key=lambda item: item[0])
+    return MemoryReport(parts, peak)
+
 # %% ../../nbs/07_memory/05_planner.ipynb #ac32a741-3
 _reports: dict[str, MemoryReport] = {}
 
@@ -138,20 +201,10 @@ def predict_setup(
         key = repr((model, setup, setup.lora))
     if key in _reports:
         return copy.deepcopy(_reports[key])
-    report = predict_memory(
-        lambda: make_setup(model, setup),
-        setup.batch_size,
-        setup.seq_len,
-        lambda m: setup_optimizer(m, setup),
-        setup.chunked_loss,
-        setup.mixed_precision,
-        setup.in_backward,
-        setup.accumulation,
-        host=not resident,
-        resident=resident,
-        copies=copies,
-        kernels=kernels or len,
-    )
+    if key and _repeats(cast(ModelConfig, model), setup):
+        report = _from_few_layers(cast(ModelConfig, model), setup)
+    else:
+        report = _predict(model, setup, copies=copies, kernels=kernels)
     if key:
         _reports[key] = copy.deepcopy(report)
     return report

@@ -133,6 +133,9 @@ class Ledger(TorchDispatchMode):
         self.stepping = False
         self.peak = 0
         self.at_peak = Counter()
+        # What the step is doing, if someone says it, and the largest sum in each such stage
+        self.stage: tuple | None = None
+        self.stages = dict[tuple, tuple[int, Counter]]()
         self.history = []
         # (number, bytes) when allocated, (number, 0) when released: for `system.heap_peak`
         self.events: list[tuple[int, int]] = []
@@ -216,10 +219,13 @@ class Ledger(TorchDispatchMode):
         "Update the peak; or restart it from here."
         if restart:
             self.peak, self.history = 0, []
+            self.stages.clear()
         self.history.append(self.total)
         if self.total > self.peak:
             self.peak = self.total
             self.at_peak = Counter(self.parts)
+        if self.stage and self.total > self.stages.get(self.stage, (0,))[0]:
+            self.stages[self.stage] = self.total, Counter(self.parts)
 
     def tell(
         self,
@@ -338,6 +344,8 @@ class MemoryReport:
     beside: dict[str, int] = field(default_factory=dict)
     # The different matrix products that went to oneDNN
     products: set[tuple] = field(default_factory=set, repr=False)
+    # {stage of the step: (bytes, parts)}, the largest of each, if the stages were followed
+    stages: dict[tuple, tuple[int, Counter]] = field(default_factory=dict, repr=False)
 
     @property
     def resident(self) -> int:  # Bytes
@@ -367,4 +375,5 @@ def report(
         ledger.history,
         seen,
         products={*ledger.products},
+        stages=ledger.stages,
     )

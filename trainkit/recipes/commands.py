@@ -14,10 +14,10 @@ Python, call the functions behind the commands instead."""
 
 # %% auto #0
 __all__ = ['config', 'tokenizer', 'export', 'Folder', 'DraftModel', 'DraftTokens', 'LookupTokens', 'complete_preset',
-           'complete_change', 'complete_config', 'show_config', 'convert_command', 'presets_command', 'train_tokenizer',
-           'encode_command', 'show_tokenizer', 'merge', 'check_project_command', 'export_gguf_command',
-           'export_compressed_command', 'export_hf_command', 'with_model_name', 'evaluate', 'open_weights',
-           'open_drafter', 'chat', 'serve', 'audit', 'speedrun']
+           'complete_words', 'complete_template', 'complete_change', 'complete_config', 'show_config',
+           'convert_command', 'presets_command', 'train_tokenizer', 'encode_command', 'show_tokenizer', 'merge',
+           'check_project_command', 'export_gguf_command', 'export_compressed_command', 'export_hf_command',
+           'with_model_name', 'evaluate', 'open_weights', 'open_drafter', 'chat', 'serve', 'audit', 'speedrun']
 
 # %% ../../nbs/11_recipes/16_commands.ipynb #imports-commands
 import json
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from trainkit.engine.stored_weights import StoredWeights
     from trainkit.model.transformer import Transformer
     from trainkit.recipes.conversation import Conversation
+    from trainkit.tokenizer.chat import AnyTokenizer
 
 # %% ../../nbs/11_recipes/16_commands.ipynb #057d37c0
 _HELP: dict[str, Any] = dict(
@@ -65,6 +66,23 @@ def complete_preset(incomplete: str) -> list[str]:  # For the completion of a sh
     return [f"{before}{comma}{name}" for name in names]
 
 
+def complete_words(*words: str) -> Callable[[str], list[str]]:
+    "Complete one of these words."
+
+    def complete(incomplete: str) -> list[str]:
+        return [word for word in words if word.startswith(incomplete)]
+
+    return complete
+
+
+def complete_template(incomplete: str) -> list[str]:
+    "The chat formats that begin like this, and files."
+    from trainkit.tokenizer.chat_template import TEMPLATES
+
+    files = [str(path) for path in sorted(Path().glob(f"{incomplete}*.jinja"))]
+    return [*(name for name in TEMPLATES if name.startswith(incomplete)), *files]
+
+
 def complete_change(
     ctx: typer.Context,
     incomplete: str,
@@ -74,7 +92,9 @@ def complete_change(
     from trainkit.recipes.config import RunConfig
 
     def choices(name: str, begin: str) -> list[str]:
-        values = [str(v) for place in find_knobs(RunConfig, name) for v in place.knob.choices]
+        found = [place.knob for place in find_knobs(RunConfig, name)]
+        values = [str(v) for knob in found for v in knob.choices]
+        values += ["true", "false"] * any(knob.type is bool for knob in found)
         return [value for value in values if value.startswith(begin)]
 
     first = ctx.params.get("config") or ctx.params.get("file") or ""
@@ -436,6 +456,9 @@ def export_gguf_command(
             "--type",
             "-t",
             help="f32, f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m, q4_0 or q4_1.",
+            autocompletion=complete_words(
+                *("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "q4_1")
+            ),
         ),
     ] = "q8_0",
     modelfile: Annotated[
@@ -484,7 +507,15 @@ def export_compressed_command(
         Path, typer.Argument(help="A model folder, such as runs/demo/model.", show_default=False)
     ],
     output: Annotated[Path, typer.Argument(help="A new folder.", show_default=False)],
-    method: Annotated[str, typer.Option("--method", "-m", help="gptq, awq or nearest.")] = "gptq",
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method",
+            "-m",
+            help="gptq, awq or nearest.",
+            autocompletion=complete_words("gptq", "awq", "nearest"),
+        ),
+    ] = "gptq",
     calibrate: _Calibrate = None,
     group: Annotated[
         Optional[int],
@@ -896,6 +927,7 @@ def chat(
         typer.Option(
             metavar="FORMAT",
             show_default=False,
+            autocompletion=complete_words("bfloat16", "int8", "q8_0", "q4_0", "stored"),
             help="Write from a smaller copy of the weights: bfloat16, int8, q8_0, q4_0, or stored "
             "(the codes of a GGUF file or of 4 bits as they are).",
         ),
@@ -974,6 +1006,24 @@ def _read_adapters(words: list[str]) -> dict[str, Path]:
     return folders
 
 
+def _take_template(
+    tok: "AnyTokenizer",  # Changed in place
+    template: str,  # A file, Jinja, or a key of `TEMPLATES`
+) -> None:
+    "Render chats by another template; raises `ValueError` where the model lacks its tokens."
+    from trainkit.tokenizer.chat import set_template
+
+    size = len(tok)
+    file = Path(template)
+    is_file = "\n" not in template and file.is_file()
+    set_template(tok, file.read_text(encoding="utf-8") if is_file else template)
+    if len(tok) > size:
+        raise ValueError(
+            f"--chat-template {template}: this model has never seen the tokens of that format; "
+            f"tune it on them first: trainkit train --method sft sft.template={template}"
+        )
+
+
 def _need_server() -> None:
     from importlib.util import find_spec
 
@@ -1030,8 +1080,18 @@ def serve(
         typer.Option(
             metavar="FORMAT",
             show_default=False,
+            autocompletion=complete_words("bfloat16", "int8", "q8_0", "q4_0", "stored"),
             help="Write from a smaller copy of the weights: bfloat16, int8, q8_0, q4_0, or stored "
             "(the codes of a GGUF file or of 4 bits as they are).",
+        ),
+    ] = None,
+    chat_template: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="NAME|FILE",
+            show_default=False,
+            autocompletion=complete_template,
+            help="Render chats by another template, such as chatml, which lists tools.",
         ),
     ] = None,
     draft_model: DraftModel = None,
@@ -1070,6 +1130,8 @@ def serve(
     network, tok = load_pretrained(model)
     if tok is None:
         raise ValueError(f"{model} has no tokenizer: a server needs one")
+    if chat_template is not None:
+        _take_template(tok, chat_template)
     for own, folder in folders.items():
         load_adapter(network, folder, own)
     if folders:
