@@ -56,7 +56,7 @@ class Router(nn.Module):
 
 # %% ../../nbs/03_model/14_mixture_of_experts.ipynb #moe-experts-2
 def _rows_of_experts(
-    chosen: Tensor,  # Any shape, the experts of the tokens
+    chosen: Tensor,  # (N, k), the experts of the tokens
     n_experts: int,
 ) -> list[int]:
     "How many of the rows belong to each expert; an equal share where nothing was computed."
