@@ -33,7 +33,7 @@ from .transformer import RMSNorm
 
 if TYPE_CHECKING:
     from trainkit.model.config import ModelConfig
-    from trainkit.model.transformer import Block, Transformer
+    from trainkit.model.transformer import MLP, Block, Transformer
 
 # %% ../../nbs/03_model/11_fast_decoding.ipynb #a163c277
 # (B, in) -> (B, out), in memory that the next call writes over
@@ -138,7 +138,7 @@ class _Layer:
         make: Callable[[list[nn.Linear]], Product],
     ):
         attn = block.self_attn
-        mlp = block.mlp
+        mlp = cast("MLP", block.mlp)
         self.rows = rows
         self.index = block.self_attn.layer
         self.heads = config.n_heads

@@ -890,16 +890,15 @@ class Transformer(nn.Module):
             loss, squares = _summed_loss(logits, targets, z_loss)
         count = num_items_in_batch if num_items_in_batch is not None else (targets != -100).sum()
         squares = squares / count if z_loss and squares is not None else None
-        output = ModelOutput(loss / count, logits if return_logits else None, cache, squares)
+        loss, aux_loss = loss / count, None
         if routing:
-            padding = (
-                attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
-            )
-            output.aux_loss = balance_loss(routing, config.experts_per_token, padding)
+            plain = attention_mask is not None and attention_mask.ndim == 2
+            padding = attention_mask if plain else None
+            aux_loss = balance_loss(routing, config.experts_per_token, padding)
             # As a mean over the tokens, so that pieces of a batch add up to the loss of the whole
             share = config.router_aux_loss_coef * (targets != -100).sum() / count
-            output.loss = output.loss + share * output.aux_loss
-        return output
+            loss = loss + share * aux_loss
+        return ModelOutput(loss, logits if return_logits else None, cache, squares, aux_loss)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self.lm_head(hidden)
