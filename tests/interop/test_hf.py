@@ -86,6 +86,9 @@ VARIANTS = {
     "qwen2 windows": dict(bias="qkv", layer_windows=[0, 8, 8]),
     "qwen3": dict(qk_norm=True, head_dim=16, n_kv_heads=2),
     "qwen3 windows": dict(qk_norm=True, layer_windows=[8, 0, 8]),
+    "mixtral": dict(n_experts=4, n_kv_heads=2, layer_windows=[8, 8, 8]),
+    "qwen3 moe": dict(n_experts=4, experts_per_token=3, norm_topk_prob=False, qk_norm=True),
+    "no balance loss": dict(n_experts=4, router_aux_loss_coef=0.0),
     "gpt2": GPT2,
     "gpt2 untied": dict(GPT2, activation="gelu", tie_embeddings=False),
     "gpt2 relu2": dict(GPT2, activation="relu2", attention_dropout=0.2, dropout=0.1),
@@ -99,6 +102,9 @@ NOBODYS = {
     "two bases": dict(layer_rope_theta=[1e4, 1e5, 1e4]),
     "gemma3, a base without a window": dict(GEMMA3, layer_rope_theta=[1e4, 1e4, 1e4]),
     "gpt2 rope": dict(GPT2, position="rope"),
+    "experts, biases": dict(n_experts=4, bias="all"),
+    "gpt2 experts": dict(GPT2, n_experts=4),
+    "mixtral, weights as they are": dict(n_experts=4, norm_topk_prob=False),
 }
 
 
@@ -378,7 +384,8 @@ def test_the_configs_of_real_models_are_understood():
 
 
 @pytest.mark.parametrize(
-    "name", ["gqa", "biases", "llama3", "mistral", "qwen3 windows", "gpt2", "gpt2 untied"]
+    "name",
+    "gqa,biases,llama3,mistral,mixtral,qwen3 windows,qwen3 moe,gpt2,gpt2 untied".split(","),
 )
 def test_folders_open_on_both_sides(name, tmp_path, tokenizer):
     model = make(**VARIANTS[name])

@@ -15,6 +15,7 @@ from support.peak import run_measured
 from trainkit.model import attention
 from trainkit.model.config import PRESETS, count_flops, count_parameters
 from trainkit.config import ConfigError, load_config
+from trainkit.interop.families import _stacked as in_stacks
 from trainkit.interop.families import (
     from_hf,
     from_hf_config,
@@ -430,13 +431,29 @@ def random_config(family: str, seed: int) -> ModelConfig:
             n_kv_heads=heads,
             activation=draw("gelu", "gelu_tanh", "relu2"),
         ),
+        # Of several layers theirs takes the tokens together for the balance loss
+        "Mixtral": dict(
+            n_experts=draw(2, 5, 8),
+            experts_per_token=draw(1, 2),
+            layer_windows=[draw(0, window)] * layers,
+            router_aux_loss_coef=0.3 * (layers == 1),
+        ),
+        "Qwen3Moe": dict(
+            n_experts=draw(4, 6),
+            experts_per_token=draw(1, 2, 4),
+            norm_topk_prob=draw(True, False),
+            head_dim=draw(None, 10),
+            qk_norm=True,
+            router_aux_loss_coef=0.3 * (layers == 1),
+        ),
     }
     return ModelConfig(**{**values, **own[family]})
 
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(
-    "family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "SmolLM3", "GPT2"]
+    "family",
+    ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "SmolLM3", "GPT2", "Mixtral", "Qwen3Moe"],
 )
 def test_random_families(family: str, seed: int) -> None:
     "Logits, loss and gradients on random shapes and options, with both kinds of attention."
@@ -448,6 +465,8 @@ def test_random_families(family: str, seed: int) -> None:
             p.data.add_(torch.randn_like(p) * 0.2)
     theirs = to_hf(ours)
     theirs.set_attn_implementation("eager")  # The only one of theirs that knows soft caps
+    if config.n_experts:
+        theirs.set_experts_implementation("eager")  # The only one that takes any width
     ids = torch.randint(config.vocab_size, (2, 5 + 7 * (seed % 3)))
     labels = torch.where(torch.rand(ids.shape) < 0.3, -100, ids)
     labels[0, -1] = ids[0, -1]
@@ -462,7 +481,8 @@ def test_random_families(family: str, seed: int) -> None:
         close(a.logits, b.logits)
         close(a.loss, b.loss)
         a.loss.backward()
-        got = to_hf_weights(config, {n: p.grad for n, p in ours.named_parameters()})
+        got = {n: p.grad for n, p in ours.named_parameters()}
+        got = in_stacks(config, got) if config.n_experts else to_hf_weights(config, got)
         assert set(got) == set(want)
         for n, g in got.items():
             close(g, want[n])
