@@ -1,6 +1,4 @@
-"""Replace the MLP of a block by several experts of which each token uses two, and keep all of them busy.
-
-Mixture of experts: MLPs of which each token uses a few, chosen by a router.
+"""Mixture of experts: MLPs of which each token uses a few, chosen by a router.
 
 `MixtureOfExperts` takes the place of the MLP in a block (Shazeer et al. 2017; in the form of Mixtral,
 Jiang et al. 2024). Its `Router` scores all experts for each token, and the best few compute the
