@@ -173,7 +173,9 @@ def test_doors_copy_and_tied_stays_tied(tmp_path, tokenizer):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_gradients_agree_through_the_door(name):
     "Equal logits with unequal gradients would train another model."
-    model = make(**{**VARIANTS[name], "dropout": 0.0, "attention_dropout": 0.0})
+    # Their balance loss is another one where there are several layers
+    plain = dict(dropout=0.0, attention_dropout=0.0, router_aux_loss_coef=0.0)
+    model = make(**{**VARIANTS[name], **plain})
     theirs = to_hf(model)
     a, b = model(IDS, labels=IDS), theirs(IDS, labels=IDS)
     a.loss.backward(), b.loss.backward()
@@ -207,7 +209,8 @@ def test_every_knob_has_its_place():
     ruled = {knob for rules in families.RULES.values() for knob in rules}
     named = {
         {"kv_heads": "n_kv_heads", "head_width": "head_dim"}.get(k, k)
-        for k in families._LLAMA_NAMES | families._GPT2_NAMES
+        for names in (families._LLAMA_NAMES, *families._NAMES.values())
+        for k in names
     }
     assert {f.name for f in dataclasses.fields(ModelConfig)} <= ruled | named | {
         "rope_theta",
@@ -215,6 +218,7 @@ def test_every_knob_has_its_place():
         "attention",
         "mup_base_width",  # Scales weights before training and rates, not the forward pass
         "mup_base_head_dim",
+        "router_aux_loss_coef",  # A part of the loss
     }
 
 
@@ -243,7 +247,9 @@ def test_every_knob_has_its_place():
         ),
         (transformers.Gemma2Config(hidden_activation="silu"), "hidden_activation"),
         (transformers.GPTNeoXConfig(), "'gpt_neox' is none"),
-        (transformers.MixtralConfig(), "'mixtral' is none"),
+        (transformers.OlmoeConfig(), "'olmoe' is none"),
+        (transformers.Qwen3MoeConfig(mlp_only_layers=[0]), "mlp_only_layers"),
+        (transformers.MixtralConfig(router_jitter_noise=0.1), "router_jitter_noise"),
         (transformers.T5Config(), "'t5' is none"),
     ],
 )
